@@ -1,0 +1,78 @@
+"""What one device holds at each ZeRO stage, measured from live buffers, beside replicated training."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import rich.table
+
+import jzero
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceBytes:
+    """Bytes on one device for one way of training."""
+
+    label: str
+    params: int
+    grads: int
+    opt_state: int
+
+    @property
+    def total(self) -> int:
+        return self.params + self.grads + self.opt_state
+
+
+def measure(
+    make_state: Callable[[], Any],
+    params_and_opt_state: Callable[[Any], tuple[Any, Any]],
+    *,
+    config: jzero.ZeroConfig,
+    mesh: jax.sharding.Mesh,
+) -> list[DeviceBytes]:
+    """Measures replicated training, which is the first row, and every stage, each from a fresh state.
+
+    Gradients live only inside a step, so their bytes are not measured: they are the plan's, and for
+    replicated training those of the parameters.
+
+    Args:
+      make_state: Returns a fresh state of whole parameters.
+      params_and_opt_state: Returns the two trees to measure from a state.
+      config: The ZeRO settings; its stage is replaced.
+      mesh: The mesh to shard over.
+    """
+    device = jax.local_devices()[0]
+    params, opt_state = params_and_opt_state(make_state())
+    params_bytes = bytes_on(device, params)
+    rows = [DeviceBytes("replicated", params_bytes, params_bytes, bytes_on(device, opt_state))]
+    for stage in STAGES:
+        state = jzero.shard_train_state(
+            make_state(), config=dataclasses.replace(config, stage=stage), mesh=mesh
+        )
+        params, opt_state = params_and_opt_state(state)
+        grads_bytes = jzero.plan_of(state).bytes_per_device.grads
+        rows.append(
+            DeviceBytes(f"stage {stage}", bytes_on(device, params), grads_bytes, bytes_on(device, opt_state))
+        )
+    return rows
+
+
+def bytes_on(device: jax.Device, tree: Any) -> int:
+    """Returns the bytes of the buffers of a tree that live on one device."""
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def as_table(rows: list[DeviceBytes], *, num_devices: int) -> rich.table.Table:
+    """Lays the measurements out beside replicated training, which is the first row."""
+    table = rich.table.Table(title=f"Bytes per device on {num_devices} devices")
+    table.add_column("")
+    for heading in ("params", "grads (plan)", "optimizer", "total", "share"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        terms = [f"{value:,}" for value in (row.params, row.grads, row.opt_state, row.total)]
+        table.add_row(row.label, *terms, f"{row.total / rows[0].total:.1%}")
+    return table

@@ -1,0 +1,189 @@
+"""Trains a byte-level GPT on the sources of Python's standard library, with ZeRO on every device.
+
+    python examples/train_gpt.py                       # Flax Linen, scanned blocks, stage 3
+    python examples/train_gpt.py --framework nnx       # the NNX twin
+    python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
+
+It runs on all accelerators if there are any, else on eight virtual CPU devices. What jzero adds to an
+ordinary training script is in `main` and `train`: a mesh, a config, and a few calls.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import rich
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import figures
+import gpt_linen
+import gpt_nnx
+import jzero
+import memory_by_stage
+from gpt import GPTConfig
+from text_data import Corpus, load_corpus, sample_batch
+
+FRAMEWORKS = {"linen": gpt_linen, "nnx": gpt_nnx}
+NUM_CPU_DEVICES = 8
+VALIDATION_SEED = 0  # the validation batches are the same in every run
+LOG_EVERY = 10  # steps between two waits for the device
+
+LossFn = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclasses.dataclass
+class History:
+    """Losses in nats per byte: one for each training step, and (steps done, loss) for each evaluation."""
+
+    train: list[float] = dataclasses.field(default_factory=list)
+    validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+
+def main() -> None:
+    """Trains, then compares the memory of the four stages."""
+    args = parse_args()
+    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)  # before anything asks for a device
+    mesh = jzero.make_mesh()
+    if args.batch_size % mesh.size:
+        raise SystemExit(
+            f"--batch-size must be a multiple of the {mesh.size} devices: got {args.batch_size}."
+        )
+    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
+
+    framework = FRAMEWORKS[args.framework]
+    make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
+    loss_fn = framework.make_loss_fn(model_config(args))
+    key = jax.random.key(args.seed)
+
+    state = jzero.init_train_state(make_state, key, config=config, mesh=mesh)
+    print(jzero.plan_of(state))
+    history = train(state, loss_fn, load_corpus(), args)
+
+    rows = memory_by_stage.measure(
+        lambda: make_state(key), framework.params_and_opt_state, config=config, mesh=mesh
+    )
+    rich.print(memory_by_stage.as_table(rows, num_devices=mesh.size))
+    args.out.mkdir(parents=True, exist_ok=True)
+    figures.save_losses(history.train, history.validation, args.out / "loss.png")
+    figures.save_memory(rows, args.out / "memory.png")
+    print(f"figures: {args.out / 'loss.png'} {args.out / 'memory.png'}")
+    (_, untrained), (_, trained) = history.validation[0], history.validation[-1]
+    print(f"validation loss {trained:.3f} nats per byte (untrained {untrained:.3f})")
+
+
+def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace) -> History:
+    """Runs the training loop from an untrained state and returns the losses."""
+    step = jzero.make_train_step(loss_fn, clip_norm=1.0)
+    eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
+    held_out = list(batches(corpus.validation, args, seed=VALIDATION_SEED, count=args.eval_batches))
+    history = History(validation=[(0, evaluate(eval_step, state, held_out))])
+    unread = []  # losses left on the device, so that a step need not wait for the one before
+    with progress_bar() as progress:
+        untrained = {"loss": float("nan"), "validation": history.validation[0][1]}
+        task = progress.add_task("train", total=args.steps, speed=0, **untrained)
+        started = time.perf_counter()
+        for index, batch in enumerate(batches(corpus.train, args, seed=args.seed, count=args.steps), start=1):
+            state, metrics = step(state, batch)
+            unread.append(metrics["loss"])
+            if index % LOG_EVERY and index < args.steps:
+                continue
+            history.train += map(float, jax.device_get(unread))
+            speed = len(unread) * args.batch_size * args.seq_len / (time.perf_counter() - started)
+            unread.clear()
+            if index % args.eval_every == 0 or index == args.steps:
+                history.validation.append((index, evaluate(eval_step, state, held_out)))
+            latest = {"loss": history.train[-1], "validation": history.validation[-1][1]}
+            progress.update(task, completed=index, speed=speed, **latest)
+            started = time.perf_counter()
+    return history
+
+
+def evaluate(eval_step: Callable[..., Any], state: Any, held_out: list[np.ndarray]) -> float:
+    """Returns the mean loss over the held-out batches."""
+    losses = [eval_step(state, batch)["loss"] for batch in held_out]
+    return float(np.mean(jax.device_get(losses)))
+
+
+def batches(text: np.ndarray, args: argparse.Namespace, *, seed: int, count: int) -> Iterator[np.ndarray]:
+    """Yields `count` random batches, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        yield sample_batch(text, rng, batch_size=args.batch_size, seq_len=args.seq_len)
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Returns AdamW with a linear warm-up and a cosine decay to a tenth of the peak."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=args.lr,
+        warmup_steps=max(1, args.steps // 10),
+        decay_steps=max(2, args.steps),
+        end_value=args.lr / 10,
+    )
+    return optax.adamw(schedule, b2=0.98, weight_decay=0.1)
+
+
+def model_config(args: argparse.Namespace) -> GPTConfig:
+    """Returns the sizes of the model that the command line asks for."""
+    return GPTConfig(
+        d_model=args.d_model,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        seq_len=args.seq_len,
+        scan=args.scan,
+        remat=args.remat,
+    )
+
+
+def progress_bar() -> Progress:
+    """Returns a bar that shows the losses and the speed."""
+    return Progress(
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[validation]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT with ZeRO.")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="linen")
+    parser.add_argument("--stage", type=int, choices=memory_by_stage.STAGES, default=3)
+    parser.add_argument(
+        "--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3"
+    )
+    parser.add_argument(
+        "--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks"
+    )
+    parser.add_argument(
+        "--remat", action=argparse.BooleanOptionalAction, default=False, help="recompute blocks"
+    )
+    parser.add_argument("--d-model", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences per step over all devices")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--eval-every", type=int, default=50, help=f"steps, a multiple of {LOG_EVERY}")
+    parser.add_argument("--eval-batches", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("train_gpt_out"), help="folder for figures"
+    )
+    args = parser.parse_args()
+    if args.eval_every % LOG_EVERY:
+        parser.error(f"--eval-every must be a multiple of {LOG_EVERY}: got {args.eval_every}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""ZeRO for JAX: partitions optimizer state, gradients and parameters over the data-parallel devices of any loop."""
+
+from jzero._aux import PerExample as PerExample
+from jzero._aux import Summed as Summed
+from jzero._aux import Weighted as Weighted
+from jzero._config import LeafRule as LeafRule
+from jzero._config import ZeroConfig as ZeroConfig
+from jzero._mesh import make_mesh as make_mesh
+from jzero._plan import ZeroPlan as ZeroPlan
+from jzero._state import TrainState as TrainState
+from jzero._state import plan_of as plan_of
+from jzero._train_state import gather_params as gather_params
+from jzero._train_state import init_train_state as init_train_state
+from jzero._train_state import natural_params as natural_params
+from jzero._train_state import plan_train_state as plan_train_state
+from jzero._train_state import shard_train_state as shard_train_state
+from jzero._train_state import unshard_train_state as unshard_train_state
+from jzero._train_state import update_params as update_params
+from jzero._train_step import make_eval_step as make_eval_step
+from jzero._train_step import make_train_step as make_train_step
+from jzero._train_step import value_and_grad as value_and_grad
+from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
+
+__all__ = [
+    "LeafRule",
+    "PerExample",
+    "Summed",
+    "TrainState",
+    "Weighted",
+    "ZeroConfig",
+    "ZeroPlan",
+    "gather_params",
+    "init_train_state",
+    "make_eval_step",
+    "make_mesh",
+    "make_train_step",
+    "natural_params",
+    "plan_of",
+    "plan_train_state",
+    "shard_train_state",
+    "unshard_train_state",
+    "update_params",
+    "value_and_grad",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,148 @@
+"""The collectives of ZeRO, and the padding that goes with them. The only caller of `all_gather` and `psum_scatter`.
+
+Shape legend: `D` is the natural size of the cut dimension, `P` the padded one, `N` the devices on
+the ZeRO axis, `...` all other dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._layout import Cut
+
+__all__ = [
+    "Wire",
+    "batch_index",
+    "gather_param",
+    "max_over",
+    "mean",
+    "reduce_shard",
+    "sum_over",
+    "to_natural",
+    "to_stored",
+    "view_param",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How parameters and gradients travel between devices.
+
+    Attributes:
+      axis: The mesh axis that the shards are cut over.
+      replica_axis: The mesh axis that repeats the shards, if any.
+      reduce_scatter: Whether gradients are reduced by a reduce-scatter or by all-reduce and slice.
+    """
+
+    axis: str
+    replica_axis: str | None
+    reduce_scatter: bool
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that the batch is split over."""
+        return (self.axis,) if self.replica_axis is None else (self.replica_axis, self.axis)
+
+
+def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
+    if cut.flat:
+        x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
+    if not cut.is_padded:
+        return x
+    widths = [(0, 0, 0)] * x.ndim
+    widths[cut.dim] = (0, cut.stored_size - cut.natural_size, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
+    if cut.is_padded:
+        x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
+    return x.reshape(cut.shape) if cut.flat else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Returns a whole parameter from its shards; the gradient of that reduces to shards. [..., P/N] -> [..., D]."""
+    with jax.named_scope("zero_gather"):
+        return to_natural(lax.all_gather(shard, wire.axis, axis=cut.dim, tiled=True), cut)
+
+
+def _gather_fwd(shard: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, None]:
+    return gather_param(shard, cut, wire), None
+
+
+def _gather_bwd(cut: Cut, wire: Wire, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (reduce_shard(cotangent, cut, wire),)
+
+
+gather_param.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def view_param(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Returns `whole`, a replicated parameter, whose gradient arrives at `slot` reduced and cut.
+
+    Args:
+      whole: The parameter. [..., D]
+      slot: Any array of the shard's shape; only its gradient is used. [..., P/N]
+      cut: Where the gradient is cut.
+      wire: The axes to reduce over.
+    """
+    return whole
+
+
+def _view_fwd(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, None]:
+    return whole, None
+
+
+def _view_bwd(cut: Cut, wire: Wire, _: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    return None, reduce_shard(cotangent, cut, wire)
+
+
+view_param.defvjp(_view_fwd, _view_bwd)
+
+
+def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Sums `x` over all devices that hold a part of the batch and returns this device's shard. [..., D] -> [..., P/N]."""
+    with jax.named_scope("zero_reduce"):
+        x = to_stored(x, cut)
+        if wire.reduce_scatter:
+            shard = lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True)
+        else:
+            size = cut.stored_size // cut.num_shards
+            whole = lax.psum(x, wire.axis)
+            shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
+        return shard if wire.replica_axis is None else lax.psum(shard, wire.replica_axis)
+
+
+def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
+    """Sums `x` over all devices that hold a part of the batch."""
+    with jax.named_scope("zero_reduce"):
+        return lax.psum(x, wire.batch_axes)
+
+
+def mean(x: jax.Array, wire: Wire) -> jax.Array:
+    """Averages `x` over all devices that hold a part of the batch."""
+    return lax.pmean(x, wire.batch_axes)
+
+
+def max_over(x: jax.Array, wire: Wire) -> jax.Array:
+    """Returns the largest `x` of all devices; used where all are equal and the result must show it."""
+    return lax.pmax(x, wire.batch_axes)
+
+
+def batch_index(wire: Wire, sizes: dict[str, int]) -> jax.Array:
+    """Returns the index of this device among those that hold a part of the batch."""
+    index = jnp.zeros((), jnp.int32)
+    for name in wire.batch_axes:
+        index = index * sizes[name] + lax.axis_index(name)
+    return index
+
+

@@ -1,0 +1,95 @@
+"""Everything that differs between jax versions or is not part of jax's stable API. Nothing else imports `jax._src`.
+
+jaxpr equations and their parameters are not a stable interface: `scan` names its groups of inputs
+differently in jax 0.10 and 0.12, and `ClosedJaxpr` merged into `Jaxpr` in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util  # no public way to re-enter an equation's name stack and traceback
+from jax.extend import core as jex_core
+
+__all__ = [
+    "bind",
+    "contained_jaxprs",
+    "equation_context",
+    "is_literal",
+    "open_jaxpr",
+    "ordered_effects",
+    "scan_groups",
+    "shard_map_axes",
+]
+
+Jaxpr = Any
+Equation = Any
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a literal."""
+    return isinstance(atom, jex_core.Literal)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+    """Returns `(jaxpr, consts)` of an open or closed jaxpr."""
+    if hasattr(jaxpr, "consts"):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+    """Yields the jaxprs among an equation's parameters."""
+    for jaxpr in jex_core.jaxprs_in_params(eqn.params):
+        yield open_jaxpr(jaxpr)[0]
+
+
+def ordered_effects(jaxpr: Any) -> list[str]:
+    """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
+    from jax._src import effects
+
+    return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
+
+
+def scan_groups(eqn: Equation) -> tuple[int, int]:
+    """Returns the number of constants and of carried values of a `scan` equation."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def shard_map_axes(eqn: Equation) -> frozenset[str]:
+    """Returns the axes that a `shard_map` equation makes manual."""
+    params = eqn.params
+    return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Equation) -> Iterator[None]:
+    """Re-enters the name stack, the traceback and the settings that an equation was traced under.
+
+    The mesh of the surrounding `shard_map` stays current: the equation was traced outside of it.
+    """
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    mesh = jax.sharding.get_abstract_mesh()
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[Any]:
+    """Applies an equation's primitive to new inputs and returns its outputs as a list."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed_params})
+    if isinstance(params, tuple):  # the form that jax documents: functions first
+        functions, params = params
+        outputs = eqn.primitive.bind(*functions, *inputs, **params)
+    else:
+        outputs = eqn.primitive.bind(*inputs, **params)
+    return list(outputs) if eqn.primitive.multiple_results else [outputs]

@@ -1,0 +1,150 @@
+"""Frozen configuration of a ZeRO run, validated on construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["LeafRule", "ZeroConfig"]
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafRule:
+    """How the leaves under one path are laid out, where the default choice is not wanted.
+
+    Attributes:
+      dim: Dimension (of the natural shape) that the ZeRO axis cuts; padded if the axis size does
+        not divide it. `None` lets the layout choose.
+      persistent: `True` keeps the parameter whole at stage 3 whatever its size (its gradient and
+        optimizer state are still cut); `False` cuts it however small. `None` lets
+        `persistence_threshold` decide.
+      replicated: `True` keeps parameter, gradient and optimizer state whole at every stage.
+      scan_dim: The dimension that a `lax.scan` runs over, which is never cut; -1 says that there
+        is none. `None` lets the layout infer it from the tree.
+
+    Raises:
+      ValueError: A field is out of range, or two fields contradict each other.
+
+    Example:
+      >>> jzero.ZeroConfig(stage=3, rules={"embed/.*": jzero.LeafRule(dim=0)}).stage
+      3
+    """
+
+    dim: int | None = None
+    persistent: bool | None = None
+    replicated: bool = False
+    scan_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "scan_dim"):
+            value = getattr(self, name)
+            low = -1 if name == "scan_dim" else 0
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise ValueError(f"`LeafRule.{name}` must be None or an integer >= {low}: got {value!r}.")
+        if self.persistent not in (None, True, False) or self.replicated not in (True, False):
+            raise ValueError(
+                "`LeafRule.persistent` must be None, True or False and `LeafRule.replicated` True or False: "
+                f"got {self.persistent!r} and {self.replicated!r}."
+            )
+        if self.replicated and (self.dim is not None or self.persistent is False):
+            raise ValueError(
+                "`LeafRule(replicated=True)` keeps the leaf whole, so `dim` and `persistent=False` contradict "
+                f"it: got dim={self.dim!r}, persistent={self.persistent!r}. Drop one of them."
+            )
+        if self.dim is not None and self.dim == self.scan_dim:
+            raise ValueError(
+                f"`LeafRule.dim` and `LeafRule.scan_dim` are both {self.dim}: a scanned dimension cannot be cut, "
+                "since the loop would gather the whole stack. Cut another dimension."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is partitioned over the data-parallel devices, and how.
+
+    Attributes:
+      stage: 0 (nothing), 1 (optimizer state), 2 (and gradients), 3 (and parameters).
+      axis: Mesh axis that ZeRO cuts over.
+      replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is
+        split over both axes.
+      persistence_threshold: Parameters of up to this many elements stay whole at stage 3
+        (DeepSpeed's `param_persistence_threshold`). Their gradients and optimizer state are cut.
+      model_persistence_threshold: Cap, in elements, on the sum of parameters kept whole by
+        `persistence_threshold`; the smallest are kept first. `None`: no cap.
+      reshard_after_forward: Stage 3 frees gathered parameters after their use in the forward pass
+        and gathers them again in the backward pass. `False` keeps them, as FSDP2 does with the same
+        option: one gather less, whole parameters alive between the passes.
+      reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
+        (DeepSpeed's key of this name): the same numbers, twice the communication.
+      rules: Layout of single leaves by regular expression over their whole path, such as
+        `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first that matches counts.
+
+    Raises:
+      ValueError: A field has an impossible value; the message names the field, the value and what
+        is allowed.
+
+    Example:
+      >>> jzero.ZeroConfig(stage=3, persistence_threshold=0).axis
+      'data'
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    axis: str = "data"
+    replica_axis: str | None = None
+    persistence_threshold: int = 100_000
+    model_persistence_threshold: int | None = None
+    reshard_after_forward: bool = True
+    reduce_scatter: bool = True
+    rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stage, bool) or self.stage not in STAGES:
+            raise ValueError(f"`stage` must be one of {STAGES}: got {self.stage!r}.")
+        if not isinstance(self.axis, str) or not self.axis:
+            raise ValueError(f"`axis` must be the name of a mesh axis: got {self.axis!r}.")
+        if self.replica_axis is not None and (
+            not isinstance(self.replica_axis, str) or self.replica_axis in ("", self.axis)
+        ):
+            raise ValueError(
+                f"`replica_axis` must be None or a mesh axis other than `axis` ({self.axis!r}): "
+                f"got {self.replica_axis!r}."
+            )
+        self._check_sizes()
+        for name in ("reshard_after_forward", "reduce_scatter"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False: got {getattr(self, name)!r}.")
+        self._check_rules()
+
+    def _check_sizes(self) -> None:
+        for name, optional in (("persistence_threshold", False), ("model_persistence_threshold", True)):
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"`{name}` must be a number of elements, an integer >= 0: got {value!r}.")
+
+    def _check_rules(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise ValueError(f"`rules` must map path patterns to `LeafRule`s: got {type(self.rules).__name__}.")
+        for pattern, rule in self.rules.items():
+            if not isinstance(pattern, str) or not isinstance(rule, LeafRule):
+                raise ValueError(f"`rules` must map strings to `LeafRule`s: got {pattern!r}: {rule!r}.")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"`rules` key {pattern!r} is not a regular expression: {error}.") from error
+
+    def __hash__(self) -> int:
+        fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rules"]
+        return hash((*fields, tuple(self.rules.items())))
+
+    def rule_for(self, path: str) -> LeafRule:
+        """Returns the first rule whose pattern matches the whole of `path`, or the empty rule."""
+        for pattern, rule in self.rules.items():
+            if re.fullmatch(pattern, path):
+                return rule
+        return LeafRule()

@@ -1,0 +1,187 @@
+"""Where each leaf is cut, padded or kept whole. Pure arithmetic on shapes; touches no device.
+
+[Note: Which dimension is cut]
+A leaf is cut on the largest dimension that N divides (the earliest among equals); dimensions that
+another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
+divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than
+`MAX_PADDING` of it, all of its dimensions (those behind a scan dimension) are flattened into one and
+that is padded. A shard is worth its bookkeeping only above `MIN_SHARD_SIZE` elements.
+
+[Note: Scanned stacks]
+A scan slices its inputs on one dimension; cut there, each step would need another device's data and
+the compiler would gather the whole stack. Trees do not say which leaves are stacks, so two signs are
+taken together, and `LeafRule(scan_dim=...)` overrules both: (1) all leaves below one node have two or
+more dimensions, one of them three or more, and share a leading size that is not larger than every
+other; (2) a leaf has three or more dimensions and its leading one is not its largest. Taking a
+dense leaf for a stack costs nothing (it is cut on another dimension); the engine, which sees the
+loops, warns where a real stack was missed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jzero._config import LeafRule
+
+__all__ = ["MAX_PADDING", "MIN_SHARD_SIZE", "Cut", "choose_cut", "choose_even_cut", "find_scan_dims"]
+
+MAX_PADDING = 0.125
+"""Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
+
+MIN_SHARD_SIZE = 8
+"""Elements per device below which a leaf stays whole: 8 fp32 values are one 32-byte sector, the least that a GPU's
+memory moves, so a smaller shard saves no traffic and (allocators round up further) no memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """One leaf cut over `num_shards` devices.
+
+    Attributes:
+      dim: The dimension that is cut; if `flat`, the first of those flattened into one.
+      shape: The natural shape of the leaf.
+      num_shards: N.
+      flat: Dimensions `dim` and up are stored as one.
+    """
+
+    dim: int
+    shape: tuple[int, ...]
+    num_shards: int
+    flat: bool = False
+
+    @property
+    def natural_size(self) -> int:
+        """Elements along the cut dimension before padding."""
+        return math.prod(self.shape[self.dim :]) if self.flat else self.shape[self.dim]
+
+    @property
+    def stored_size(self) -> int:
+        """Elements along the cut dimension, padding included."""
+        return -(-self.natural_size // self.num_shards) * self.num_shards
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored (global) array: every shard of it has the same size."""
+        tail = () if self.flat else self.shape[self.dim + 1 :]
+        return (*self.shape[: self.dim], self.stored_size, *tail)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one device's part."""
+        tail = () if self.flat else self.shape[self.dim + 1 :]
+        return (*self.shape[: self.dim], self.stored_size // self.num_shards, *tail)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the stored array holds elements that the leaf does not."""
+        return self.stored_size != self.natural_size
+
+    @property
+    def is_stored_naturally(self) -> bool:
+        """Whether stored and natural array are the same."""
+        return not self.flat and not self.is_padded
+
+    @property
+    def padding(self) -> int:
+        """Elements that padding adds, over all devices."""
+        return math.prod(self.stored_shape) - math.prod(self.shape)
+
+    def drop_leading(self) -> Cut:
+        """Returns the cut of one slice of a stack (one step of a scan over dimension 0)."""
+        assert self.dim > 0
+        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:])
+
+    def spec(self, base: PartitionSpec, axis: str) -> PartitionSpec:
+        """Returns the spec of the stored array: `base` plus the ZeRO axis on the cut dimension."""
+        entries = [*base, *[None] * (len(self.shape) - len(base))][: len(self.stored_shape)]
+        entries[self.dim] = axis
+        return PartitionSpec(*entries)
+
+
+def choose_even_cut(shape: Sequence[int], num_shards: int, dims: Iterable[int]) -> Cut | None:
+    """Returns a cut of the first of `dims` that `num_shards` divides, without padding, if worth it."""
+    if num_shards == 1 or math.prod(shape) < MIN_SHARD_SIZE * num_shards:
+        return None
+    dim = next((d for d in dims if shape[d] % num_shards == 0), None)
+    return None if dim is None else Cut(dim, tuple(shape), num_shards)
+
+
+def choose_cut(
+    shape: Sequence[int], num_shards: int, *, scan_dim: int | None, taken_dims: frozenset[int], dim: int | None = None
+) -> tuple[Cut | None, str]:
+    """Chooses where to cut one leaf, see [Note: Which dimension is cut].
+
+    Args:
+      shape: Natural shape of the leaf.
+      num_shards: N, the size of the ZeRO axis.
+      scan_dim: The dimension that a scan runs over, if any.
+      taken_dims: Dimensions that other mesh axes shard.
+      dim: The dimension that a rule asks for.
+
+    Returns:
+      The cut, or `None` with the reason for keeping the leaf whole.
+    """
+    shape = tuple(shape)
+    size = math.prod(shape)
+    free = [d for d in range(len(shape)) if d != scan_dim and d not in taken_dims]
+    if num_shards == 1:
+        return None, "one device"
+    if dim is not None and size > 0:
+        return Cut(dim, shape, num_shards), ""
+    if not shape:
+        return None, "scalar"
+    if size < MIN_SHARD_SIZE * num_shards:
+        return None, f"under {MIN_SHARD_SIZE} elements a device"
+    if not free:
+        return None, "no free dimension"
+    # Largest first; Python's sort is stable, so the earliest among equals.
+    by_size = sorted(free, key=lambda d: -shape[d])
+    even = choose_even_cut(shape, num_shards, by_size)
+    if even is not None:
+        return even, ""
+    cut = min((Cut(d, shape, num_shards) for d in by_size), key=lambda c: c.padding)
+    start = 0 if scan_dim is None else scan_dim + 1
+    if cut.padding > MAX_PADDING * size and not any(d in taken_dims for d in range(start, len(shape))):
+        flat = Cut(start, shape, num_shards, flat=True) if start < len(shape) else cut
+        cut = min(cut, flat, key=lambda c: c.padding)
+    if math.prod(cut.shard_shape) > 0.75 * size:
+        return None, "padding would undo the cut"
+    return cut, ""
+
+
+def find_scan_dims(
+    paths: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]], rules: Sequence[LeafRule]
+) -> list[int | None]:
+    """Returns for each leaf the dimension that a scan runs over, see [Note: Scanned stacks].
+
+    Args:
+      paths: Key path of each leaf, as a tuple of keys.
+      shapes: Natural shape of each leaf.
+      rules: The rule of each leaf; its `scan_dim` overrules what the tree suggests.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+    for path, shape in zip(paths, shapes, strict=True):
+        for depth in range(len(path)):
+            groups.setdefault(path[:depth], []).append(shape)
+    stacks = {prefix for prefix, members in groups.items() if _is_stack(members)}
+
+    def scan_dim(path: tuple[Any, ...], shape: tuple[int, ...], rule: LeafRule) -> int | None:
+        if rule.scan_dim is not None:
+            return None if rule.scan_dim == -1 else rule.scan_dim
+        in_stack = any(path[:depth] in stacks for depth in range(len(path)))
+        return 0 if in_stack or _is_stack([shape, shape]) else None
+
+    return [scan_dim(*leaf) for leaf in zip(paths, shapes, rules, strict=True)]
+
+
+def _is_stack(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether leaves of these shapes look like the parameters of one scanned layer."""
+    if len(shapes) < 2 or min(len(s) for s in shapes) < 2 or max(len(s) for s in shapes) < 3:
+        return False
+    leading = shapes[0][0]
+    return all(s[0] == leading for s in shapes) and leading <= max(max(s[1:]) for s in shapes)

@@ -1,0 +1,262 @@
+"""Lazy parameters: a shard and how to make it whole, kept so through casts, slices and other cheap operations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _compat
+from jzero._collectives import Wire, gather_param, to_natural, view_param
+from jzero._layout import Cut
+
+__all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard"]
+
+Equation = Any
+
+CHEAP = frozenset(
+    "abs add bitcast_convert_type broadcast_in_dim ceil clamp concatenate conj convert_element_type copy cos div "
+    "dynamic_slice eq exp exp2 expand_dims expm1 floor ge gt imag integer_pow is_finite le log log1p logistic lt max "
+    "min mul ne neg not pad pow real reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt square "
+    "squeeze stop_gradient sub tanh transpose".split()
+)
+"""Operations that cost less than a gather: applied to parameters alone they are repeated after each gather rather
+than their (whole-sized) result being kept."""
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A parameter that is made whole where it is used.
+
+    Attributes:
+      shard: This device's shard; for a parameter that every device holds whole, any array of the
+        shard's shape, through which the gradient leaves.
+      whole: The whole parameter, if every device holds it.
+      cut: How `shard` lies in the natural shape.
+      wire: The axes to gather and reduce over.
+      dtype: What the whole value is cast to. Never narrower than the shard: a narrowing cast is
+        applied to the shard, before the gather.
+    """
+
+    shard: jax.Array
+    whole: jax.Array | None
+    cut: Cut
+    wire: Wire
+    dtype: Any
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """Splits into arrays and static layout."""
+        return (self.shard, self.whole), (self.cut, self.wire, self.dtype)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, Any]) -> Lazy:
+        """Joins what `tree_flatten` split."""
+        return cls(*children, *aux)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Natural shape."""
+        return self.cut.shape
+
+    def drop_leading(self) -> Lazy:
+        """Returns the layout of one slice; the arrays are already sliced (by a scan)."""
+        return dataclasses.replace(self, cut=self.cut.drop_leading())
+
+    def make_whole(self) -> jax.Array:
+        """Returns the whole value."""
+        if self.whole is not None:
+            value = view_param(self.whole, self.shard, self.cut, self.wire)
+        elif jnp.issubdtype(self.shard.dtype, jnp.inexact):
+            value = gather_param(self.shard, self.cut, self.wire)
+        else:  # no gradient, and collectives know no booleans
+            bits = self.shard.astype(jnp.int8) if self.shard.dtype == jnp.bool_ else self.shard
+            value = to_natural(lax.all_gather(bits, self.wire.axis, axis=self.cut.dim, tiled=True), self.cut)
+            value = value.astype(self.shard.dtype)
+        return value.astype(self.dtype)
+
+
+class _Operation(NamedTuple):
+    """An equation's operation as a static, comparable value."""
+
+    key: Any
+    eqn: Equation
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Operation) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A cheap operation on lazy values alone, repeated at each use.
+
+    Attributes:
+      inputs: Lazy values, or arrays of one element.
+      operation: The operation.
+    """
+
+    inputs: tuple[Any, ...]
+    operation: _Operation
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], _Operation]:
+        """Splits into inputs and static operation."""
+        return self.inputs, self.operation
+
+    @classmethod
+    def tree_unflatten(cls, operation: _Operation, inputs: Sequence[Any]) -> Deferred:
+        """Joins what `tree_flatten` split."""
+        return cls(tuple(inputs), operation)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Natural shape."""
+        return tuple(self.operation.eqn.outvars[0].aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the value."""
+        return self.operation.eqn.outvars[0].aval.dtype
+
+    def make_whole(self) -> jax.Array:
+        """Returns the whole value."""
+        return _compat.bind(self.operation.eqn, [make_whole(x) for x in self.inputs])[0]
+
+
+
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is a lazy value."""
+    return isinstance(x, Lazy | Deferred)
+
+
+def make_whole(x: Any) -> Any:
+    """Returns `x`, made whole if it is lazy."""
+    return x.make_whole() if is_lazy(x) else x
+
+
+def is_free(x: Any) -> bool:
+    """Whether making `x` whole costs no communication: every device holds it already."""
+    if isinstance(x, Deferred):
+        return all(is_free(y) for y in x.inputs)
+    return not isinstance(x, Lazy) or x.whole is not None
+
+
+def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
+    """Returns the equation's result as a deferred value, if it is cheap and takes parameters alone."""
+    if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
+        return None
+    if not all(is_lazy(x) or jnp.size(x) == 1 for x in inputs):
+        return None
+    try:
+        key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
+        hash(key)
+    except TypeError:  # parameters without an order or a hash: the equation itself is the key
+        key = (eqn.primitive, id(eqn), None)
+    return Deferred(tuple(inputs), _Operation(key, eqn))
+
+
+def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
+    """Returns the equation's result as a lazy parameter, if the operation can be done on the shard itself."""
+    lazy, *others = inputs
+    if not isinstance(lazy, Lazy) or any(is_lazy(x) for x in others):
+        return None
+    rule = _ON_SHARD.get(eqn.primitive.name)
+    return None if rule is None else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
+
+
+def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy:
+    return lazy
+
+
+def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    new, old = jnp.dtype(params["new_dtype"]), lazy.shard.dtype
+    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
+        return None
+    if new.itemsize > old.itemsize:
+        return dataclasses.replace(lazy, dtype=new)
+    whole = None if lazy.whole is None else lazy.whole.astype(new)
+    return dataclasses.replace(lazy, shard=lazy.shard.astype(new), whole=whole, dtype=new)
+
+
+def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    if lazy.cut.flat:
+        return None
+    order = tuple(params["permutation"])
+    return _each(lazy, lambda x, _: lax.transpose(x, order), dim=order.index(lazy.cut.dim), shape=shape)
+
+
+def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    dims = tuple(params["dimensions"])
+    if any(_is_cut(lazy.cut, d) for d in dims):
+        return None
+    dim = lazy.cut.dim - sum(d < lazy.cut.dim for d in dims)
+    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dim=dim, shape=shape)
+
+
+def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    strides = params["strides"] or (1,) * len(lazy.shape)
+    start, limit = params["start_indices"], params["limit_indices"]
+    for d, size in enumerate(lazy.shape):
+        if _is_cut(lazy.cut, d) and (start[d], limit[d], strides[d]) != (0, size, 1):
+            return None
+
+    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+        zeros, ones = (0,) * x.ndim, (1,) * x.ndim
+        return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
+
+    return _each(lazy, cut_slice, dim=lazy.cut.dim, shape=shape)
+
+
+def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    sizes = tuple(params["slice_sizes"])
+    if len(others) != len(lazy.shape):
+        return None
+    if any(_is_cut(lazy.cut, d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
+        return None
+
+    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+        return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
+
+    return _each(lazy, cut_slice, dim=lazy.cut.dim, shape=shape)
+
+
+def _is_cut(cut: Cut, dim: int) -> bool:
+    """Whether natural dimension `dim` does not lie whole in the shard."""
+    return dim >= cut.dim if cut.flat else dim == cut.dim
+
+
+def _each(lazy: Lazy, fn: Any, *, dim: int, shape: tuple[int, ...]) -> Lazy:
+    """Applies `fn(array, own)` to shard and whole.
+
+    `own(values, untouched)` takes the value of each dimension that the array holds whole, and
+    `untouched` for the cut one.
+    """
+    old = lazy.cut
+
+    def for_shard(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
+
+    def for_whole(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values)
+
+    cut = Cut(dim, shape, old.num_shards, old.flat)
+    whole = None if lazy.whole is None else fn(lazy.whole, for_whole)
+    return dataclasses.replace(lazy, shard=fn(lazy.shard, for_shard), whole=whole, cut=cut)
+
+
+_ON_SHARD: dict[str, Any] = {
+    "convert_element_type": _cast,
+    "copy": _same,
+    "dynamic_slice": _dynamic_slice,
+    "sharding_constraint": _same,
+    "slice": _slice,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}

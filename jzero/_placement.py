@@ -1,0 +1,93 @@
+"""Moves single leaves between natural and stored arrays."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._collectives import to_natural, to_stored
+from jzero._layout import Cut
+from jzero._mesh import AnyMesh
+from jzero._plan import StateLeaf, ZeroPlan
+
+__all__ = ["gather_leaf", "place_array", "place_leaf", "strong"]
+
+
+def strong(x: jax.Array) -> jax.Array:
+    """Returns `x` without weak typing, so that the next step sees the same type again."""
+    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf given in natural shape as the plan stores it: committed, strongly typed, no buffer shared.
+
+    Args:
+      x: An array of any kind, or a number; in several processes each must hold the same whole value,
+        or `x` must be a global array.
+      leaf: Its layout.
+      plan: The plan that `leaf` belongs to.
+    """
+    sharding = plan.sharding(leaf)
+    cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
+    return place_array(x, leaf.dtype, sharding, cut)
+
+
+def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = None) -> jax.Array:
+    """Returns `x` placed by `sharding`, in the stored shape of `cut` if one is given."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        if sharding.is_fully_addressable:
+            return _put(x, sharding)
+        data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array):
+        x = strong(x)
+        if not x.is_fully_addressable:
+            return _relayout(x, sharding, cut)
+        if sharding.is_fully_addressable and cut is None:
+            return _put(x, sharding)
+    host = np.asarray(x, dtype)
+    shape = host.shape if cut is None else cut.stored_shape
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        # A copy, since the runtime may keep a reference to what it is given.
+        return np.array(host[index]) if cut is None else _stored_part(host, cut, index)
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    # `device_put` hands on the buffer of a device that has its part already, whatever `may_alias` says.
+    same_parts = sharding.shard_shape(x.shape) == x.sharding.shard_shape(x.shape)
+    return jax.device_put(x.copy() if same_parts else x, sharding)
+
+
+def _stored_part(host: np.ndarray, cut: Cut, index: tuple[slice, ...]) -> np.ndarray:
+    """One device's part of the stored array, padded with zeros beyond the natural size."""
+    flat = host.reshape(*cut.shape[: cut.dim], cut.natural_size) if cut.flat else host
+    start, stop, _ = index[cut.dim].indices(cut.stored_size)
+    found = flat[(*index[: cut.dim], slice(start, min(stop, cut.natural_size)), *index[cut.dim + 1 :])]
+    widths = [(0, 0)] * flat.ndim
+    widths[cut.dim] = (0, stop - start - found.shape[cut.dim])
+    return np.pad(found, widths)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _relayout(x: jax.Array, sharding: NamedSharding, cut: Cut | None) -> jax.Array:
+    return lax.with_sharding_constraint(x if cut is None else to_stored(x, cut), sharding)
+
+
+def gather_leaf(x: jax.Array, leaf: StateLeaf, mesh: AnyMesh) -> jax.Array:
+    """Returns a stored leaf whole on every device, in its natural shape."""
+    return _gather(x, leaf.cut, NamedSharding(mesh, PartitionSpec()))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _gather(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax.Array:
+    # Whole first, then sliced: an uneven array may not leave `jit`.
+    whole = lax.with_sharding_constraint(x, sharding)
+    return lax.with_sharding_constraint(whole if cut is None else to_natural(whole, cut), sharding)

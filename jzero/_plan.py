@@ -1,0 +1,251 @@
+"""The plan of a train state: the layout of every leaf, its bytes, and what stays whole and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._config import ZeroConfig
+from jzero._layout import Cut
+from jzero._mesh import AnyMesh, axis_size
+from jzero._plan_table import format_plan
+
+__all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
+
+PyTree = Any
+Term = Literal["params", "grads", "opt_state", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """Layout of one leaf: an optimizer leaf, a leaf of another field, or a parameter as stored.
+
+    Attributes:
+      path: Its key path, such as `"decoder/layer_0/kernel"`.
+      shape: Its natural shape.
+      dtype: Its dtype.
+      base: The spec of mesh axes other than ZeRO's that it already had.
+      cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
+      reason: Why it stays whole; empty if it is cut.
+      owner: Index of the parameter that an optimizer leaf follows.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    base: PartitionSpec = PartitionSpec()
+    cut: Cut | None = None
+    reason: str = ""
+    owner: int | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the global array that holds it."""
+        return self.shape if self.cut is None else self.cut.stored_shape
+
+    @property
+    def size(self) -> int:
+        """Elements, padding not counted."""
+        return math.prod(self.shape)
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """Spec of the stored array."""
+        return self.base if self.cut is None else self.cut.spec(self.base, axis)
+
+    def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
+        """Bytes of one device's part of the stored array, padding included."""
+        # An abstract mesh will do here: nothing but the sizes of its axes counts.
+        names = jax.tree.leaves(tuple(self.spec(axis)))
+        parts = math.prod(int(mesh.shape[name]) for name in names)
+        return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Layout of one parameter, its gradient and what optimizer state follows it.
+
+    Attributes:
+      param: The parameter as stored between steps.
+      grad: Its gradient as `value_and_grad` returns it; optimizer leaves of its shape follow.
+      scan_dim: The dimension that a scan runs over, which is never cut.
+    """
+
+    param: StateLeaf
+    grad: StateLeaf
+    scan_dim: int | None
+
+    @property
+    def path(self) -> str:
+        """Key path of the parameter."""
+        return self.param.path
+
+
+class BytesPerDevice(NamedTuple):
+    """Bytes on one device, by term. `grads` is the most that a step holds of them."""
+
+    params: int
+    grads: int
+    opt_state: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the terms."""
+        return self.params + self.grads + self.opt_state
+
+
+class WholeLeaf(NamedTuple):
+    """A leaf that every device of the ZeRO axis holds whole."""
+
+    term: Term
+    path: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroPlan:
+    """Where every leaf of a train state lives. Immutable, hashable, made by `plan_train_state`.
+
+    Attributes:
+      config: The configuration that it was made for.
+      mesh: The mesh; abstract if the plan was made without devices.
+      leaves: One `LeafPlan` per parameter.
+      opt_leaves: One `StateLeaf` per leaf of the optimizer state.
+      other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
+      closed_over: Arrays above the persistence threshold that the loss closes over. Every device holds
+        them whole; known only to the plan that `step.plan(state, batch)` returns.
+      params_treedef: Structure of `state.params`.
+      opt_treedef: Structure of `state.opt_state`.
+    """
+
+    config: ZeroConfig
+    mesh: AnyMesh
+    leaves: tuple[LeafPlan, ...]
+    opt_leaves: tuple[StateLeaf, ...]
+    other_leaves: tuple[StateLeaf, ...]
+    params_treedef: Any
+    opt_treedef: Any
+    closed_over: tuple[StateLeaf, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over))
+
+    @property
+    def num_shards(self) -> int:
+        """N, the size of the ZeRO axis."""
+        return axis_size(self.mesh, self.config)
+
+    @property
+    def params(self) -> PyTree:
+        """`PartitionSpec` of each stored parameter."""
+        return self.params_treedef.unflatten([leaf.param.spec(self.config.axis) for leaf in self.leaves])
+
+    @property
+    def grads(self) -> PyTree:
+        """`PartitionSpec` of each gradient."""
+        return self.params_treedef.unflatten([leaf.grad.spec(self.config.axis) for leaf in self.leaves])
+
+    @property
+    def opt_state(self) -> PyTree:
+        """`PartitionSpec` of each leaf of the optimizer state."""
+        return self.opt_treedef.unflatten([leaf.spec(self.config.axis) for leaf in self.opt_leaves])
+
+    @property
+    def padding(self) -> PyTree:
+        """Elements that padding adds to each stored parameter, over all devices."""
+        return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
+
+    def sharding(self, leaf: StateLeaf) -> NamedSharding:
+        """Returns the sharding of one leaf's stored array."""
+        return NamedSharding(self.mesh, leaf.spec(self.config.axis))
+
+    @functools.cached_property
+    def bytes_per_device(self) -> BytesPerDevice:
+        """Bytes on one device, by term, padding included.
+
+        Gradients count at their most: whole at stages 0 and 1, whose backward pass makes the whole local
+        gradient before it is reduced, cut at stages 2 and 3.
+        """
+        grads = [leaf.grad if self.config.stage >= 2 else dataclasses.replace(leaf.grad, cut=None) for leaf in self.leaves]
+        return BytesPerDevice(
+            params=self._sum_bytes([leaf.param for leaf in self.leaves]),
+            grads=self._sum_bytes(grads),
+            opt_state=self._sum_bytes(self.opt_leaves),
+        )
+
+    @functools.cached_property
+    def replicated_bytes(self) -> BytesPerDevice:
+        """The same terms for replicated training (stage 0), to compare with."""
+        return BytesPerDevice(
+            *(
+                sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+                for leaves in ([leaf.param for leaf in self.leaves], [leaf.grad for leaf in self.leaves], self.opt_leaves)
+            )
+        )
+
+    def _sum_bytes(self, leaves: Sequence[StateLeaf]) -> int:
+        return sum(leaf.bytes_per_device(self.mesh, self.config.axis) for leaf in leaves)
+
+    @functools.cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of whole parameters that one training step gathers.
+
+        Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`,
+        again for the backward pass; parameters that stay whole are gathered once, after their update.
+        A parameter that the loss uses more than once is gathered once per use, which a plan cannot know.
+        """
+        passes = 2 if self.config.reshard_after_forward else 1
+        total = 0
+        for leaf in self.leaves:
+            times = passes if leaf.param.cut else int(leaf.grad.cut is not None)
+            total += times * leaf.param.size * itemsize(leaf.param.dtype)
+        return total
+
+    @functools.cached_property
+    def replicated(self) -> tuple[WholeLeaf, ...]:
+        """Every leaf that stays whole on each device of the ZeRO axis, with the reason."""
+        return tuple(self._replicated())
+
+    def _replicated(self) -> Iterator[WholeLeaf]:
+        params = [leaf.param for leaf in self.leaves]
+        terms: list[tuple[Term, Sequence[StateLeaf]]] = [
+            ("params", params),
+            ("grads", [leaf.grad for leaf in self.leaves]),
+            ("opt_state", self.opt_leaves),
+            ("other", (*self.other_leaves, *self.closed_over)),
+        ]
+        for term, leaves in terms:
+            for leaf in leaves:
+                if leaf.cut is None:
+                    num_bytes = leaf.bytes_per_device(self.mesh, self.config.axis)
+                    yield WholeLeaf(term, leaf.path, leaf.shape, num_bytes, leaf.reason)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, max_rows: int | None = 40) -> str:
+        """Returns the plan as text: bytes by term, one row per parameter, what stays whole.
+
+        Args:
+          max_rows: Rows per section; the rest is counted. `None` for all.
+        """
+        return format_plan(self, max_rows=max_rows)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element, extended dtypes (PRNG keys) included."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(key.shape) * int(key.dtype.itemsize)
+    return int(dtype.itemsize)

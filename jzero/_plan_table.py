@@ -1,0 +1,73 @@
+"""A plan as a text table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jzero._mesh import batch_axes
+
+if TYPE_CHECKING:
+    from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
+
+__all__ = ["format_bytes", "format_plan"]
+
+Row = Sequence[str]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes with a binary unit, e.g. `'1.50 MiB'`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
+    """Returns `plan` as text, see `ZeroPlan.table`."""
+    config = plan.config
+    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
+    head = (
+        f"ZeRO stage {config.stage} over {config.axis!r} (N={plan.num_shards}), mesh ({axes}), "
+        f"batch over {batch_axes(config)}"
+    )
+    ours, whole = plan.bytes_per_device, plan.replicated_bytes
+    memory = [("bytes per device", "params", "grads", "opt_state", "total")]
+    memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
+    memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
+    params = [("parameter", "shape", "stored as", "gradient", "scan")]
+    params += [_param_row(leaf, config.axis) for leaf in plan.leaves]
+    kept = [("whole on every device", "path", "shape", "bytes", "reason")]
+    kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
+    sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
+    if len(kept) > 1:
+        sections.append(_columns(_cap(kept, max_rows)))
+    sections.append(f"gathered per step: {format_bytes(plan.gathered_bytes)}")
+    return "\n\n".join(sections)
+
+
+def _param_row(leaf: LeafPlan, axis: str) -> Row:
+    scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), _placement(leaf.grad, axis), scan)
+
+
+def _placement(leaf: StateLeaf, axis: str) -> str:
+    if leaf.cut is None:
+        return "whole" if not any(leaf.base) else f"whole over {axis}, {leaf.base}"
+    text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
+    padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
+    return f"cut on {text}{padding}"
+
+
+def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
+    if max_rows is None or len(rows) - 1 <= max_rows:
+        return rows
+    hidden = len(rows) - 1 - max_rows
+    return [*rows[: max_rows + 1], (f"... {hidden} more (plan.table(max_rows=None))", *[""] * (len(rows[0]) - 1))]
+
+
+def _columns(rows: Sequence[Row]) -> str:
+    widths = [max(len(row[i]) for row in rows if len(row[i]) < 60 or i == 0) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * min(max(len(line) for line in lines), 110), *lines[1:]])

@@ -1,0 +1,268 @@
+"""Makes a plan from a train state: which leaves there are, who follows whom, where each is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._config import LeafRule, ZeroConfig
+from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
+from jzero._mesh import AnyMesh, axis_size, check_mesh
+from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero._tree import key_names, path_str
+
+__all__ = ["make_plan", "other_fields"]
+
+PyTree = Any
+
+
+def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+    """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
+
+    Args:
+      state: Anything with the fields of Flax's `TrainState`.
+      tx: Its optax transformation, unwrapped.
+      config: What to partition.
+      mesh: Over what; may be abstract.
+    """
+    check_mesh(mesh, config)
+    others = other_fields(state)
+    _check_arrays({"params": state.params, "opt_state": state.opt_state, **others})
+    leaves = _plan_params(state.params, config, mesh)
+    opt_leaves = _plan_opt_state(tx, state.params, state.opt_state, leaves, config, mesh)
+    params_treedef = jax.tree.structure(state.params)
+    other_leaves: list[StateLeaf] = []
+    for name, value in others.items():
+        other_leaves += _plan_other(name, value, params_treedef, leaves, config, mesh)
+    opt_treedef = jax.tree.structure(state.opt_state)
+    return ZeroPlan(config, mesh, tuple(leaves), tuple(opt_leaves), tuple(other_leaves), params_treedef, opt_treedef)
+
+
+def other_fields(state: Any) -> dict[str, PyTree]:
+    """Returns the fields of a train state that hold arrays, other than params and opt_state, in order of name."""
+    return {
+        f.name: getattr(state, f.name)
+        for f in sorted(dataclasses.fields(state), key=lambda f: f.name)
+        if f.metadata.get("pytree_node", True) and not f.metadata.get("static", False)
+        if f.name not in ("params", "opt_state", "tx", "apply_fn")
+    }
+
+
+def _check_arrays(trees: dict[str, PyTree]) -> None:
+    bad = []
+    for name, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            is_number = isinstance(x, bool | int | float | complex | np.generic)
+            if not (is_number or (hasattr(x, "shape") and hasattr(x, "dtype"))) or getattr(x, "dtype", None) == object:
+                bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
+    if bad:
+        raise TypeError(
+            "Every leaf of a train state must be an array or a number; these are not:\n"
+            + "\n".join(bad)
+            + "\nMake them static (`flax.struct.field(pytree_node=False)`) or turn them into arrays."
+        )
+
+
+def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+    """A leaf as it comes in: natural shape, dtype, and the spec of other mesh axes."""
+    dtype = x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.result_type(type(x)))
+    shape = tuple(getattr(x, "shape", ()))
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    ours = {config.axis, config.replica_axis}
+
+    def keep(names: Any) -> Any:
+        names = names if isinstance(names, tuple) else (names,)
+        kept = tuple(n for n in names if n in mesh.axis_names and n not in ours)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    entries = [keep(names) for names in spec]
+    base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
+    return StateLeaf(path_str(path), shape, dtype, base)
+
+
+def _taken(leaf: StateLeaf) -> frozenset[int]:
+    return frozenset(d for d, names in enumerate(leaf.base) if names is not None)
+
+
+def _plan_params(params: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[LeafPlan]:
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(params))
+    described = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    rules = [config.rule_for(leaf.path) for leaf in described]
+    _check_rules(config, described, rules)
+    scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
+    persistent = _persistent(described, rules, config)
+    plans = []
+    for leaf, rule, scan_dim, keep in zip(described, rules, scan_dims, persistent, strict=True):
+        if config.stage == 0 or rule.replicated:
+            whole = dataclasses.replace(leaf, reason="by rule" if rule.replicated else "stage 0")
+            plans.append(LeafPlan(whole, whole, scan_dim))
+            continue
+        cut, reason = choose_cut(
+            leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
+        )
+        grad = dataclasses.replace(leaf, cut=cut, reason=reason)
+        why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
+        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why)
+        plans.append(LeafPlan(param, grad, scan_dim))
+    return plans
+
+
+def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequence[LeafRule]) -> None:
+    bad = []
+    for leaf, rule in zip(leaves, rules, strict=True):
+        for name in ("dim", "scan_dim"):
+            value = getattr(rule, name)
+            if value is not None and value >= len(leaf.shape):
+                bad.append(f"  {leaf.path}: shape {leaf.shape}, but the rule has {name}={value}")
+        if rule.dim is not None and rule.dim in _taken(leaf):
+            bad.append(f"  {leaf.path}: the rule has dim={rule.dim}, which {leaf.base} shards already")
+    if bad:
+        raise ValueError("`rules` must name free dimensions of the leaves that they match:\n" + "\n".join(bad))
+    unused = [p for p in config.rules if not any(config.rule_for(leaf.path) is config.rules[p] for leaf in leaves)]
+    if unused:
+        some = ", ".join(repr(leaf.path) for leaf in leaves[:5])
+        raise ValueError(
+            f"`rules` patterns {unused} decide nothing: each must match the whole path of a parameter that no earlier "
+            f"pattern matches. The first paths are {some}."
+        )
+
+
+def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
+    """Returns why each parameter stays whole at stage 3; an empty string if it does not."""
+    reasons = ["by rule" if rule.persistent else "" for rule in rules]
+    kept = 0
+    for i in sorted(range(len(leaves)), key=lambda i: leaves[i].size):
+        size, rule = leaves[i].size, rules[i]
+        if rule.persistent is not None or size > config.persistence_threshold:
+            continue
+        kept += size
+        if config.model_persistence_threshold is not None and kept > config.model_persistence_threshold:
+            break
+        reasons[i] = f"up to {config.persistence_threshold} elements (persistence_threshold)"
+    return reasons
+
+
+class _Owned:
+    """An optimizer leaf with the index of the parameter that it belongs to. Not a pytree, so a leaf."""
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner = owner
+
+
+def _plan_opt_state(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    plans: Sequence[LeafPlan],
+    config: ZeroConfig,
+    mesh: AnyMesh,
+) -> list[StateLeaf]:
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(opt_state))
+    _check_opt_state(tx, params, paths, values)
+    owners = _owners(tx, params, opt_state, paths)
+    leaves = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    return [_plan_opt_leaf(leaf, owner, plans, config, mesh) for leaf, owner in zip(leaves, owners, strict=True)]
+
+
+def _plan_opt_leaf(
+    leaf: StateLeaf, owner: int | None, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+) -> StateLeaf:
+    leaf = dataclasses.replace(leaf, owner=owner)
+    if config.stage == 0:
+        return dataclasses.replace(leaf, reason="stage 0")
+    if owner is None:
+        return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else "belongs to no parameter")
+    grad = plans[owner].grad
+    if leaf.shape == grad.shape:
+        return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
+    free = [d for d in range(len(leaf.shape)) if d not in _taken(leaf)]
+    cut = choose_even_cut(leaf.shape, axis_size(mesh, config), free) if grad.cut else None
+    return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
+
+
+def _check_opt_state(
+    tx: optax.GradientTransformation, params: PyTree, paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
+) -> None:
+    """Raises unless `opt_state` is what `tx` makes for `params`; lists every leaf that is not."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
+    made = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, abstract))
+    want = {path_str(path): tuple(x.shape) for path, x in made}
+    have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
+    bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
+    bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
+    bad += [
+        f"  {path}: shape {have[path]}, but {want[path]} is needed"
+        for path in want
+        if path in have and have[path] != want[path]
+    ]
+    if bad:
+        raise ValueError(
+            "`opt_state` does not belong to `params`: `tx.init(params)` gives another tree.\n"
+            + "\n".join(bad)
+            + "\nMake it again with `tx.init(params)`."
+        )
+
+
+def _owners(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Returns for each optimizer leaf the index of its parameter, found by structure."""
+    indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
+
+    def masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    try:
+        owned = optax.tree_utils.tree_map_params(
+            tx,
+            lambda x, i: x if masked(x) else _Owned(i),
+            opt_state,
+            indices,
+            transform_non_params=lambda x: x if masked(x) else _Owned(None),
+            is_leaf=masked,
+        )
+        owners = [x.owner for x in jax.tree.leaves(owned)]
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
+        return _owners_by_path(params, paths)
+    return owners if len(owners) == len(paths) else _owners_by_path(params, paths)
+
+
+def _owners_by_path(params: PyTree, paths: Iterable[tuple[Any, ...]]) -> list[int | None]:
+    """The parameter whose whole key path ends the optimizer leaf's; the longest wins."""
+    index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+
+    def owner(path: tuple[Any, ...]) -> int | None:
+        tails = (path[start:] for start in range(1, len(path)))
+        return next((index[tail] for tail in tails if tail in index), None)
+
+    return [owner(path) for path in paths]
+
+
+def _plan_other(
+    name: str, value: PyTree, params_treedef: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+) -> list[StateLeaf]:
+    """A copy of the parameters (such as a moving average) is laid out like them; all else stays whole."""
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
+    prefix = jax.tree_util.GetAttrKey(name)
+    leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    follows = jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == [p.param.shape for p in plans]
+    if follows and leaves:
+        return [
+            dataclasses.replace(x, base=p.param.base, cut=p.param.cut, reason=p.param.reason, owner=i)
+            for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
+        ]
+    return [
+        dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params") for x in leaves
+    ]
+
+
+def _unzip(pairs: Sequence[tuple[tuple[Any, ...], Any]]) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    return [path for path, _ in pairs], [x for _, x in pairs]

@@ -1,0 +1,157 @@
+"""The train state for plain pytrees, and how states of other libraries are seen as one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jzero._optimizer import ZeroTransformation
+from jzero._plan import ZeroPlan
+from jzero._planner import other_fields
+from jzero._placement import strong
+
+__all__ = ["Adapted", "TrainState", "adapt", "map_state", "plan_of", "register_adapter", "settled"]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """A train state for plain pytrees: Equinox, Haiku, hand-written models. Fields as in Flax's `TrainState`.
+
+    Attributes:
+      step: Number of steps taken, an `int32` scalar.
+      params: Any pytree of arrays.
+      opt_state: The optimizer's state for `params`.
+      tx: The optax transformation; static.
+      apply_fn: Anything callable that the training loop wants at hand; static.
+
+    Example:
+      >>> state = jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=optax.sgd(0.1))
+      >>> int(state.apply_gradients(grads=state.params).step)
+      1
+    """
+
+    step: jax.Array | int
+    params: PyTree
+    opt_state: PyTree
+    tx: Any = dataclasses.field(metadata={"static": True})
+    apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, *, params: PyTree, tx: optax.GradientTransformation, apply_fn: Callable[..., Any] | None = None
+    ) -> TrainState:
+        """Returns the state before the first step.
+
+        Args:
+          params: Any pytree of arrays.
+          tx: An optax transformation.
+          apply_fn: Kept as it is.
+        """
+        return cls(step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn)
+
+    def apply_gradients(self, *, grads: PyTree) -> TrainState:
+        """Returns the state after one optimizer step with `grads`."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """An object of some library, seen as a train state.
+
+    Attributes:
+      state: The train state: a dataclass pytree with `params`, `opt_state`, `tx`, `replace` and `apply_gradients`. It
+        may have a method `bind_loss(loss_fn, axes)`, see `_train_step`.
+      rebuild: Turns a train state of the same structure back into such an object.
+      wrap_grads: Turns a tree of gradients into what the library's own `update` takes.
+      absorb: Takes the state that the loss changed in the model (batch statistics …) by name.
+    """
+
+    state: Any
+    rebuild: Callable[[Any], Any] = lambda state: state
+    wrap_grads: Callable[[PyTree], PyTree] = lambda grads: grads
+    absorb: Callable[[dict[str, PyTree]], None] = lambda changed: None
+
+
+Adapter = Callable[[Any], "Adapted | None"]
+_ADAPTERS: list[Adapter] = []
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Registers how the objects of another library are seen as train states.
+
+    Args:
+      adapter: Takes an object; returns `None` if it is none of its kind.
+    """
+    _ADAPTERS.append(adapter)
+
+
+def adapt(state: Any) -> Adapted:
+    """Returns anything that jzero can train as a train state."""
+    for adapter in _ADAPTERS:
+        adapted = adapter(state)
+        if adapted is not None:
+            return adapted
+    missing = [name for name in ("params", "opt_state", "tx", "replace", "apply_gradients") if not hasattr(state, name)]
+    if missing or not dataclasses.is_dataclass(state):
+        raise TypeError(
+            f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
+            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters use "
+            "`jzero.TrainState.create(params=..., tx=...)`."
+        )
+    return Adapted(state)
+
+
+def plan_of(state: Any) -> ZeroPlan:
+    """Returns the plan that a sharded train state carries.
+
+    Args:
+      state: A state returned by `shard_train_state` or `init_train_state`, or by a step.
+
+    Returns:
+      Its `ZeroPlan`; `print` it for a table.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.plan_of(state).config.stage
+      3
+    """
+    tx = adapt(state).state.tx
+    if not isinstance(tx, ZeroTransformation):
+        raise TypeError(
+            f"This {type(state).__name__} has no ZeRO plan: its optimizer is not wrapped. Call "
+            "`state = jzero.shard_train_state(state, stage=...)` first."
+        )
+    return tx.plan
+
+
+def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
+    """Returns `state` with `fn(leaf, leaf_plan)` in place of every array, and `tx` in place of its own if given."""
+    params = [fn(x, leaf.param) for x, leaf in zip(plan.params_treedef.flatten_up_to(state.params), plan.leaves, strict=True)]
+    opt = [fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)]
+    others, treedef = jax.tree.flatten(other_fields(state))
+    changed = treedef.unflatten([fn(x, leaf) for x, leaf in zip(others, plan.other_leaves, strict=True)])
+    if tx is not None:
+        changed["tx"] = tx
+    return state.replace(
+        params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt), **changed
+    )
+
+
+def settled(state: Any, plan: ZeroPlan) -> Any:
+    """Returns a state whose leaves are typed as the plan says, inside `jit`: nothing for the next call to recompile."""
+    return map_state(lambda x, leaf: strong(x), plan, state)

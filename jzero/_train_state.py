@@ -1,0 +1,391 @@
+"""Plan, shard, initialise, unshard, gather and update train states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import _compat
+from jzero._config import ZeroConfig
+from jzero._mesh import AnyMesh, make_mesh
+from jzero._optimizer import ZeroTransformation, natural_leaf, stored_leaf
+from jzero._placement import gather_leaf, place_array, place_leaf, strong
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._planner import make_plan
+from jzero._processes import check_processes_agree
+from jzero._state import Adapted, adapt, map_state, plan_of
+from jzero._tree import path_str
+
+__all__ = [
+    "gather_params",
+    "init_train_state",
+    "natural_params",
+    "plan_train_state",
+    "shard_train_state",
+    "unshard_train_state",
+    "update_params",
+]
+
+PyTree = Any
+State = Any
+
+
+def plan_train_state(
+    state: State, *, stage: int | None = None, config: ZeroConfig | None = None, mesh: AnyMesh | None = None
+) -> ZeroPlan:
+    """Returns where every leaf of a train state would live. Pure: places nothing.
+
+    Args:
+      state: A train state in natural shapes, concrete or abstract (`jax.ShapeDtypeStruct` leaves), or one
+        already sharded by jzero.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how.
+      mesh: Over which devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
+        machine that is not there.
+
+    Returns:
+      A `ZeroPlan`; `print` it for a table.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state.
+      TypeError: The state holds leaves that are no arrays; the message lists them.
+
+    Example:
+      >>> mesh = jax.sharding.AbstractMesh((512,), ("data",))
+      >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
+      512
+    """
+    config = _resolve_config(stage, config)
+    natural, tx, _ = _natural(adapt(state).state)
+    return make_plan(natural, tx, config, _resolve_mesh(mesh, config, state))
+
+
+def shard_train_state(
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: Mesh | None = None,
+    donate: bool = False,
+) -> State:
+    """Places a train state over the devices as ZeRO's stage says. Values do not change.
+
+    Args:
+      state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
+        `jzero.TrainState`. One that jzero has sharded before is laid out anew.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how.
+      mesh: Over which devices. By default all of them, or those of an already sharded state.
+      donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
+
+    Returns:
+      A state of the caller's own class: every leaf a committed `jax.Array` on the mesh, in its stored
+      shape; its `tx` carries the plan. It shares no buffer with the input.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state, or processes disagree.
+      TypeError: The state holds leaves that are no arrays.
+
+    Example:
+      >>> state = jzero.shard_train_state(plain_state, stage=3)
+      >>> jzero.plan_of(state).config.stage
+      3
+
+    References:
+      Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+    """
+    config = _resolve_config(stage, config)
+    adapted = adapt(state)
+    train_state = adapted.state
+    natural, tx, old = _natural(train_state)
+    mesh = _resolve_mesh(mesh, config, state)
+    _check_concrete(train_state)
+    plan = make_plan(natural, tx, config, mesh)
+    check_processes_agree(plan)
+    uses: dict[int, int] = {}
+    for x in jax.tree.leaves(train_state):
+        uses[id(x)] = uses.get(id(x), 0) + 1
+    old_leaves = iter(() if old is None else _all_leaves(old))
+
+    def place(x: Any, leaf: StateLeaf) -> jax.Array:
+        before = next(old_leaves, None)
+        whole = x
+        if old is not None and before is not None and before.cut is not None and not before.cut.is_stored_naturally:
+            whole = gather_leaf(x, before, old.mesh)
+        placed = place_leaf(whole, leaf, plan)
+        uses[id(x)] -= 1
+        if donate and isinstance(x, jax.Array) and not uses[id(x)]:
+            jax.block_until_ready(placed)
+            x.delete()
+        return placed
+
+    return adapted.rebuild(map_state(place, plan, train_state, tx=ZeroTransformation(tx, plan)))
+
+
+def init_train_state(
+    make_state: Callable[[jax.Array], State],
+    key: jax.Array,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: Mesh | None = None,
+) -> State:
+    """Makes a train state that is born sharded: no device ever holds the whole model.
+
+    `make_state` is traced once and compiled as one program whose outputs are the shards. The values are the
+    same on any mesh.
+
+    Args:
+      make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes.
+      key: The key.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how.
+      mesh: Over which devices; all of them by default.
+
+    Returns:
+      The state, as `shard_train_state(make_state(key), ...)` would place it.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state, or processes disagree.
+
+    Example:
+      >>> make_state = lambda key: jzero.TrainState.create(
+      ...     params={"w": jax.random.normal(key, (512, 512))}, tx=optax.adam(1e-3))
+      >>> state = jzero.init_train_state(make_state, jax.random.key(0), stage=3)
+      >>> state.params["w"].addressable_shards[0].data.shape
+      (64, 512)
+
+    References:
+      DeepSpeed's `zero.Init`.
+    """
+    config = _resolve_config(stage, config)
+    mesh = _resolve_mesh(mesh, config, None)
+    made: list[Adapted] = []
+
+    def call(key: jax.Array) -> Any:
+        made.append(adapt(make_state(key)))
+        return made[-1].state
+
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
+    plan = make_plan(shapes, shapes.tx, config, mesh)
+    check_processes_agree(plan)
+    inner, consts = _compat.open_jaxpr(jaxpr)
+    treedef = jax.tree.structure(shapes)
+
+    def born(key: jax.Array) -> Any:
+        values = treedef.unflatten(jax.core.eval_jaxpr(inner, consts, key))
+        return jax.tree.leaves(map_state(lambda x, leaf: stored_leaf(strong(x), leaf, plan), plan, values))
+
+    shardings = jax.tree.leaves(map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes))
+    key = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
+    leaves = jax.jit(born, out_shardings=shardings)(key)
+    state = treedef.unflatten(leaves).replace(tx=ZeroTransformation(shapes.tx, plan))
+    return made[-1].rebuild(state)
+
+
+def unshard_train_state(state: State) -> State:
+    """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
+
+    Peak memory per device is the shards plus the whole state.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
+      True
+    """
+    plan = plan_of(state)
+    adapted = adapt(state)
+    train_state = adapted.state
+    return adapted.rebuild(map_state(lambda x, leaf: gather_leaf(x, leaf, plan.mesh), plan, train_state, tx=train_state.tx.inner))
+
+
+def gather_params(state: State, *, paths: str | None = None) -> PyTree:
+    """Returns whole parameters, in their natural shapes, replicated on every device.
+
+    Peak memory per device is the shards plus the leaves asked for.
+
+    Args:
+      state: A sharded train state.
+      paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
+        match come back as `None`. All leaves by default.
+
+    Returns:
+      A tree of `jax.Array` with the structure of `state.params`: shape as the model declares it, without
+      padding; dtype as stored.
+
+    Raises:
+      ValueError: `paths` matches no leaf.
+
+    Example:
+      >>> jzero.gather_params(state, paths="w")["w"].shape == plain_state.params["w"].shape
+      True
+
+    References:
+      DeepSpeed's `GatheredParameters`.
+    """
+    plan = plan_of(state)
+    leaves = plan.params_treedef.flatten_up_to(adapt(state).state.params)
+    chosen = _match(plan, paths)
+    gathered = [
+        gather_leaf(x, leaf.param, plan.mesh) if take else None
+        for x, leaf, take in zip(leaves, plan.leaves, chosen, strict=True)
+    ]
+    return plan.params_treedef.unflatten(gathered)
+
+
+def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
+    """Edits whole parameters and writes them back sharded. The optimizer state stays as it is.
+
+    Args:
+      state: A sharded train state.
+      fn: Takes the tree that `gather_params` returns and returns it with new values; shapes and dtypes must
+        stay. In several processes each must return the same values.
+      paths: Which leaves to gather, as in `gather_params`; the others stay as they are.
+
+    Returns:
+      The state with the new parameters.
+
+    Raises:
+      ValueError: `paths` matches no leaf, or `fn` changed a shape, a dtype or the structure.
+
+    Example:
+      >>> zeroed = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="w")
+      >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
+      0.0
+    """
+    plan = plan_of(state)
+    adapted = adapt(state)
+    train_state = adapted.state
+    old = plan.params_treedef.flatten_up_to(train_state.params)
+    chosen = _match(plan, paths)
+    edited = fn(gather_params(state, paths=paths))
+    try:
+        new = plan.params_treedef.flatten_up_to(edited)
+    except ValueError as error:
+        raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
+    bad = [
+        f"  {leaf.path}: {getattr(y, 'dtype', type(y).__name__)}{list(np.shape(y))}, but it is "
+        f"{leaf.param.dtype}{list(leaf.param.shape)}"
+        for y, leaf, take in zip(new, plan.leaves, chosen, strict=True)
+        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.param.dtype)
+    ]
+    if bad:
+        raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
+    params = [
+        place_leaf(y, leaf.param, plan) if take else x
+        for x, y, leaf, take in zip(old, new, plan.leaves, chosen, strict=True)
+    ]
+    return adapted.rebuild(train_state.replace(params=plan.params_treedef.unflatten(params)))
+
+
+def natural_params(state: State) -> PyTree:
+    """Returns the parameters in their natural shapes. Pure, differentiable, for use inside `jax.jit`.
+
+    For plain `jax.jit` steps that call `jax.grad` themselves; the gradients go to `state.apply_gradients`.
+    Outside `jit` the result is whole on every device (`gather_params`), since jax keeps no uneven shards.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A tree with the structure of `state.params`.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> loss = lambda params: jnp.square(params["w"]).mean()
+      >>> step = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss)(jzero.natural_params(s))))
+      >>> int(step(state).step)
+      1
+    """
+    plan = plan_of(state)
+    params = adapt(state).state.params
+    leaves = plan.params_treedef.flatten_up_to(params)
+    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return gather_params(state)
+    natural = [natural_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    return plan.params_treedef.unflatten(natural)
+
+
+def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
+    chosen = [paths is None or re.fullmatch(paths, leaf.path) is not None for leaf in plan.leaves]
+    if plan.leaves and not any(chosen):
+        some = ", ".join(repr(leaf.path) for leaf in plan.leaves[:5])
+        raise ValueError(
+            f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
+        )
+    return chosen
+
+
+def _resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
+    if config is None:
+        if stage is None:
+            raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
+        return ZeroConfig(stage=stage)  # type: ignore[arg-type]  # checked by ZeroConfig
+    if not isinstance(config, ZeroConfig):
+        raise TypeError(f"`config` must be a `jzero.ZeroConfig`: got {type(config).__name__}.")
+    if stage is not None and stage != config.stage:
+        raise ValueError(f"`stage={stage}` contradicts `config.stage={config.stage}`: pass one of them.")
+    return config
+
+
+def _resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
+    if mesh is not None:
+        return mesh
+    if state is not None:
+        tx = adapt(state).state.tx
+        if isinstance(tx, ZeroTransformation):
+            return tx.plan.mesh
+    if config.replica_axis is not None:
+        raise ValueError(
+            f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "
+            f"`mesh=jzero.make_mesh({config.replica_axis}=..., {config.axis}=...)`."
+        )
+    return make_mesh(**{config.axis: -1})
+
+
+def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
+    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
+    if not isinstance(train_state.tx, ZeroTransformation):
+        return train_state, train_state.tx, None
+    old = train_state.tx.plan
+
+    def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return map_state(abstract, old, train_state), train_state.tx.inner, old
+
+
+def _all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
+    """All leaves in the order in which `map_state` visits them."""
+    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
+
+
+def _check_concrete(train_state: Any) -> None:
+    abstract = [
+        path_str(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(train_state)
+        if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
+    ]
+    if abstract:
+        raise TypeError(
+            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; plan "
+            "an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
+        )
+
+

@@ -1,0 +1,418 @@
+"""`value_and_grad`, `make_train_step`, `make_eval_step`: jitted functions of a sharded train state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._aux import PerExample, Summed, Synced, Weighted
+from jzero._grads import (
+    LossResult,
+    TracedLoss,
+    check_batch,
+    check_loss,
+    closed_over,
+    evaluate,
+    loss_and_grads,
+    trace_loss,
+    warn_closed_over,
+)
+from jzero._mesh import batch_axes
+from jzero._optimizer import stored_leaf
+from jzero._placement import place_array, strong
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._state import adapt, map_state, plan_of
+
+__all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
+
+PyTree = Any
+State = Any
+Loss = Callable[..., Any]
+
+
+class _Step:
+    """A function of `(state, batch, rng)`, jitted once per plan."""
+
+    def __init__(self, loss_fn: Loss, *, has_aux: bool, mutable: Sequence[str], accumulate_steps: int = 1) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
+        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
+            raise ValueError(f"`accumulate_steps` must be an integer >= 1: got {accumulate_steps!r}.")
+        if mutable and not has_aux:
+            raise ValueError(
+                f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
+            )
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.mutable = tuple(mutable)
+        self.accumulate_steps = accumulate_steps
+        self._jits: dict[Any, Any] = {}
+        functools.update_wrapper(self, loss_fn, assigned=("__name__", "__doc__", "__module__"), updated=())
+
+    donated: tuple[int, ...] = ()
+
+    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        raise NotImplementedError
+
+    def _jit(self, plan: ZeroPlan, state: Any) -> Any:
+        """Returns the jitted function for states of this plan and structure."""
+        key = (plan, jax.tree.structure(state))
+        if key not in self._jits:
+            shardings = self._out_shardings(plan, state)
+            self._jits[key] = jax.jit(self._compute, donate_argnums=self.donated, out_shardings=shardings)
+        return self._jits[key]
+
+    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+        return None
+
+    def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        plan = state.tx.plan
+        if _in_trace((state, batch, rng)):
+            return self._compute(state, batch, rng)
+        return self._jit(plan, state)(state, *_place_inputs(plan, batch, rng, self.accumulate_steps))
+
+    def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
+        return self.trace(state, batch, rng=rng).lower()
+
+    def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
+        plan, train_state = plan_of(state), adapt(state).state
+        arguments = _abstract_inputs(plan, train_state, batch, rng)
+        return self._jit(plan, train_state).trace(*arguments)
+
+    def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
+        plan, train_state = plan_of(state), adapt(state).state
+        return self._jit(plan, train_state).eval_shape(*_abstract_inputs(plan, train_state, batch, rng))
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled."""
+        for jitted in self._jits.values():
+            jitted.clear_cache()
+        self._jits.clear()
+
+    def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
+        """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
+        plan, train_state = plan_of(state), adapt(state).state
+        _, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
+        leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
+        return ZeroPlan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, "closed_over": leaves})
+
+    def _trace_loss(
+        self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
+    ) -> tuple[TracedLoss, dict[str, PyTree]]:
+        """Returns the traced loss and the state that it carries on, by name."""
+        loss_fn, carried = self._bound_loss(state, plan)
+        return trace_loss(loss_fn, plan, batch, rng, carried, accumulate_steps=self.accumulate_steps), carried
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+        if hasattr(state, "bind_loss"):
+            if self.mutable:
+                raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
+            loss_fn, carried = state.bind_loss(self.loss_fn, batch_axes(plan.config))
+        else:
+            loss_fn, carried = _with_mutable(self.loss_fn, self.mutable), _fields(state, self.mutable)
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            result, changed = loss_fn(params, batch, *rng, **carried)
+            loss, aux = _split_aux(result, self.has_aux)
+            if self.mutable:
+                changed = {name: jax.tree.map(Synced, aux[name]) for name in self.mutable}
+                aux = {k: v for k, v in aux.items() if k not in self.mutable}
+            return loss, (aux, changed)
+
+        return call, carried
+
+    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, dict[str, PyTree]]:
+        plan = state.tx.plan
+        _check_stored(state, plan)
+        traced, carried = self._trace_loss(state, plan, batch, rng)
+        check_loss(traced)
+        warn_closed_over(traced, plan)
+        return traced, carried
+
+
+class ValueAndGrad(_Step):
+    """The callable that `value_and_grad` returns."""
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
+        plan_of(state)
+        adapted = adapt(state)
+        value, aux, changed, grads = self._call(adapted.state, batch, rng)
+        if self.mutable:
+            aux = {**aux, **changed}
+        else:
+            adapted.absorb(changed)
+        return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
+
+    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        plan = state.tx.plan
+        traced, carried = self._traced(state, batch, rng)
+        result = loss_and_grads(traced, plan, state.params, carried, batch, rng)
+        aux, changed = result.aux
+        return result.loss, aux, changed, plan.params_treedef.unflatten(result.grads)
+
+
+class TrainStep(_Step):
+    """The callable that `make_train_step` returns."""
+
+    donated = (0,)
+
+    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
+        super().__init__(loss_fn, **kwargs)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"`clip_norm` must be None or a number > 0: got {clip_norm!r}.")
+        self.clip_norm = clip_norm
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+        """Returns `(state, metrics)` after one step. Consumes `state`."""
+        plan_of(state)
+        adapted = adapt(state)
+        new, metrics = self._call(adapted.state, batch, rng)
+        return adapted.rebuild(new), metrics
+
+    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+        # Those of the input to the letter, so that the next call finds the same types and compiles nothing.
+        return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
+
+    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+        plan = state.tx.plan
+        traced, carried = self._traced(state, batch, rng)
+        result = loss_and_grads(
+            traced, plan, state.params, carried, batch, rng, accumulate_steps=self.accumulate_steps
+        )
+        aux, changed = result.aux
+        grads = plan.params_treedef.unflatten(_clipped(result, self.clip_norm))
+        new = state.apply_gradients(grads=grads)
+        if changed:
+            new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
+        applied = jnp.ones((), jnp.bool_)
+        if isinstance(traced.out_shape[0], Weighted):  # a batch without weight has no gradient: nothing happens
+            applied = result.weight != 0
+            new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        new = map_state(lambda x, leaf: stored_leaf(strong(x), leaf, plan), plan, new)
+        metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
+        return new, {**metrics, "aux": aux} if self.has_aux else metrics
+
+
+class EvalStep(_Step):
+    """The callable that `make_eval_step` returns."""
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns the metrics of the whole batch."""
+        plan_of(state)
+        return self._call(adapt(state).state, batch, rng)
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        if hasattr(state, "bind_loss"):
+            metric_fn, carried = state.bind_loss(self.loss_fn, batch_axes(plan.config))
+        else:
+            metric_fn, carried = _with_mutable(self.loss_fn, self.mutable), _fields(state, self.mutable)
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            metrics, _ = metric_fn(params, batch, *rng, **carried)
+            ones = jnp.ones((), jnp.float32)
+            # Weighted means become two sums; the quotient is taken when they are whole.
+            return ones, (jax.tree.map(_as_sums, metrics, is_leaf=_is_weighted), {})
+
+        return call, carried
+
+    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        traced, carried = self._traced(state, batch, rng)
+        metrics, _ = evaluate(traced, state.tx.plan, state.params, carried, batch, rng).aux
+        return jax.tree.map(_as_mean, metrics, is_leaf=_is_weighted)
+
+
+def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[str] = ()) -> ValueAndGrad:
+    """Returns a function that evaluates a loss and its gradients with the collectives of the state's stage.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; for NNX states
+        `loss_fn(model, batch[, rng])`. Ordinary code over whole parameters and one device's part of the
+        batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
+      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices; others need
+        `Summed` or `PerExample`.
+      mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
+        keyword argument, and `aux` must be a dictionary with its new value; floating values are averaged over devices.
+
+    Returns:
+      `fn(state, batch, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
+      outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (scalars are handed to every device); `grads` has
+      the structure of `state.params` and the plan's layout, and goes to `state.apply_gradients(grads=grads)`. `rng` is
+      folded with the index of the device.
+
+    Raises:
+      ValueError: The batch cannot be split evenly, or the loss uses ZeRO's axis in a way that cannot work.
+      TypeError: The state is not sharded, or the loss or `aux` is of a kind that cannot be reduced.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> loss, grads = jzero.value_and_grad(loss_fn)(state, jnp.ones((8, 512)))
+      >>> int(state.apply_gradients(grads=grads).step)
+      1
+    """
+    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable)
+
+
+def make_train_step(
+    loss_fn: Loss,
+    has_aux: bool = False,
+    *,
+    accumulate_steps: int = 1,
+    clip_norm: float | None = None,
+    mutable: Sequence[str] = (),
+) -> TrainStep:
+    """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
+
+    Args:
+      loss_fn: As for `value_and_grad`.
+      has_aux: As for `value_and_grad`.
+      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. Stage 1 sums whole local
+        gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards.
+      clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
+      mutable: As for `value_and_grad`; the step writes the new values into the state.
+
+    Returns:
+      `step(state, batch, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
+      `grad_norm` (before clipping, over all parameters), `step_applied` (false if a `Weighted` batch had no weight)
+      and, with `has_aux`, `aux`. It has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and
+      `plan(state, batch)`.
+
+    Raises:
+      ValueError: An argument is out of range.
+      TypeError: `loss_fn` is not callable.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> new_state, metrics = step(jzero.shard_train_state(plain_state, stage=2), jnp.ones((8, 512)))
+      >>> bool(metrics["step_applied"])
+      True
+    """
+    return TrainStep(
+        loss_fn, has_aux=has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=mutable
+    )
+
+
+def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
+    """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
+
+    Args:
+      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place of the
+        parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed` and
+        `PerExample` say otherwise.
+      mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
+
+    Returns:
+      `eval_step(state, batch, rng=None)`, which returns the metrics of the whole batch.
+
+    Example:
+      >>> eval_step = jzero.make_eval_step(lambda params, batch: {"size": jnp.square(batch @ params["w"]).mean()})
+      >>> sorted(eval_step(state, jnp.ones((8, 512))))
+      ['size']
+    """
+    return EvalStep(metric_fn, has_aux=True, mutable=mutable)
+
+
+def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        if isinstance(result, tuple):
+            raise TypeError("The loss returned a tuple. Say `has_aux=True` if it returns `(loss, aux)`.")
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"With `has_aux=True` the loss must return `(loss, aux)`: got {type(result).__name__}.")
+    return result
+
+
+def _with_mutable(loss_fn: Loss, mutable: tuple[str, ...]) -> Loss:
+    def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+        result = loss_fn(params, batch, *rng, **carried)
+        return result, {}
+
+    return call
+
+
+def _fields(state: Any, names: tuple[str, ...]) -> dict[str, PyTree]:
+    missing = [name for name in names if not hasattr(state, name)]
+    if missing:
+        raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
+    return {name: getattr(state, name) for name in names}
+
+
+def _clipped(result: LossResult, clip_norm: float | None) -> list[jax.Array]:
+    if clip_norm is None:
+        return result.grads
+    scale = jnp.minimum(1, clip_norm / (result.grad_norm + 1e-6))
+    return [g * scale.astype(g.dtype) if jnp.issubdtype(g.dtype, jnp.inexact) else g for g in result.grads]
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted | PerExample | Summed)
+
+
+def _as_sums(x: Any) -> Any:
+    return Weighted(Summed(x.sum), Summed(x.weight)) if isinstance(x, Weighted) else x  # type: ignore[arg-type]
+
+
+def _as_mean(x: Any) -> Any:
+    return x.sum / x.weight if isinstance(x, Weighted) else x
+
+
+def _in_trace(tree: PyTree) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def _check_stored(state: Any, plan: ZeroPlan) -> None:
+    """Raises if the state's arrays do not have the shapes that the plan stores."""
+    bad: list[str] = []
+
+    def check(x: Any, leaf: StateLeaf) -> Any:
+        if tuple(x.shape) != leaf.stored_shape:
+            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
+        return x
+
+    map_state(check, plan, state)
+    if bad:
+        raise ValueError(
+            "These leaves do not have the shape that the plan stores:\n"
+            + "\n".join(bad)
+            + "\nEdit parameters with `jzero.update_params`, or shard the changed state anew with `jzero.shard_train_state`."
+        )
+
+
+def _place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
+    """Puts batch and rng on the mesh; arrays that are there already stay."""
+    check_batch(batch, plan, accumulate_steps)
+    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
+            return x if x.sharding == sharding else jax.device_put(x, sharding)
+        return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
+
+    placed = jax.tree.map(lambda x: place(x, split if x.ndim else whole), batch)
+    return placed, None if rng is None else place(rng, whole)
+
+
+def _abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
+    """The arguments as shapes with the shardings that a call would give them."""
+
+    def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+    check_batch(batch, plan)
+    state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
+    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
+    return state, batch, None if rng is None else shape(rng, whole)

@@ -1,0 +1,339 @@
+"""The walk: evaluates the jaxpr of a loss with lazy parameters, each made whole where it is used.
+
+[Note: Gathering again in the backward pass]
+Left alone, differentiation keeps every gathered parameter that the backward pass will want, and stage 3
+would hold the whole model. With `regather`, an equation that uses a lazy parameter becomes a function
+with a gradient of its own, which keeps the *shard*, gathers again and applies the equation's own gradient
+rule. Nothing else is recomputed and no other residual changes. Outside loops a data dependence on the
+incoming gradient holds the second gather back until it is wanted: it keeps the compiler from merging it with
+the first and from starting all of them at once. A loop body needs no such fence: it is its own program.
+Equations that hold jaxprs which cannot be walked (`cond`, `while`, `custom_vjp` …) get `jax.checkpoint` with a
+policy that refuses gathers alone. Inside a user's own `remat` plain gathers are used: the whole body is
+evaluated again anyway, and the user's policy is asked about everything but gathers.
+
+[Note: Branches and loops]
+Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
+would hang. Parameters are made whole before such an equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero import _compat
+from jzero._lazy import Lazy, defer, is_lazy, make_whole, on_shard, is_free
+
+__all__ = ["Walk"]
+
+Equation = Any
+Jaxpr = Any
+
+LAYOUT_ONLY = frozenset(
+    "all_gather convert_element_type reshape transpose squeeze broadcast_in_dim slice expand_dims".split()
+)
+"""Operations on gathered parameters whose results a user's remat policy is not asked about: they are made again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How to walk; a static value.
+
+    Attributes:
+      axes: The mesh axes that are manual: ZeRO's and the replicas'.
+      regather: Whether gathered parameters are dropped after use and gathered again for the backward
+        pass, see [Note: Gathering again in the backward pass].
+      in_loop: Whether this is the body of a loop.
+      cache: What has been found out about the jaxprs of this trace; lives as long as the trace.
+    """
+
+    axes: frozenset[str]
+    regather: bool
+    in_loop: bool = False
+    cache: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates `jaxpr`; inputs and outputs are arrays or lazy values."""
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not _compat.is_literal(v)}
+        last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)})
+        for i, eqn in enumerate(jaxpr.eqns):
+            with _compat.equation_context(eqn):
+                outputs = self._apply(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            for v in {v for v in eqn.invars if not _compat.is_literal(v)}:
+                if last_use[v] == i:
+                    del env[v]
+        return [read(v) for v in jaxpr.outvars]
+
+    def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        lazy = any(map(is_lazy, inputs))
+        if eqn.primitive.name == "shard_map":
+            return self._shard_map(eqn, [make_whole(x) for x in inputs])
+        if lazy:
+            kept = on_shard(eqn, inputs) or defer(eqn, inputs)
+            if kept is not None:
+                return [kept]
+        if eqn.primitive.name == "sharding_constraint":
+            return [self._constrain(eqn, inputs[0])]
+        names_mesh = self._names_mesh(eqn)
+        if lazy or names_mesh:
+            rule = _RULES.get(eqn.primitive.name)
+            if rule is not None:
+                return rule(self, eqn, inputs)
+        if names_mesh:
+            raise ValueError(
+                f"The loss holds a sharding constraint or `shard_map` inside a `{eqn.primitive.name}`, which jzero "
+                "cannot look into. Move it out of that function."
+            )
+        if not lazy:
+            return _compat.bind(eqn, inputs)
+        return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=_is_opaque(eqn))
+
+    def _use(self, fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, opaque: bool) -> list[Any]:
+        """Calls `fn` on whole values."""
+        if not self.regather or all(is_free(x) for x in inputs):
+            return fn([make_whole(x) for x in inputs])
+        if opaque:
+            return _checkpointed(lambda xs: fn([make_whole(x) for x in xs]), prevent_cse=not self.in_loop)(inputs)
+        return _regathered(fn, inputs, fence=not self.in_loop)
+
+    # Equations that hold jaxprs.
+
+    def _jit(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        """A call stays a call: one function per jaxpr, which `jax.jit` caches by the layout of its inputs."""
+        jaxpr = eqn.params["jaxpr"]
+        key = (self, id(jaxpr))
+        if key not in self.cache:
+
+            def call(inputs: list[Any]) -> list[Any]:
+                return self(jaxpr, inputs)
+
+            call.__name__ = eqn.params.get("name", "jit")
+            self.cache[key] = jax.jit(call)
+        return list(self.cache[key](inputs))
+
+    def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        inner = dataclasses.replace(self, regather=False)
+        policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
+        # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
+        body = jax.checkpoint(
+            lambda xs: [make_whole(y) for y in inner(eqn.params["jaxpr"], xs)],
+            prevent_cse=eqn.params["prevent_cse"],
+            policy=policy,
+        )
+        return list(body(inputs))
+
+    def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        num_consts, num_carry = _compat.scan_groups(eqn)
+        jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        consts, init, xs = _split(inputs, num_consts, num_carry)
+        xs = [_sliceable(x) for x in xs]
+        const_vars, carry_vars, _ = _split(jaxpr.invars, num_consts, num_carry)
+        # Carried values that the body hands on unchanged are constants of the loop.
+        fixed = [is_lazy(x) and v is o for x, v, o in zip(init, carry_vars, jaxpr.outvars, strict=False)]
+        lazily = [is_lazy(x) and _only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
+        inner = dataclasses.replace(self, in_loop=True)
+
+        def loop(whole: list[Any]) -> list[Any]:
+            """The loop, given the constants and carried values that are gathered before it."""
+            before = [make_whole(x) for x in whole]
+            constants = [x if lazy else w for x, w, lazy in zip(consts, before[:num_consts], lazily, strict=True)]
+            carry0 = before[num_consts:]
+
+            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+                carried = [w if f else c for c, w, f in zip(carry, carry0, fixed, strict=True)]
+                sliced = [y.drop_leading() if isinstance(y, Lazy) else y for y in x]
+                outputs = [make_whole(y) for y in inner(eqn.params["jaxpr"], [*constants, *carried, *sliced])]
+                new = [c if f else o for c, o, f in zip(carry, outputs[:num_carry], fixed, strict=True)]
+                return new, outputs[num_carry:]
+
+            start = [jnp.zeros(()) if f else c for c, f in zip(carry0, fixed, strict=True)]
+            options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+            end, ys = lax.scan(body, start, xs, **options)
+            return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
+
+        hoisted = [None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init
+        if self.regather and not all(is_free(x) for x in hoisted):
+            return list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted))
+        return loop(hoisted)
+
+    def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        def switch(xs: list[Any]) -> list[Any]:
+            index, *operands = xs
+            branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
+            return lax.switch(index, branches, *operands)
+
+        return self._use(switch, inputs, opaque=True)
+
+    def _branch(self, jaxpr: Any, *operands: Any) -> list[Any]:
+        return [make_whole(y) for y in self(jaxpr, operands)]
+
+    def _while(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        split = (eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
+
+        def loop(xs: list[Any]) -> list[Any]:
+            cond_consts, body_consts, init = _split(xs, *split)
+            return lax.while_loop(
+                lambda carry: self._branch(eqn.params["cond_jaxpr"], *cond_consts, *carry)[0],
+                lambda carry: self._branch(eqn.params["body_jaxpr"], *body_consts, *carry),
+                init,
+            )
+
+        return self._use(loop, inputs, opaque=True)
+
+    # What names the mesh.
+
+    def _names_mesh(self, eqn: Equation) -> bool:
+        """Whether something inside an equation names mesh axes, so that it must be walked even without parameters."""
+
+        def search(jaxpr: Jaxpr) -> bool:
+            if id(jaxpr) not in self.cache:
+                self.cache[id(jaxpr)] = any(
+                    inner.primitive.name in ("sharding_constraint", "shard_map") or self._names_mesh(inner)
+                    for inner in jaxpr.eqns
+                )
+            return bool(self.cache[id(jaxpr)])
+
+        return any([search(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)])
+
+    def _constrain(self, eqn: Equation, x: Any) -> Any:
+        """A sharding constraint without ZeRO's axes: inside, they are this device's own."""
+        sharding = eqn.params["sharding"]
+        if not isinstance(sharding, NamedSharding):
+            return x
+        spec = _drop_axes(sharding.spec, self.axes)
+        return lax.with_sharding_constraint(x, spec) if any(e is not None for e in spec) else x
+
+    def _shard_map(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        axes = _compat.shard_map_axes(eqn)
+        if axes & self.axes:
+            raise ValueError(
+                f"The loss calls `jax.shard_map` over {sorted(axes)}, but {sorted(axes & self.axes)} is ZeRO's own: the "
+                "loss already runs once per device along it, on the local part of the batch. Name other axes in "
+                "`axis_names`, or drop the `shard_map` and use collectives over the axis directly."
+            )
+        jaxpr, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+        assert not consts
+        fn = jax.shard_map(
+            lambda *xs: tuple(self(jaxpr, xs)),
+            in_specs=tuple(eqn.params["in_specs"]),
+            out_specs=tuple(eqn.params["out_specs"]),
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        return list(fn(*inputs))
+
+
+_RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
+    "cond": Walk._cond,
+    "jit": Walk._jit,
+    "pjit": Walk._jit,
+    "checkpoint": Walk._remat,
+    "remat2": Walk._remat,
+    "scan": Walk._scan,
+    "while": Walk._while,
+}
+
+
+def _checkpointed(fn: Callable[[list[Any]], list[Any]], *, prevent_cse: bool) -> Callable[[list[Any]], Any]:
+    """`fn` with everything kept for the backward pass but gathered parameters."""
+    return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=_refuse_gathers(lambda *_, **__: True))
+
+
+def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy`, not asked about gathers and what only changes their layout: these are done again."""
+
+    def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
+        return False if primitive.name in LAYOUT_ONLY else policy(primitive, *args, **params)
+
+    return refusing
+
+
+def _regathered(fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fence: bool) -> list[Any]:
+    """Calls `fn` on whole values; its gradient gathers again instead of keeping them."""
+    lazy = {i: x for i, x in enumerate(inputs) if is_lazy(x)}
+    dense = {i: x for i, x in enumerate(inputs) if i not in lazy}
+
+    def plain(lazy: dict[int, Any], dense: dict[int, Any]) -> list[Any]:
+        merged = {**lazy, **dense}
+        return fn([make_whole(merged[i]) for i in range(len(inputs))])
+
+    region = jax.custom_vjp(plain)
+
+    def forward(lazy: dict[int, Any], dense: dict[int, Any]) -> tuple[list[Any], Any]:
+        # All inputs are residuals in name; those that the gradient does not read are dropped as dead code.
+        return plain(lazy, dense), (lazy, dense)
+
+    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, Any]:
+        lazy, dense = residuals
+        if fence:
+            lazy, cotangents = _after(lazy, cotangents)
+        return jax.vjp(plain, lazy, dense)[1](cotangents)
+
+    region.defvjp(forward, backward)
+    return region(lazy, dense)
+
+
+def _after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], list[Any]]:
+    """Makes `lazy` depend on `cotangents`, so that it is not gathered before they are there."""
+    leaves, treedef = jax.tree.flatten(cotangents)
+    real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
+    lazy, fenced = lax.optimization_barrier((lazy, [leaves[i] for i in real]))
+    for i, x in zip(real, fenced, strict=True):
+        leaves[i] = x
+    return lazy, treedef.unflatten(leaves)
+
+
+def _split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    return list(values[:first]), list(values[first : first + second]), list(values[first + second :])
+
+
+def _sliceable(x: Any) -> Any:
+    """Returns `x` if a scan can slice its shard, else the whole value, with a warning."""
+    if not is_lazy(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+        return x
+    if not is_free(x):
+        why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
+        warnings.warn(
+            f"A stack of shape {x.shape} {why}, and a scan in the loss runs over it: every device gathers the whole "
+            "stack before the loop. Compute on single layers inside the loop, and say which dimension is scanned: "
+            '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
+            stacklevel=2,
+        )
+    return x.make_whole()
+
+
+def _only_indexed(jaxpr: Jaxpr, var: Any) -> bool:
+    """Whether the loop body reads constant `var` one slice at a time."""
+    uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
+    return bool(uses) and all(e.primitive.name == "dynamic_slice" for e in uses) and var not in jaxpr.outvars
+
+
+def _is_opaque(eqn: Equation) -> bool:
+    """Whether an equation holds jaxprs or effects, so that running it twice is not cheap or not allowed."""
+    return bool(eqn.effects) or next(iter(_compat.contained_jaxprs(eqn)), None) is not None
+
+
+def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    def entry(names: Any) -> Any:
+        kept = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
+        return None if not kept else kept if isinstance(names, tuple) else kept[0]
+
+    return PartitionSpec(*(entry(names) for names in spec))
+
+

@@ -1,0 +1,1 @@
+"""Bridges to model libraries. The only modules that import them."""

@@ -1,0 +1,153 @@
+"""Flax NNX: a model and its optimizer seen as a train state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax import lax
+
+from jzero._aux import Synced
+from jzero._state import Adapted, register_adapter
+
+__all__ = ["NnxTrainState", "adapt_nnx"]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NnxTrainState:
+    """What crosses `jit` of a model and its optimizer.
+
+    Attributes:
+      step: The optimizer's step.
+      params: The trained variables of the model, as arrays; tied ones once.
+      opt_state: The optimizer's state, as arrays.
+      rest: All other variables of the model (batch statistics, random streams …), as arrays.
+      tx: The optax transformation; static.
+      graphdef: The structure of the model; static.
+      wrt: The filter that tells trained variables from others; static.
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    rest: PyTree
+    tx: Any = dataclasses.field(metadata={"static": True})
+    graphdef: Any = dataclasses.field(metadata={"static": True})
+    wrt: Any = dataclasses.field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> NnxTrainState:
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def apply_gradients(self, *, grads: PyTree) -> NnxTrainState:
+        """Returns the state after one optimizer step, as `nnx.Optimizer.update` makes it."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        return self.replace(
+            step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state
+        )
+
+    def bind_loss(
+        self, loss_fn: Callable[..., Any], axes: tuple[str, ...]
+    ) -> tuple[Callable[..., Any], dict[str, PyTree]]:
+        """Returns the loss as a function of arrays, and the model's state that it carries on.
+
+        The random streams of the model are folded with the index of the device while the loss runs, so that
+        devices draw different numbers; their keys stay as they are in the state.
+        """
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree) -> Any:
+            leaves, treedef = jax.tree.flatten(rest)
+            local = treedef.unflatten([_fold(x, axes) for x in leaves])
+            model = nnx.merge(self.graphdef, params, local)
+            result = loss_fn(model, batch, *rng)
+            changed = {}
+            after = treedef.flatten_up_to(nnx.as_pure(_rest_of(model, self.wrt)))
+            for i, (new, old) in enumerate(zip(after, jax.tree.leaves(local), strict=True)):
+                if new is not old and not jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key):
+                    changed[str(i)] = Synced(new)
+            return result, changed
+
+        return call, {"rest": self.rest}
+
+    def absorb(self, changed: dict[str, jax.Array]) -> NnxTrainState:
+        """Returns the state with the variables that the loss changed, by number among the leaves of `rest`."""
+        leaves, treedef = jax.tree.flatten(self.rest)
+        return self.replace(rest=treedef.unflatten([changed.get(str(i), x) for i, x in enumerate(leaves)]))
+
+
+def _rest_of(model: nnx.Module, wrt: Any) -> Any:
+    return nnx.state(model, nnx.Not(wrt))
+
+
+def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Folds PRNG keys (of any shape) with the index of the device; other arrays stay as they are."""
+    if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    index = lax.axis_index(axes)
+    flat = jax.vmap(jax.random.fold_in, in_axes=(0, None))(x.reshape(-1), index)
+    return flat.reshape(x.shape)
+
+
+def adapt_nnx(state: Any) -> Adapted | None:
+    """Sees an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair as a train state; `None` for anything else."""
+    model, optimizer = _parts(state)
+    if optimizer is None:
+        return None
+    wrt = optimizer.wrt
+    graphdef, params, rest = nnx.split(model, wrt, ...)
+    whole = nnx.split(state)
+    train_state = NnxTrainState(
+        step=optimizer.step[...],
+        params=nnx.as_pure(params),
+        opt_state=nnx.as_pure(optimizer.opt_state),
+        rest=nnx.as_pure(rest),
+        tx=optimizer.tx,
+        graphdef=graphdef,
+        wrt=wrt,
+    )
+
+    def rebuild(new: NnxTrainState) -> Any:
+        made = nnx.merge(*whole)
+        new_model, new_optimizer = _parts(made)
+        nnx.update(new_model, new.params)
+        nnx.update(new_model, new.rest)
+        nnx.update(new_optimizer.opt_state, nnx.state(new.opt_state))
+        new_optimizer.step.set_value(new.step)
+        new_optimizer.tx = new.tx
+        return made
+
+    def wrap_grads(grads: PyTree) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
+
+    def absorb(changed: dict[str, PyTree]) -> None:
+        nnx.update(model, train_state.absorb(changed).rest)
+
+    return Adapted(train_state, rebuild, wrap_grads, absorb)
+
+
+def _parts(state: Any) -> tuple[Any, Any]:
+    """Returns the model and the optimizer, or two `None`s."""
+    if isinstance(state, nnx.ModelAndOptimizer):
+        return state.model, state
+    if isinstance(state, nnx.Optimizer):
+        raise TypeError(
+            "An `nnx.Optimizer` does not hold its model: pass the pair `(model, optimizer)`, or an `nnx.ModelAndOptimizer`."
+        )
+    if not (isinstance(state, tuple | list) and len(state) == 2 and isinstance(state[1], nnx.Optimizer)):
+        return None, None
+    model, optimizer = state
+    if isinstance(optimizer, nnx.ModelAndOptimizer):
+        raise ValueError(
+            "An `nnx.ModelAndOptimizer` holds its model already: pass it alone, not in a pair, or use `nnx.Optimizer`."
+        )
+    return model, optimizer
+
+
+register_adapter(adapt_nnx)

@@ -1,0 +1,75 @@
+"""The training example runs as a user runs it: as a script, in a process of its own."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+TINY = (
+    "--d-model=16 --layers=2 --heads=2 --seq-len=16 --batch-size=16 --steps=20 --lr=1e-2"
+    " --eval-batches=1 --persistence-threshold=100"
+).split()
+DEFAULT_RUN_SECONDS = 300
+
+
+def run_train_gpt(*args: str, out: pathlib.Path, timeout: float = 120) -> str:
+    """Returns what the script prints; its exit status must be 0."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    finished = subprocess.run(
+        [sys.executable, "examples/train_gpt.py", *args, f"--out={out}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def validation_losses(output: str) -> tuple[float, float]:
+    """Returns the trained and the untrained loss from the last line."""
+    last_line = output.strip().splitlines()[-1]
+    match = re.fullmatch(r"validation loss (\d+\.\d{3}) nats per byte \(untrained (\d+\.\d{3})\)", last_line)
+    assert match, output
+    return float(match[1]), float(match[2])
+
+
+def device_bytes(output: str) -> dict[str, list[int]]:
+    """Returns params, grads, optimizer and total of each row of the table."""
+    rows = re.findall(r"│ (replicated|stage \d) +│ +([\d,]+) │ +([\d,]+) │ +([\d,]+) │ +([\d,]+) │", output)
+    return {label: [int(value.replace(",", "")) for value in values] for label, *values in rows}
+
+
+@pytest.mark.parametrize("layers", ["--scan", "--no-scan"])
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
+    output = run_train_gpt(f"--framework={framework}", layers, *TINY, out=tmp_path)
+
+    trained, untrained = validation_losses(output)
+    assert untrained == pytest.approx(5.545, abs=0.2)  # ln 256: every byte is as likely
+    assert trained < untrained - 0.3
+    assert re.search(r"stage 3", output.splitlines()[0]), "the plan comes first"
+    assert_memory_falls_with_the_stage(device_bytes(output))
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:
+    assert list(rows) == ["replicated", "stage 0", "stage 1", "stage 2", "stage 3"]
+    params, grads, opt_state, _ = zip(*rows.values(), strict=True)
+    assert params[0] == params[1] == params[2] == params[3] > 4 * params[4]
+    assert grads[0] == grads[1] == grads[2] > 4 * grads[3] >= 4 * grads[4]
+    assert opt_state[0] == opt_state[1] > 4 * opt_state[2]
+    assert opt_state[2] == opt_state[3] == opt_state[4]
+
+
+@pytest.mark.slow
+def test_default_run_beats_the_promised_loss_in_time(tmp_path):
+    trained, _ = validation_losses(run_train_gpt(out=tmp_path, timeout=DEFAULT_RUN_SECONDS))
+    assert trained < 2.6
