@@ -33,9 +33,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         if self.d_model % self.num_heads:
-            raise ValueError(
-                f"`num_heads` must divide `d_model`: got {self.num_heads} heads and width {self.d_model}."
-            )
+            raise ValueError(f"`num_heads` must divide `d_model`: got {self.num_heads} heads and width {self.d_model}.")
 
 
 def next_byte_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:

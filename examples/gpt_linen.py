@@ -54,9 +54,7 @@ class GPT(nn.Module):
         config = self.config
         positions = jnp.arange(tokens.shape[1])[None]  # [1, S]
         x = nn.Embed(VOCAB_SIZE, config.d_model, embedding_init=KERNEL_INIT, name="embed")(tokens)
-        x = x + nn.Embed(config.seq_len, config.d_model, embedding_init=KERNEL_INIT, name="positions")(
-            positions
-        )
+        x = x + nn.Embed(config.seq_len, config.d_model, embedding_init=KERNEL_INIT, name="positions")(positions)
         x = self._scanned(x) if config.scan else self._unrolled(x)
         x = nn.LayerNorm(name="final_norm")(x)
         return nn.Dense(VOCAB_SIZE, kernel_init=KERNEL_INIT, name="head")(x)

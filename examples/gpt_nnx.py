@@ -38,9 +38,7 @@ class Block(nnx.Module):
     def _attention(self, x: jax.Array) -> jax.Array:
         batch_size, seq_len, d_model = x.shape
         heads = (batch_size, seq_len, self.num_heads, d_model // self.num_heads)
-        query, key, value = (
-            part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1)
-        )  # [B, S, H, D/H]
+        query, key, value = (part.reshape(heads) for part in jnp.split(self.qkv(x), 3, axis=-1))  # [B, S, H, D/H]
         attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return self.attention_out(attended.reshape(x.shape))
 

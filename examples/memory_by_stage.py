@@ -27,36 +27,32 @@ class DeviceBytes:
 
 
 def measure(
-    make_state: Callable[[], Any],
+    state: Any,
     params_and_opt_state: Callable[[Any], tuple[Any, Any]],
     *,
     config: jzero.ZeroConfig,
     mesh: jax.sharding.Mesh,
 ) -> list[DeviceBytes]:
-    """Measures replicated training, which is the first row, and every stage, each from a fresh state.
+    """Lays a train state out anew for replicated training, which is the first row, and for every stage.
 
     Gradients live only inside a step, so their bytes are not measured: they are the plan's, and for
     replicated training those of the parameters.
 
     Args:
-      make_state: Returns a fresh state of whole parameters.
+      state: A sharded train state, of any stage; consumed.
       params_and_opt_state: Returns the two trees to measure from a state.
       config: The ZeRO settings; its stage is replaced.
       mesh: The mesh to shard over.
     """
     device = jax.local_devices()[0]
-    params, opt_state = params_and_opt_state(make_state())
-    params_bytes = bytes_on(device, params)
-    rows = [DeviceBytes("replicated", params_bytes, params_bytes, bytes_on(device, opt_state))]
+    state = jzero.unshard_train_state(state)
+    params, opt_state = (bytes_on(device, tree) for tree in params_and_opt_state(state))
+    rows = [DeviceBytes("replicated", params, params, opt_state)]
     for stage in STAGES:
-        state = jzero.shard_train_state(
-            make_state(), config=dataclasses.replace(config, stage=stage), mesh=mesh
-        )
-        params, opt_state = params_and_opt_state(state)
-        grads_bytes = jzero.plan_of(state).bytes_per_device.grads
-        rows.append(
-            DeviceBytes(f"stage {stage}", bytes_on(device, params), grads_bytes, bytes_on(device, opt_state))
-        )
+        state = jzero.shard_train_state(state, config=dataclasses.replace(config, stage=stage), mesh=mesh)
+        params, opt_state = (bytes_on(device, tree) for tree in params_and_opt_state(state))
+        grads = jzero.plan_of(state).bytes_per_device.grads
+        rows.append(DeviceBytes(f"stage {stage}", params, grads, opt_state))
     return rows
 
 

@@ -51,23 +51,18 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)  # before anything asks for a device
     mesh = jzero.make_mesh()
     if args.batch_size % mesh.size:
-        raise SystemExit(
-            f"--batch-size must be a multiple of the {mesh.size} devices: got {args.batch_size}."
-        )
+        raise SystemExit(f"--batch-size must be a multiple of the {mesh.size} devices: got {args.batch_size}.")
     config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
 
     framework = FRAMEWORKS[args.framework]
     make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
     loss_fn = framework.make_loss_fn(model_config(args))
-    key = jax.random.key(args.seed)
 
-    state = jzero.init_train_state(make_state, key, config=config, mesh=mesh)
+    state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
     print(jzero.plan_of(state))
-    history = train(state, loss_fn, load_corpus(), args)
+    state, history = train(state, loss_fn, load_corpus(), args)
 
-    rows = memory_by_stage.measure(
-        lambda: make_state(key), framework.params_and_opt_state, config=config, mesh=mesh
-    )
+    rows = memory_by_stage.measure(state, framework.params_and_opt_state, config=config, mesh=mesh)
     rich.print(memory_by_stage.as_table(rows, num_devices=mesh.size))
     args.out.mkdir(parents=True, exist_ok=True)
     figures.save_losses(history.train, history.validation, args.out / "loss.png")
@@ -77,16 +72,16 @@ def main() -> None:
     print(f"validation loss {trained:.3f} nats per byte (untrained {untrained:.3f})")
 
 
-def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace) -> History:
-    """Runs the training loop from an untrained state and returns the losses."""
+def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, History]:
+    """Runs the training loop from an untrained state; returns the trained one and the losses."""
     step = jzero.make_train_step(loss_fn, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
     held_out = list(batches(corpus.validation, args, seed=VALIDATION_SEED, count=args.eval_batches))
-    history = History(validation=[(0, evaluate(eval_step, state, held_out))])
+    validation = evaluate(eval_step, state, held_out)
+    history = History(validation=[(0, validation)])
     unread = []  # losses left on the device, so that a step need not wait for the one before
     with progress_bar() as progress:
-        untrained = {"loss": float("nan"), "validation": history.validation[0][1]}
-        task = progress.add_task("train", total=args.steps, speed=0, **untrained)
+        task = progress.add_task("train", total=args.steps, loss=float("nan"), validation=validation, speed=0)
         started = time.perf_counter()
         for index, batch in enumerate(batches(corpus.train, args, seed=args.seed, count=args.steps), start=1):
             state, metrics = step(state, batch)
@@ -97,11 +92,11 @@ def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace)
             speed = len(unread) * args.batch_size * args.seq_len / (time.perf_counter() - started)
             unread.clear()
             if index % args.eval_every == 0 or index == args.steps:
-                history.validation.append((index, evaluate(eval_step, state, held_out)))
-            latest = {"loss": history.train[-1], "validation": history.validation[-1][1]}
-            progress.update(task, completed=index, speed=speed, **latest)
+                validation = evaluate(eval_step, state, held_out)
+                history.validation.append((index, validation))
+            progress.update(task, completed=index, loss=history.train[-1], validation=validation, speed=speed)
             started = time.perf_counter()
-    return history
+    return state, history
 
 
 def evaluate(eval_step: Callable[..., Any], state: Any, held_out: list[np.ndarray]) -> float:
@@ -157,15 +152,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with ZeRO.")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="linen")
     parser.add_argument("--stage", type=int, choices=memory_by_stage.STAGES, default=3)
-    parser.add_argument(
-        "--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3"
-    )
-    parser.add_argument(
-        "--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks"
-    )
-    parser.add_argument(
-        "--remat", action=argparse.BooleanOptionalAction, default=False, help="recompute blocks"
-    )
+    parser.add_argument("--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3")
+    parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks")
+    parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=False, help="recompute blocks")
     parser.add_argument("--d-model", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
@@ -176,9 +165,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=50, help=f"steps, a multiple of {LOG_EVERY}")
     parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=pathlib.Path, default=pathlib.Path("train_gpt_out"), help="folder for figures"
-    )
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_gpt_out"), help="folder for figures")
     args = parser.parse_args()
     if args.eval_every % LOG_EVERY:
         parser.error(f"--eval-every must be a multiple of {LOG_EVERY}: got {args.eval_every}")

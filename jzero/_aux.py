@@ -105,9 +105,7 @@ def check_aux(aux: PyTree) -> None:
 
 def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
     """Returns the spec of each reduced auxiliary leaf, in the structure of `reduce_aux`'s result."""
-    return jax.tree.map(
-        lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked
-    )
+    return jax.tree.map(lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked)
 
 
 def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
@@ -126,5 +124,3 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
         return mean(x.mean(0) if stacked else x, wire)
 
     return jax.tree.map(reduce, aux, is_leaf=_is_marked)
-
-

@@ -110,7 +110,7 @@ view_param.defvjp(_view_fwd, _view_bwd)
 
 
 def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
-    """Sums `x` over all devices that hold a part of the batch and returns this device's shard. [..., D] -> [..., P/N]."""
+    """Sums `x` over all devices with a part of the batch; returns this device's shard. [..., D] -> [..., P/N]."""
     with jax.named_scope("zero_reduce"):
         x = to_stored(x, cut)
         if wire.reduce_scatter:
@@ -144,5 +144,3 @@ def batch_index(wire: Wire, sizes: dict[str, int]) -> jax.Array:
     for name in wire.batch_axes:
         index = index * sizes[name] + lax.axis_index(name)
     return index
-
-

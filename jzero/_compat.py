@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util  # no public way to re-enter an equation's name stack and traceback
+from jax._src import (
+    effects,  # which effects are ordered has no public name
+    source_info_util,  # nor has re-entering an equation's name stack and traceback
+)
 from jax.extend import core as jex_core
 
 __all__ = [
@@ -49,8 +52,6 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
 
 def ordered_effects(jaxpr: Any) -> list[str]:
     """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
-    from jax._src import effects
-
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._tree import path_str
 from jzero._walk import Walk
 
-__all__ = ["LossResult", "TracedLoss", "check_batch", "evaluate", "loss_and_grads", "trace_loss"]
+__all__ = ["LossInputs", "LossResult", "TracedLoss", "check_batch", "evaluate", "loss_and_grads", "trace_loss"]
 
 PyTree = Any
 
@@ -43,6 +42,22 @@ class LossResult(NamedTuple):
     aux: PyTree
     grads: list[jax.Array]
     grad_norm: jax.Array
+
+
+class LossInputs(NamedTuple):
+    """What a loss is evaluated on.
+
+    Attributes:
+      params: The parameters as stored.
+      carried: State that the loss reads and changes, by name; whole on every device.
+      batch: The global batch.
+      rng: A PRNG key, to be folded with the index of the device, or `None`.
+    """
+
+    params: PyTree
+    carried: Mapping[str, Any]
+    batch: PyTree
+    rng: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +105,10 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> Non
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any],
-    plan: ZeroPlan,
-    batch: PyTree,
-    rng: jax.Array | None,
-    carried: Mapping[str, Any] | None = None,
-    *,
-    accumulate_steps: int = 1,
+    loss_fn: Callable[..., Any], plan: ZeroPlan, inputs: LossInputs, *, accumulate_steps: int = 1
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
+    batch, rng = inputs.batch, inputs.rng
     check_batch(batch, plan, accumulate_steps)
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     local = jax.tree.map(
@@ -106,7 +116,7 @@ def trace_loss(
     )
     shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
     params = plan.params_treedef.unflatten(shapes)
-    carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(carried or {}))
+    carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(inputs.carried))
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
 
     def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
@@ -118,8 +128,8 @@ def trace_loss(
     ordered = _compat.ordered_effects(jaxpr)
     if ordered:
         raise ValueError(
-            f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use the "
-            "unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
+            f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use "
+            "the unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
         )
     specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
@@ -149,58 +159,51 @@ def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
         )
 
 
-def loss_and_grads(
-    traced: TracedLoss,
-    plan: ZeroPlan,
-    params: PyTree,
-    carried: Mapping[str, Any] | None,
-    batch: PyTree,
-    rng: jax.Array | None,
-    *,
-    accumulate_steps: int = 1,
-) -> LossResult:
+def loss_and_grads(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, *, accumulate_steps: int = 1) -> LossResult:
     """Evaluates a traced loss and its gradients over the whole batch, inside `jit`."""
-    return _run(traced, plan, params, carried, batch, rng, accumulate_steps, differentiate=True)
+    return _run(traced, plan, inputs, accumulate_steps, differentiate=True)
 
 
-def evaluate(
-    traced: TracedLoss,
-    plan: ZeroPlan,
-    params: PyTree,
-    carried: Mapping[str, Any] | None,
-    batch: PyTree,
-    rng: jax.Array | None,
-) -> LossResult:
-    """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once."""
-    return _run(traced, plan, params, carried, batch, rng, 1, differentiate=False)
+def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
+    """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
+    return _run(traced, plan, inputs, 1, differentiate=False)
 
 
 def _run(
-    traced: TracedLoss,
-    plan: ZeroPlan,
-    params: PyTree,
-    carried: Mapping[str, Any] | None,
-    batch: PyTree,
-    rng: jax.Array | None,
-    accumulate_steps: int,
-    *,
-    differentiate: bool,
+    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, accumulate_steps: int, *, differentiate: bool
 ) -> LossResult:
     config = plan.config
-    axes = frozenset(batch_axes(config))
-    leaves = (plan.params_treedef.flatten_up_to(params), *map(jax.tree.leaves, (dict(carried or {}), batch, [rng])))
-    local = functools.partial(_local_step, traced, plan, accumulate_steps, differentiate)
-    manual = [_manual(leaf.param, config.axis) for leaf in plan.leaves]
-    in_specs = (manual, [PartitionSpec()] * len(leaves[1]), traced.batch_specs, [PartitionSpec()] * len(leaves[3]))
-    grad_specs = [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else []
-    _, aux_shape = traced.out_shape
-    out_specs = LossResult(
-        PartitionSpec(), PartitionSpec(), aux_specs(aux_shape, PartitionSpec(batch_axes(config))), grad_specs, PartitionSpec()
+    whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
+    leaves = [
+        plan.params_treedef.flatten_up_to(inputs.params),
+        *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng)),
+    ]
+    in_specs = (
+        [_manual(leaf.param, config.axis) for leaf in plan.leaves],
+        [whole] * len(leaves[1]),
+        traced.batch_specs,
+        [whole] * len(leaves[3]),
     )
+    specs = {
+        "loss": whole,
+        "weight": whole,
+        "aux": aux_specs(traced.out_shape[1], split),
+        "grads": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
+        "grad_norm": whole,
+    }
+
+    def local(*local_leaves: list[jax.Array]) -> dict[str, Any]:
+        return _local_step(traced, plan, accumulate_steps, differentiate, local_leaves)._asdict()
+
     mapped = jax.shard_map(
-        local, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        local,
+        mesh=plan.mesh,
+        in_specs=in_specs,
+        out_specs=specs,
+        axis_names=set(batch_axes(config)),
+        check_vma=False,
     )
-    return LossResult(*mapped(*map(list, leaves)))
+    return LossResult(**mapped(*leaves))
 
 
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
@@ -215,12 +218,10 @@ def _local_step(
     plan: ZeroPlan,
     accumulate_steps: int,
     differentiate: bool,
-    params: list[jax.Array],
-    carried: list[jax.Array],
-    batch: list[jax.Array],
-    key: list[jax.Array],
+    leaves: tuple[list[jax.Array], ...],
 ) -> LossResult:
     """One device's part of a step: loss and gradients on the local batch, then the reductions."""
+    params, carried, batch, key = leaves
     config = plan.config
     wire = Wire(config.axis, config.replica_axis, config.reduce_scatter)
     index = batch_index(wire, dict(plan.mesh.shape))
@@ -355,9 +356,7 @@ def check_loss(traced: TracedLoss) -> None:
     for name, x in (("sum", loss.sum), ("weight", loss.weight)) if isinstance(loss, Weighted) else (("loss", loss),):
         if not hasattr(x, "shape") or x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
-                f"The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its {name} "
-                f"is {x}. Take the mean over the batch; return further values with `has_aux=True`."
+                f"The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
+                f"{name} is {x}. Take the mean over the batch; return further values with `has_aux=True`."
             )
     check_aux(aux)
-
-

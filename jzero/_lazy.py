@@ -130,7 +130,6 @@ class Deferred:
         return _compat.bind(self.operation.eqn, [make_whole(x) for x in self.inputs])[0]
 
 
-
 def is_lazy(x: Any) -> bool:
     """Whether `x` is a lazy value."""
     return isinstance(x, Lazy | Deferred)
@@ -154,11 +153,12 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
         return None
     if not all(is_lazy(x) or jnp.size(x) == 1 for x in inputs):
         return None
+    key: Any
     try:
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
         hash(key)
     except TypeError:  # parameters without an order or a hash: the equation itself is the key
-        key = (eqn.primitive, id(eqn), None)
+        key = id(eqn)
     return Deferred(tuple(inputs), _Operation(key, eqn))
 
 

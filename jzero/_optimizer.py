@@ -104,13 +104,17 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     return tx.constrain_state(tx.inner.init(tx.natural_params(params)))
 
 
-def _update(tx: ZeroTransformation, updates: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]) -> Any:
+def _update(
+    tx: ZeroTransformation, updates: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
+) -> Any:
     plan = tx.plan
 
     def as_cut(tree: PyTree) -> PyTree:
         """Gradients or parameters in natural shapes, each device's part at hand."""
         leaves = plan.params_treedef.flatten_up_to(tree)
-        cut = [x if x is None else natural_leaf(x, leaf.grad, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+        cut = [
+            x if x is None else natural_leaf(x, leaf.grad, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)
+        ]
         return plan.params_treedef.unflatten(cut)
 
     with jax.named_scope("zero_update"):
@@ -122,14 +126,18 @@ def _update(tx: ZeroTransformation, updates: PyTree, state: PyTree, params: PyTr
         )
         new_updates, new_state = _apply_inner(tx, grads, opt_state, natural, extra)
         leaves = plan.params_treedef.flatten_up_to(as_cut(new_updates))
-        stored = [x if x is None else stored_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+        stored = [
+            x if x is None else stored_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)
+        ]
         return plan.params_treedef.unflatten(stored), tx.constrain_state(new_state)
 
 
 _update_jit = jax.jit(_update, static_argnums=0)
 
 
-def _apply_inner(tx: ZeroTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
+def _apply_inner(
+    tx: ZeroTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
+) -> Any:
     args, static = _split_callables(extra)
     if tx.plan.num_shards == 1:
         return _call_inner(tx, grads, opt_state, params, extra)
@@ -207,7 +215,7 @@ class _Mixed:
     def _mixes(self, eqn: Any) -> bool:
         if eqn.primitive.name in MIXING:
             return True
-        return any([self._any_mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)])
+        return any(self._any_mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
 
     def _any_mixes(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self.known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,12 +16,13 @@ from jzero._layout import Cut
 from jzero._mesh import AnyMesh
 from jzero._plan import StateLeaf, ZeroPlan
 
-__all__ = ["gather_leaf", "place_array", "place_leaf", "strong"]
+__all__ = ["gather_leaves", "place_array", "place_leaf", "strong"]
 
 
-def strong(x: jax.Array) -> jax.Array:
-    """Returns `x` without weak typing, so that the next step sees the same type again."""
-    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+def strong(x: Any, dtype: Any) -> jax.Array:
+    """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
+    is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
+    return x if is_plain else lax.convert_element_type(x, dtype)
 
 
 def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
@@ -45,7 +47,7 @@ def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = N
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array):
-        x = strong(x)
+        x = strong(x, dtype)
         if not x.is_fully_addressable:
             return _relayout(x, sharding, cut)
         if sharding.is_fully_addressable and cut is None:
@@ -53,7 +55,7 @@ def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = N
     host = np.asarray(x, dtype)
     shape = host.shape if cut is None else cut.stored_shape
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         # A copy, since the runtime may keep a reference to what it is given.
         return np.array(host[index]) if cut is None else _stored_part(host, cut, index)
 
@@ -81,13 +83,19 @@ def _relayout(x: jax.Array, sharding: NamedSharding, cut: Cut | None) -> jax.Arr
     return lax.with_sharding_constraint(x if cut is None else to_stored(x, cut), sharding)
 
 
-def gather_leaf(x: jax.Array, leaf: StateLeaf, mesh: AnyMesh) -> jax.Array:
-    """Returns a stored leaf whole on every device, in its natural shape."""
-    return _gather(x, leaf.cut, NamedSharding(mesh, PartitionSpec()))
+def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], mesh: AnyMesh) -> list[jax.Array]:
+    """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
+    if not arrays:
+        return []
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return _gather(list(arrays), tuple(leaf.cut for leaf in leaves), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _gather(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax.Array:
-    # Whole first, then sliced: an uneven array may not leave `jit`.
-    whole = lax.with_sharding_constraint(x, sharding)
-    return lax.with_sharding_constraint(whole if cut is None else to_natural(whole, cut), sharding)
+def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: NamedSharding) -> list[jax.Array]:
+    def gather(x: jax.Array, cut: Cut | None) -> jax.Array:
+        # Whole first, then sliced: an uneven array may not leave `jit`.
+        whole = lax.with_sharding_constraint(x, sharding)
+        return whole if cut is None else lax.with_sharding_constraint(to_natural(whole, cut), sharding)
+
+    return [gather(x, cut) for x, cut in zip(arrays, cuts, strict=True)]

@@ -177,7 +177,9 @@ class ZeroPlan:
         Gradients count at their most: whole at stages 0 and 1, whose backward pass makes the whole local
         gradient before it is reduced, cut at stages 2 and 3.
         """
-        grads = [leaf.grad if self.config.stage >= 2 else dataclasses.replace(leaf.grad, cut=None) for leaf in self.leaves]
+        grads = [
+            leaf.grad if self.config.stage >= 2 else dataclasses.replace(leaf.grad, cut=None) for leaf in self.leaves
+        ]
         return BytesPerDevice(
             params=self._sum_bytes([leaf.param for leaf in self.leaves]),
             grads=self._sum_bytes(grads),
@@ -190,7 +192,11 @@ class ZeroPlan:
         return BytesPerDevice(
             *(
                 sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
-                for leaves in ([leaf.param for leaf in self.leaves], [leaf.grad for leaf in self.leaves], self.opt_leaves)
+                for leaves in (
+                    [leaf.param for leaf in self.leaves],
+                    [leaf.grad for leaf in self.leaves],
+                    self.opt_leaves,
+                )
             )
         )
 

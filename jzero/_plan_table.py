@@ -33,12 +33,12 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         f"batch over {batch_axes(config)}"
     )
     ours, whole = plan.bytes_per_device, plan.replicated_bytes
-    memory = [("bytes per device", "params", "grads", "opt_state", "total")]
+    memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
     memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
     memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
-    params = [("parameter", "shape", "stored as", "gradient", "scan")]
+    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "scan")]
     params += [_param_row(leaf, config.axis) for leaf in plan.leaves]
-    kept = [("whole on every device", "path", "shape", "bytes", "reason")]
+    kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
     kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
     if len(kept) > 1:

@@ -59,7 +59,8 @@ def _check_arrays(trees: dict[str, PyTree]) -> None:
     for name, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             is_number = isinstance(x, bool | int | float | complex | np.generic)
-            if not (is_number or (hasattr(x, "shape") and hasattr(x, "dtype"))) or getattr(x, "dtype", None) == object:
+            is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
+            if not is_number and not is_array:
                 bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
     if bad:
         raise TypeError(
@@ -253,14 +254,17 @@ def _plan_other(
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
     prefix = jax.tree_util.GetAttrKey(name)
     leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
-    follows = jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == [p.param.shape for p in plans]
+    follows = jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == [
+        p.param.shape for p in plans
+    ]
     if follows and leaves:
         return [
             dataclasses.replace(x, base=p.param.base, cut=p.param.cut, reason=p.param.reason, owner=i)
             for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
         ]
     return [
-        dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params") for x in leaves
+        dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params")
+        for x in leaves
     ]
 
 

@@ -6,6 +6,7 @@ import hashlib
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jzero._plan import ZeroPlan
 
@@ -28,8 +29,6 @@ def check_processes_agree(plan: ZeroPlan) -> None:
     """Raises in every process if one of them made another plan; lists what differs, by process."""
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
-
     lines = describe_plan(plan)
     digest = np.frombuffer(hashlib.sha256("\n".join(lines).encode()).digest(), np.uint8)
     digests = np.asarray(multihost_utils.process_allgather(digest))

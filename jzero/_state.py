@@ -12,9 +12,8 @@ import optax
 from jzero._optimizer import ZeroTransformation
 from jzero._plan import ZeroPlan
 from jzero._planner import other_fields
-from jzero._placement import strong
 
-__all__ = ["Adapted", "TrainState", "adapt", "map_state", "plan_of", "register_adapter", "settled"]
+__all__ = ["Adapted", "TrainState", "adapt", "map_state", "plan_of", "register_adapter"]
 
 PyTree = Any
 
@@ -54,7 +53,9 @@ class TrainState:
           tx: An optax transformation.
           apply_fn: Kept as it is.
         """
-        return cls(step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn)
+        return cls(
+            step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn
+        )
 
     def apply_gradients(self, *, grads: PyTree) -> TrainState:
         """Returns the state after one optimizer step with `grads`."""
@@ -108,8 +109,8 @@ def adapt(state: Any) -> Adapted:
     if missing or not dataclasses.is_dataclass(state):
         raise TypeError(
             f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
-            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters use "
-            "`jzero.TrainState.create(params=..., tx=...)`."
+            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
+            "use `jzero.TrainState.create(params=..., tx=...)`."
         )
     return Adapted(state)
 
@@ -141,8 +142,12 @@ def plan_of(state: Any) -> ZeroPlan:
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
     """Returns `state` with `fn(leaf, leaf_plan)` in place of every array, and `tx` in place of its own if given."""
-    params = [fn(x, leaf.param) for x, leaf in zip(plan.params_treedef.flatten_up_to(state.params), plan.leaves, strict=True)]
-    opt = [fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)]
+    params = [
+        fn(x, leaf.param) for x, leaf in zip(plan.params_treedef.flatten_up_to(state.params), plan.leaves, strict=True)
+    ]
+    opt = [
+        fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)
+    ]
     others, treedef = jax.tree.flatten(other_fields(state))
     changed = treedef.unflatten([fn(x, leaf) for x, leaf in zip(others, plan.other_leaves, strict=True)])
     if tx is not None:
@@ -150,8 +155,3 @@ def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = N
     return state.replace(
         params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt), **changed
     )
-
-
-def settled(state: Any, plan: ZeroPlan) -> Any:
-    """Returns a state whose leaves are typed as the plan says, inside `jit`: nothing for the next call to recompile."""
-    return map_state(lambda x, leaf: strong(x), plan, state)

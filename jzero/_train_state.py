@@ -14,7 +14,7 @@ from jzero import _compat
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh
 from jzero._optimizer import ZeroTransformation, natural_leaf, stored_leaf
-from jzero._placement import gather_leaf, place_array, place_leaf, strong
+from jzero._placement import gather_leaves, place_array, place_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
@@ -116,11 +116,12 @@ def shard_train_state(
         before = next(old_leaves, None)
         whole = x
         if old is not None and before is not None and before.cut is not None and not before.cut.is_stored_naturally:
-            whole = gather_leaf(x, before, old.mesh)
+            (whole,) = gather_leaves([x], [before], old.mesh)
         placed = place_leaf(whole, leaf, plan)
         uses[id(x)] -= 1
-        if donate and isinstance(x, jax.Array) and not uses[id(x)]:
+        if old is not None or donate:  # one leaf at a time, so that at most one is held whole
             jax.block_until_ready(placed)
+        if donate and isinstance(x, jax.Array) and not uses[id(x)]:
             x.delete()
         return placed
 
@@ -179,7 +180,7 @@ def init_train_state(
 
     def born(key: jax.Array) -> Any:
         values = treedef.unflatten(jax.core.eval_jaxpr(inner, consts, key))
-        return jax.tree.leaves(map_state(lambda x, leaf: stored_leaf(strong(x), leaf, plan), plan, values))
+        return jax.tree.leaves(map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, values))
 
     shardings = jax.tree.leaves(map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes))
     key = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
@@ -209,7 +210,10 @@ def unshard_train_state(state: State) -> State:
     plan = plan_of(state)
     adapted = adapt(state)
     train_state = adapted.state
-    return adapted.rebuild(map_state(lambda x, leaf: gather_leaf(x, leaf, plan.mesh), plan, train_state, tx=train_state.tx.inner))
+    stored: list[jax.Array] = []
+    map_state(lambda x, leaf: stored.append(x), plan, train_state)
+    whole = iter(gather_leaves(stored, _all_leaves(plan), plan.mesh))
+    return adapted.rebuild(map_state(lambda x, leaf: next(whole), plan, train_state, tx=train_state.tx.inner))
 
 
 def gather_params(state: State, *, paths: str | None = None) -> PyTree:
@@ -239,11 +243,9 @@ def gather_params(state: State, *, paths: str | None = None) -> PyTree:
     plan = plan_of(state)
     leaves = plan.params_treedef.flatten_up_to(adapt(state).state.params)
     chosen = _match(plan, paths)
-    gathered = [
-        gather_leaf(x, leaf.param, plan.mesh) if take else None
-        for x, leaf, take in zip(leaves, plan.leaves, chosen, strict=True)
-    ]
-    return plan.params_treedef.unflatten(gathered)
+    taken = [(x, leaf.param) for x, leaf, take in zip(leaves, plan.leaves, chosen, strict=True) if take]
+    gathered = iter(gather_leaves([x for x, _ in taken], [leaf for _, leaf in taken], plan.mesh))
+    return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
 
 
 def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
@@ -355,7 +357,8 @@ def _resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
             f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "
             f"`mesh=jzero.make_mesh({config.replica_axis}=..., {config.axis}=...)`."
         )
-    return make_mesh(**{config.axis: -1})
+    sizes: dict[str, Any] = {config.axis: -1}
+    return make_mesh(**sizes)
 
 
 def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
@@ -384,8 +387,6 @@ def _check_concrete(train_state: Any) -> None:
     ]
     if abstract:
         raise TypeError(
-            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; plan "
-            "an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
+            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; "
+            "plan an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
         )
-
-

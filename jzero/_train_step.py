@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._grads import (
+    LossInputs,
     LossResult,
     TracedLoss,
     check_batch,
@@ -53,11 +53,10 @@ class _Step:
         self.mutable = tuple(mutable)
         self.accumulate_steps = accumulate_steps
         self._jits: dict[Any, Any] = {}
-        functools.update_wrapper(self, loss_fn, assigned=("__name__", "__doc__", "__module__"), updated=())
 
     donated: tuple[int, ...] = ()
 
-    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         raise NotImplementedError
 
     def _jit(self, plan: ZeroPlan, state: Any) -> Any:
@@ -74,8 +73,9 @@ class _Step:
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
         plan = state.tx.plan
         if _in_trace((state, batch, rng)):
-            return self._compute(state, batch, rng)
-        return self._jit(plan, state)(state, *_place_inputs(plan, batch, rng, self.accumulate_steps))
+            return self._compute(state, batch, rng=rng)
+        batch, rng = _place_inputs(plan, batch, rng, self.accumulate_steps)
+        return self._jit(plan, state)(state, batch, **_optional(rng))
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -84,13 +84,14 @@ class _Step:
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         plan, train_state = plan_of(state), adapt(state).state
-        arguments = _abstract_inputs(plan, train_state, batch, rng)
-        return self._jit(plan, train_state).trace(*arguments)
+        train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
+        return self._jit(plan, train_state).trace(train_state, batch, **_optional(rng))
 
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         plan, train_state = plan_of(state), adapt(state).state
-        return self._jit(plan, train_state).eval_shape(*_abstract_inputs(plan, train_state, batch, rng))
+        train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
+        return self._jit(plan, train_state).eval_shape(train_state, batch, **_optional(rng))
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
@@ -107,10 +108,11 @@ class _Step:
 
     def _trace_loss(
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
-    ) -> tuple[TracedLoss, dict[str, PyTree]]:
-        """Returns the traced loss and the state that it carries on, by name."""
+    ) -> tuple[TracedLoss, LossInputs]:
+        """Returns the traced loss and what it is evaluated on."""
         loss_fn, carried = self._bound_loss(state, plan)
-        return trace_loss(loss_fn, plan, batch, rng, carried, accumulate_steps=self.accumulate_steps), carried
+        inputs = LossInputs(state.params, carried, batch, rng)
+        return trace_loss(loss_fn, plan, inputs, accumulate_steps=self.accumulate_steps), inputs
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
@@ -131,13 +133,13 @@ class _Step:
 
         return call, carried
 
-    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, dict[str, PyTree]]:
+    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         plan = state.tx.plan
         _check_stored(state, plan)
-        traced, carried = self._trace_loss(state, plan, batch, rng)
+        traced, inputs = self._trace_loss(state, plan, batch, rng)
         check_loss(traced)
         warn_closed_over(traced, plan)
-        return traced, carried
+        return traced, inputs
 
 
 class ValueAndGrad(_Step):
@@ -154,10 +156,10 @@ class ValueAndGrad(_Step):
             adapted.absorb(changed)
         return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
 
-    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         plan = state.tx.plan
-        traced, carried = self._traced(state, batch, rng)
-        result = loss_and_grads(traced, plan, state.params, carried, batch, rng)
+        traced, inputs = self._traced(state, batch, rng)
+        result = loss_and_grads(traced, plan, inputs)
         aux, changed = result.aux
         return result.loss, aux, changed, plan.params_treedef.unflatten(result.grads)
 
@@ -184,12 +186,10 @@ class TrainStep(_Step):
         # Those of the input to the letter, so that the next call finds the same types and compiles nothing.
         return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
 
-    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[Any, dict[str, Any]]:
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
         plan = state.tx.plan
-        traced, carried = self._traced(state, batch, rng)
-        result = loss_and_grads(
-            traced, plan, state.params, carried, batch, rng, accumulate_steps=self.accumulate_steps
-        )
+        traced, inputs = self._traced(state, batch, rng)
+        result = loss_and_grads(traced, plan, inputs, accumulate_steps=self.accumulate_steps)
         aux, changed = result.aux
         grads = plan.params_treedef.unflatten(_clipped(result, self.clip_norm))
         new = state.apply_gradients(grads=grads)
@@ -199,7 +199,7 @@ class TrainStep(_Step):
         if isinstance(traced.out_shape[0], Weighted):  # a batch without weight has no gradient: nothing happens
             applied = result.weight != 0
             new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
-        new = map_state(lambda x, leaf: stored_leaf(strong(x), leaf, plan), plan, new)
+        new = map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, new)
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         return new, {**metrics, "aux": aux} if self.has_aux else metrics
 
@@ -226,9 +226,9 @@ class EvalStep(_Step):
 
         return call, carried
 
-    def _compute(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
-        traced, carried = self._traced(state, batch, rng)
-        metrics, _ = evaluate(traced, state.tx.plan, state.params, carried, batch, rng).aux
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        traced, inputs = self._traced(state, batch, rng)
+        metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_weighted)
 
 
@@ -276,8 +276,8 @@ def make_train_step(
     Args:
       loss_fn: As for `value_and_grad`.
       has_aux: As for `value_and_grad`.
-      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. Stage 1 sums whole local
-        gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards.
+      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. Stage 1 sums whole
+        local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards.
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
 
@@ -297,17 +297,15 @@ def make_train_step(
       >>> bool(metrics["step_applied"])
       True
     """
-    return TrainStep(
-        loss_fn, has_aux=has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=mutable
-    )
+    return TrainStep(loss_fn, has_aux=has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=mutable)
 
 
 def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
     """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
 
     Args:
-      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place of the
-        parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed` and
+      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place
+        of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed` and
         `PerExample` say otherwise.
       mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
 
@@ -366,6 +364,11 @@ def _as_mean(x: Any) -> Any:
     return x.sum / x.weight if isinstance(x, Weighted) else x
 
 
+def _optional(rng: Any) -> dict[str, Any]:
+    """Leaves `rng` out where there is none, so that a compiled step is called as it was lowered."""
+    return {} if rng is None else {"rng": rng}
+
+
 def _in_trace(tree: PyTree) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
@@ -384,7 +387,7 @@ def _check_stored(state: Any, plan: ZeroPlan) -> None:
         raise ValueError(
             "These leaves do not have the shape that the plan stores:\n"
             + "\n".join(bad)
-            + "\nEdit parameters with `jzero.update_params`, or shard the changed state anew with `jzero.shard_train_state`."
+            + "\nEdit parameters with `jzero.update_params`, or shard the new state with `jzero.shard_train_state`."
         )
 
 
@@ -397,7 +400,9 @@ def _place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int
     def place(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
             return x if x.sharding == sharding else jax.device_put(x, sharding)
-        return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
+        return place_array(
+            x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding
+        )
 
     placed = jax.tree.map(lambda x: place(x, split if x.ndim else whole), batch)
     return placed, None if rng is None else place(rng, whole)
@@ -407,7 +412,9 @@ def _abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tup
     """The arguments as shapes with the shardings that a call would give them."""
 
     def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        dtype = x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+        dtype = (
+            x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+        )
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
     split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))

@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
-from jzero._lazy import Lazy, defer, is_lazy, make_whole, on_shard, is_free
+from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard
 
 __all__ = ["Walk"]
 
@@ -209,7 +209,7 @@ class Walk:
                 )
             return bool(self.cache[id(jaxpr)])
 
-        return any([search(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)])
+        return any(search(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
 
     def _constrain(self, eqn: Equation, x: Any) -> Any:
         """A sharding constraint without ZeRO's axes: inside, they are this device's own."""
@@ -223,8 +223,8 @@ class Walk:
         axes = _compat.shard_map_axes(eqn)
         if axes & self.axes:
             raise ValueError(
-                f"The loss calls `jax.shard_map` over {sorted(axes)}, but {sorted(axes & self.axes)} is ZeRO's own: the "
-                "loss already runs once per device along it, on the local part of the batch. Name other axes in "
+                f"The loss calls `jax.shard_map` over {sorted(axes)}, but {sorted(axes & self.axes)} is ZeRO's own: "
+                "the loss already runs once per device along it, on the local part of the batch. Name other axes in "
                 "`axis_names`, or drop the `shard_map` and use collectives over the axis directly."
             )
         jaxpr, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
@@ -335,5 +335,3 @@ def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
         return None if not kept else kept if isinstance(names, tuple) else kept[0]
 
     return PartitionSpec(*(entry(names) for names in spec))
-
-

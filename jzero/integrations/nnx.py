@@ -49,9 +49,7 @@ class NnxTrainState:
     def apply_gradients(self, *, grads: PyTree) -> NnxTrainState:
         """Returns the state after one optimizer step, as `nnx.Optimizer.update` makes it."""
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        return self.replace(
-            step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state
-        )
+        return self.replace(step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state)
 
     def bind_loss(
         self, loss_fn: Callable[..., Any], axes: tuple[str, ...]
@@ -101,8 +99,9 @@ def adapt_nnx(state: Any) -> Adapted | None:
     if optimizer is None:
         return None
     wrt = optimizer.wrt
-    graphdef, params, rest = nnx.split(model, wrt, ...)
-    whole = nnx.split(state)
+    parts: Any = nnx.split(model, wrt, ...)
+    graphdef, params, rest = parts
+    whole: Any = nnx.split(state)
     train_state = NnxTrainState(
         step=optimizer.step[...],
         params=nnx.as_pure(params),
@@ -114,7 +113,8 @@ def adapt_nnx(state: Any) -> Adapted | None:
     )
 
     def rebuild(new: NnxTrainState) -> Any:
-        made = nnx.merge(*whole)
+        # Fresh variables around plain arrays: those of a state factory belong to a trace that has ended.
+        made = nnx.merge(whole[0], nnx.as_pure(whole[1]))
         new_model, new_optimizer = _parts(made)
         nnx.update(new_model, new.params)
         nnx.update(new_model, new.rest)
@@ -138,7 +138,7 @@ def _parts(state: Any) -> tuple[Any, Any]:
         return state.model, state
     if isinstance(state, nnx.Optimizer):
         raise TypeError(
-            "An `nnx.Optimizer` does not hold its model: pass the pair `(model, optimizer)`, or an `nnx.ModelAndOptimizer`."
+            "An `nnx.Optimizer` does not hold its model: pass the pair `(model, optimizer)` or a `ModelAndOptimizer`."
         )
     if not (isinstance(state, tuple | list) and len(state) == 2 and isinstance(state[1], nnx.Optimizer)):
         return None, None

@@ -1,0 +1,122 @@
+"""One process of a run of two: `python -m tests.multiprocess_worker SCENARIO PROCESS PORT`.
+
+What it returns is printed as JSON on the last line. `train` is also run by the test itself, in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jzero
+from tests import models
+
+NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
+NUM_STEPS, ROWS = 5, 24
+
+
+def train() -> dict[str, Any]:
+    """Trains at stages 1-3 from a state made whole, and at stage 3 from one that is born sharded."""
+    assert jax.device_count() == NUM_PROCESSES * DEVICES_PER_PROCESS
+    results = {}
+    for stage in (1, 2, 3):
+        state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(stage))
+        state, results[f"stage {stage}"] = train_from(state, loss_of)
+    results["end of stage 3"] = whole_values(state)
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
+    _, results["born"] = train_from(born, noisy_loss, rng=jax.random.key(7))
+    return results
+
+
+def disagree_about_stage() -> None:
+    """Asks for another stage in each process."""
+    jzero.shard_train_state(make_state(jax.random.key(0)), config=config(2 + jax.process_index()))
+
+
+def disagree_about_shapes() -> None:
+    """Makes a wider head in the second process."""
+
+    def make(key: jax.Array) -> jzero.TrainState:
+        params = {"body": jnp.zeros((8, 8)), "head": jnp.zeros((8, 16 + jax.process_index()))}
+        return jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+
+    jzero.init_train_state(make, jax.random.key(0), config=config(3))
+
+
+def config(stage: int) -> jzero.ZeroConfig:
+    return jzero.ZeroConfig(stage=stage, persistence_threshold=50)
+
+
+def make_state(key: jax.Array) -> jzero.TrainState:
+    noise = jax.random.normal(key, (models.MLP_SIZES[0],)) / 10
+    params = {**models.mlp_params(), "shift": noise}  # sizes that eight does not divide
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    return jzero.TrainState.create(params=params, tx=tx)
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    return models.mlp_loss(params, {**batch, "x": batch["x"] + params["shift"][None]})
+
+
+def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
+    noise = jax.random.normal(rng, batch["x"].shape) / 10
+    return loss_of(params, {**batch, "x": batch["x"] + noise})
+
+
+def train_from(state: Any, loss_fn: Any, **rng: jax.Array) -> tuple[Any, dict[str, float]]:
+    """Returns the state after five steps, and the losses and gradient norms."""
+    step = jzero.make_train_step(loss_fn)
+    numbers = {}
+    for i in range(NUM_STEPS):
+        state, metrics = step(state, models.mlp_batch(ROWS, seed=i), **rng)
+        numbers |= {f"loss {i}": float(metrics["loss"]), f"norm {i}": float(metrics["grad_norm"])}
+    return state, numbers
+
+
+def whole_values(state: Any) -> dict[str, float]:
+    """Returns what evaluation says, and digests of all that gathers a state."""
+    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": loss_of(params, batch), "rows": count(batch)})
+    evaluated = evaluate(state, models.mlp_batch(ROWS, seed=99))
+    kernels = r"layer_\d/kernel"
+    halved = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x / 2, p), paths=kernels)
+    return {
+        **{name: float(x) for name, x in evaluated.items()},
+        **digest("params", jzero.gather_params(state)),
+        **digest("halved", jzero.gather_params(halved, paths=kernels)),
+        **digest("moments", jzero.unshard_train_state(state).opt_state[1][0].mu),
+    }
+
+
+def count(batch: Any) -> jzero.Summed:
+    return jzero.Summed(jnp.ones(batch["x"].shape[0], jnp.int32).sum())
+
+
+def digest(name: str, tree: Any) -> dict[str, float]:
+    """Returns the norm of each (whole) leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {name + jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(x, np.float64))) for path, x in leaves}
+
+
+SCENARIOS = {f.__name__: f for f in (train, disagree_about_stage, disagree_about_shapes)}
+
+
+def main() -> None:
+    scenario, process, port = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{port}", num_processes=NUM_PROCESSES, process_id=int(process), initialization_timeout=60
+    )
+    assert jax.local_device_count() == DEVICES_PER_PROCESS
+    print(json.dumps(SCENARIOS[scenario]()))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

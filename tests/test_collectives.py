@@ -1,0 +1,249 @@
+"""What the compiler makes of each stage: which collectives, how many, over how much, and where."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.analysis.hlo import find_collectives
+from tests import models
+
+N = 8
+
+
+@functools.cache
+def _lowered(stage, scan=True, remat=None, tx="adam", **options):
+    model = models.GPT(
+        scan=scan, remat=None if remat is None else dict(remat), d_model=128, heads=4, vocab=512, layers=3
+    )
+    tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
+    make_state = lambda key: jzero.TrainState.create(
+        params=model.init(key, np.zeros((1, models.SEQ), np.int32))["params"], tx=tx
+    )
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    return state, jzero.make_train_step(models.gpt_loss(model)).lower(state, models.tokens(16, vocab=vocab))
+
+
+@functools.cache
+def _compiled(stage, **options):
+    state, lowered = _lowered(stage, **options)
+    compiled = lowered.compile()
+    return jzero.plan_of(state), compiled, find_collectives(compiled.as_text())
+
+
+def _size(plan):
+    return sum(leaf.param.size for leaf in plan.leaves)
+
+
+def _of(collectives, kind):
+    return [c for c in collectives if c.kind == kind]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_send_two_psi(stage, scan):
+    plan, _, collectives = _compiled(stage, scan=scan)
+    psi = _size(plan)
+    assert math.isclose(sum(c.elements for c in collectives), 2 * psi, rel_tol=0.02)
+    assert math.isclose(sum(c.elements for c in _of(collectives, "reduce-scatter")), psi, rel_tol=0.01)
+    assert math.isclose(sum(c.elements for c in _of(collectives, "all-gather")), psi, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("remat", [None, (("prevent_cse", False),)], ids=["plain", "remat"])
+def test_stage_3_sends_three_psi(remat):
+    """A deep model: embedding and biases, whose backward pass needs no parameter, are under 2 % of it."""
+    plan, _, collectives = _compiled(3, remat=remat, layers=12, vocab=64)
+    psi = _size(plan)
+    assert math.isclose(sum(c.elements for c in collectives), 3 * psi, rel_tol=0.02)
+    assert math.isclose(sum(c.elements for c in _of(collectives, "reduce-scatter")), psi, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_no_all_reduce_beyond_small_whole_leaves(stage):
+    plan, _, collectives = _compiled(stage)
+    small = sum(leaf.grad.size for leaf in plan.leaves if leaf.grad.cut is None)
+    assert small < 100
+    assert all(c.whole_size <= small + 4 for c in _of(collectives, "all-reduce"))
+    assert not [c for c in collectives if c.kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.parametrize("remat", [None, (("prevent_cse", False),)], ids=["plain", "remat"])
+def test_stage_3_gathers_a_scanned_layer_inside_the_loop(remat):
+    plan, _, collectives = _compiled(3, remat=remat)
+    stacked = [leaf for leaf in plan.leaves if leaf.scan_dim == 0]
+    largest_layer = max(leaf.param.size // leaf.param.shape[0] for leaf in stacked)
+    outside = [leaf for leaf in plan.leaves if leaf.scan_dim is None]
+    limit = max(largest_layer, *(leaf.param.size for leaf in outside))
+    gathers = _of(collectives, "all-gather")
+    assert all(c.whole_size <= limit for c in gathers)
+    inside = [c for c in gathers if c.in_loop]
+    assert {c.times for c in inside} == {3}
+    layer = sum(leaf.param.size // leaf.param.shape[0] for leaf in stacked)
+    assert layer * 3 <= sum(c.elements for c in inside) <= 2 * layer * 3
+    assert any(c.in_loop for c in _of(collectives, "reduce-scatter"))
+
+
+def test_stage_3_gathers_once_per_use_and_scatters_once_per_leaf():
+    """On the lowered program, before any combiner: forward, backward of those whose value the gradient needs."""
+    state, lowered = _lowered(3, scan=False)
+    plan = jzero.plan_of(state)
+    text = lowered.as_text()
+    cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
+    assert text.count("stablehlo.reduce_scatter") == len(cut)
+    needed_again = [leaf for leaf in cut if re.search("kernel|scale", leaf.path)]
+    assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)
+
+
+def test_stage_2_gathers_no_parameter_in_forward_and_backward():
+    """Its explicit part holds no gather at all; those of the compiled program are the update's, one per leaf."""
+    state, lowered = _lowered(2, scan=False)
+    plan = jzero.plan_of(state)
+    assert lowered.as_text().count("stablehlo.all_gather") == 0
+    _, _, collectives = _compiled(2, scan=False)
+    gathered = sum(len(c.shapes) for c in _of(collectives, "all-gather"))
+    assert gathered == sum(leaf.grad.cut is not None for leaf in plan.leaves)
+
+
+def test_stage_2_reduces_inside_the_scan():
+    _, _, collectives = _compiled(2)
+    assert {c.times for c in _of(collectives, "reduce-scatter") if c.in_loop} == {3}
+
+
+def test_stage_1_reduces_at_the_boundary():
+    _, _, collectives = _compiled(1)
+    assert not any(c.in_loop for c in collectives)
+
+
+def test_all_reduce_and_slice_on_request():
+    _, lowered = _lowered(2, reduce_scatter=False)
+    assert lowered.as_text().count("stablehlo.reduce_scatter") == 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_gathered_weights_do_not_survive_to_the_backward_pass(scan):
+    """Counted on the lowered program: with regathering, each kernel is gathered behind a fence or in its own loop."""
+    _, kept = _lowered(3, scan=scan, reshard_after_forward=False)
+    _, dropped = _lowered(3, scan=scan)
+    assert dropped.as_text().count("stablehlo.all_gather") > kept.as_text().count("stablehlo.all_gather")
+
+
+def test_scan_keeps_no_stack_of_gathered_weights():
+    """Temporaries with and without regathering differ by the stack of gathered layers, less one layer's worth."""
+    plan, dropped, _ = _compiled(3)
+    _, kept, _ = _compiled(3, reshard_after_forward=False)
+    kernels = [leaf.param for leaf in plan.leaves if leaf.scan_dim == 0 and leaf.path.endswith("kernel")]
+    stack = 4 * sum(leaf.size for leaf in kernels)
+    saved = kept.memory_analysis().temp_size_in_bytes - dropped.memory_analysis().temp_size_in_bytes
+    assert saved >= 0.6 * stack  # 2 of 3 layers: at least one is whole at any time
+
+
+@pytest.mark.parametrize("tx", ["lion", "sgd"])
+def test_elementwise_optimizers_add_no_collective(tx):
+    _, _, adam = _compiled(3)
+    _, _, other = _compiled(3, tx=tx)
+    count = lambda collectives: sorted((c.kind, c.shapes, c.times) for c in collectives if c.kind != "all-reduce")
+    assert count(other) == count(adam)
+    _, lowered = _lowered(3)
+    explicit = lowered.as_text().count("stablehlo.all_gather")
+    assert sum(len(c.shapes) for c in _of(adam, "all-gather")) <= explicit
+
+
+def test_muon_gathers_each_matrix_at_most_once():
+    plan, _, muon = _compiled(3, tx="muon", scan=False)
+    _, _, sgd = _compiled(3, tx="sgd", scan=False)
+    extra = sum(c.elements for c in _of(muon, "all-gather")) - sum(c.elements for c in _of(sgd, "all-gather"))
+    matrices = sum(leaf.param.size for leaf in plan.leaves if len(leaf.param.shape) == 2)
+    assert 0 < extra <= matrices * 1.01
+    reduced = sum(c.elements for c in _of(muon, "all-reduce"))
+    assert reduced < 0.01 * matrices
+    assert not [c for c in muon if c.kind in ("all-to-all", "collective-permute")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_donated_state_is_reused(stage):
+    """Every buffer of the state is aliased to an output: no second copy of the state exists during a step."""
+    plan, compiled, _ = _compiled(stage)
+    memory = compiled.memory_analysis()
+    state_bytes = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
+    assert memory.alias_size_in_bytes >= state_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_recompilation_after_the_first_step(stage):
+    model = models.GPT(layers=1)
+    tx = optax.adamw(1e-3)
+    step = jzero.make_train_step(models.gpt_loss(model))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(models.gpt_state(model, tx), config=config)
+    state, _ = step(state, models.tokens(8))
+    with jax.log_compiles(False), _no_compilation():
+        for seed in range(2):
+            state, metrics = step(state, models.tokens(8, seed))
+    # The same optax object wrapped again, over a state made anew: still the same program.
+    again = jzero.shard_train_state(models.gpt_state(model, tx, seed=1), config=config)
+    tokens = models.tokens(8, 5)
+    with _no_compilation():
+        again, _ = step(again, tokens)
+    jax.tree.map(lambda a, b: None, again, state)  # equal static fields: one tree.map over both
+
+
+class _no_compilation:
+    """Fails if anything is compiled inside."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event, duration, **kwargs):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    def __exit__(self, *exc):
+        jax.monitoring.clear_event_listeners()
+        assert self.count == 0 or exc[0], f"{self.count} programs were compiled"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_copies_of_replicated_values_are_equal(stage):
+    model = models.GPT(layers=1)
+    state = models.gpt_state(model, optax.adamw(1e-3))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=1000))
+    step = jzero.make_train_step(models.gpt_loss(model))
+    for seed in range(3):
+        state, metrics = step(state, models.tokens(8, seed))
+    replicated = [x for x in jax.tree.leaves((state, metrics)) if x.sharding.is_fully_replicated]
+    assert len(replicated) > 3
+    for x in replicated:
+        first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
+        assert len(others) == N - 1
+        assert all((first == other).all() for other in others)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_padding_stays_zero(stage):
+    model = models.GPT(layers=1)
+    state = models.gpt_state(model, optax.adamw(1e-2))
+    state = jzero.shard_train_state(
+        state,
+        config=jzero.ZeroConfig(stage=stage, persistence_threshold=0),
+        mesh=jzero.make_mesh(devices=jax.devices()[:7]),
+    )
+    step = jzero.make_train_step(models.gpt_loss(model))
+    for seed in range(3):
+        state, _ = step(state, models.tokens(7, seed))
+    plan = jzero.plan_of(state)
+    leaves = [
+        *zip(jax.tree.leaves(state.params), (leaf.param for leaf in plan.leaves), strict=True),
+        *zip(jax.tree.leaves(state.opt_state), plan.opt_leaves, strict=True),
+    ]
+    padded = [(np.asarray(x), leaf.cut) for x, leaf in leaves if leaf.cut is not None and leaf.cut.is_padded]
+    assert len(padded) > 10
+    for x, cut in padded:
+        assert not np.take(x, range(cut.natural_size, cut.stored_size), axis=cut.dim).any()

@@ -1,0 +1,362 @@
+"""Layout arithmetic: properties of every cut that can be chosen, and where scanned stacks are seen."""
+
+import math
+
+import flax.linen as nn
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis.extra.numpy import array_shapes
+
+from jzero import LeafRule
+from jzero._collectives import to_natural, to_stored
+from jzero._layout import MAX_PADDING, MIN_SHARD_SIZE, Cut, choose_cut, find_scan_dims
+from jzero._tree import key_names
+
+PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]
+pure = settings(max_examples=150, deadline=None, derandomize=True)  # no device: thousands a second
+
+
+@st.composite
+def leaves(draw, *, max_shards=512):
+    """Draws `(shape, num_shards)`: rank 0-4; sizes 0, 1, primes, multiples of N and their neighbours, anything."""
+    num_shards = draw(st.integers(1, max_shards))
+    multiples = st.integers(1, 4).map(lambda k: k * num_shards)
+    near = st.tuples(multiples, st.sampled_from([-1, 1])).map(lambda pair: max(0, sum(pair)))
+    sizes = st.one_of(st.integers(0, 2), st.sampled_from(PRIMES), multiples, near, st.integers(1, 2048))
+    return tuple(draw(st.lists(sizes, max_size=4))), num_shards
+
+
+@st.composite
+def constrained_leaves(draw):
+    """Draws `(shape, num_shards, scan_dim, taken_dims)`."""
+    shape, num_shards = draw(leaves())
+    dims = range(len(shape))
+    scan_dim = draw(st.sampled_from([None, *dims]))
+    taken = draw(st.sets(st.sampled_from(list(dims)), max_size=2)) if shape else set()
+    return shape, num_shards, scan_dim, frozenset(taken)
+
+
+def choose(shape, num_shards, scan_dim=None, taken_dims=frozenset(), dim=None):
+    return choose_cut(shape, num_shards, scan_dim=scan_dim, taken_dims=taken_dims, dim=dim)
+
+
+def swallowed_dims(cut: Cut) -> set[int]:
+    """Natural dimensions that do not lie whole in a shard."""
+    return set(range(cut.dim, len(cut.shape))) if cut.flat else {cut.dim}
+
+
+@pytest.mark.smoke
+@pure
+@given(constrained_leaves())
+def test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, reason = choose(shape, num_shards, scan_dim, taken)
+    assert (cut is None) == bool(reason), "a leaf that stays whole says why, and no other does"
+    if cut is None:
+        return
+    assert cut.shape == shape
+    assert cut.stored_shape[cut.dim] % num_shards == 0
+    parts = list(cut.stored_shape)
+    parts[cut.dim] //= num_shards
+    assert cut.shard_shape == tuple(parts)
+    assert math.prod(cut.shard_shape) * num_shards == math.prod(cut.stored_shape) >= math.prod(shape)
+    assert cut.padding == math.prod(cut.stored_shape) - math.prod(shape)
+    assert cut.is_padded == (cut.padding > 0)
+    assert cut.is_stored_naturally == (cut.stored_shape == shape and not cut.flat)
+
+
+@pure
+@given(constrained_leaves())
+def test_natural_shape_is_the_stored_one_without_padding_and_flattening(leaf):
+    cut, _ = choose(*leaf)
+    if cut is None:
+        return
+    sliced = list(cut.stored_shape)
+    sliced[cut.dim] = cut.natural_size
+    assert cut.natural_size <= cut.stored_size < cut.natural_size + cut.num_shards
+    assert math.prod(sliced) == math.prod(leaf[0])
+    assert tuple(sliced[: cut.dim]) == leaf[0][: cut.dim]
+    if not cut.flat:
+        assert tuple(sliced) == leaf[0]
+
+
+@pure
+@given(constrained_leaves())
+def test_scanned_dimensions_and_those_of_other_axes_are_never_cut(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    if cut is not None:
+        assert scan_dim not in swallowed_dims(cut)
+        assert not taken & swallowed_dims(cut)
+
+
+@pure
+@given(constrained_leaves())
+def test_largest_dimension_that_divides_is_cut_without_padding(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    even = [d for d, size in enumerate(shape) if size % num_shards == 0 and d != scan_dim and d not in taken]
+    if num_shards == 1 or not even or math.prod(shape) < MIN_SHARD_SIZE * num_shards:
+        return
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    assert cut is not None
+    assert cut.is_stored_naturally
+    assert cut.dim == max(even, key=lambda d: (shape[d], -d)), "the earliest among equals"
+
+
+@pure
+@given(constrained_leaves())
+def test_no_other_layout_wastes_less_than_one_that_wastes_much(leaf):
+    shape, num_shards, scan_dim, taken = leaf
+    cut, _ = choose(shape, num_shards, scan_dim, taken)
+    if cut is None or cut.padding <= MAX_PADDING * math.prod(shape):
+        return
+    free = [d for d in range(len(shape)) if d != scan_dim and d not in taken]
+    others = [Cut(d, shape, num_shards) for d in free]
+    behind_scan = 0 if scan_dim is None else scan_dim + 1
+    if behind_scan < len(shape) and not any(d in taken for d in range(behind_scan, len(shape))):
+        others.append(Cut(behind_scan, shape, num_shards, flat=True))
+    assert cut.padding == min(other.padding for other in others)
+
+
+@pure
+@given(leaves())
+def test_unconstrained_leaf_is_padded_by_an_eighth_at_most(leaf):
+    shape, num_shards = leaf
+    size = math.prod(shape)
+    cut, reason = choose(shape, num_shards)
+    if num_shards == 1 or size < MIN_SHARD_SIZE * num_shards:
+        assert cut is None, "nothing to gain"
+        assert reason
+    else:
+        assert cut is not None
+        assert cut.padding <= 0.125 * size
+        assert math.prod(cut.shard_shape) <= 1.125 * size / num_shards
+
+
+@pure
+@given(constrained_leaves())
+def test_constrained_leaf_is_cut_only_if_that_saves_memory(leaf):
+    cut, _ = choose(*leaf)
+    if cut is not None:
+        assert math.prod(cut.shard_shape) < math.prod(leaf[0])
+
+
+@pure
+@given(leaves(), st.data())
+def test_rule_decides_the_dimension(leaf, data):
+    shape, num_shards = leaf
+    if not shape or num_shards == 1 or math.prod(shape) == 0:
+        return
+    dim = data.draw(st.sampled_from(range(len(shape))))
+    cut, reason = choose(shape, num_shards, dim=dim)
+    assert cut == Cut(dim, shape, num_shards)
+    assert not reason
+    assert not cut.flat
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)  # each shape is a new program
+@given(
+    array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7),
+    st.integers(2, 16),
+    st.sampled_from(["float32", "bfloat16", "int32", "bool"]),
+    st.data(),
+)
+def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype, data):
+    cuts = [Cut(d, shape, num_shards) for d in range(len(shape))]
+    cuts += [Cut(d, shape, num_shards, flat=True) for d in range(len(shape))]
+    if not cuts:
+        return
+    cut = data.draw(st.sampled_from(cuts))
+    x = np.arange(1, math.prod(shape) + 1).reshape(shape).astype(dtype)  # no zeros, so that padding shows
+    stored = to_stored(jnp.asarray(x), cut)
+    assert stored.shape == cut.stored_shape
+    assert stored.dtype == x.dtype
+    assert np.count_nonzero(np.asarray(stored)) == x.size, "nothing is lost, and padding is zero"
+    beyond = [slice(None)] * stored.ndim
+    beyond[cut.dim] = slice(cut.natural_size, None)
+    assert not np.asarray(stored)[tuple(beyond)].any(), "padding is at the end"
+    natural = to_natural(stored, cut)
+    assert natural.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(natural), x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "stored_shape"),
+    [
+        ((512, 128), 8, (512, 128)),
+        ((500, 128), 8, (500, 128)),  # the second dimension divides
+        ((31, 127), 8, (31, 128)),  # 127 wastes less than 31
+        ((257, 3), 64, (832,)),  # either dimension would waste more than an eighth
+        ((50257, 768), 512, (50688, 768)),  # GPT-2's embedding
+    ],
+)
+def test_known_leaves(shape, num_shards, stored_shape):
+    cut, _ = choose(shape, num_shards)
+    assert cut is not None
+    assert cut.stored_shape == stored_shape
+
+
+def test_slice_of_a_stack_is_cut_like_the_stack():
+    cut, _ = choose((12, 31, 127), 8, scan_dim=0)
+    assert cut is not None
+    one = cut.drop_leading()
+    assert one.shape == (31, 127)
+    assert (12, *one.stored_shape) == cut.stored_shape
+    assert (12, *one.shard_shape) == cut.shard_shape
+
+
+# Scanned stacks.
+
+
+def scan_dims(params, rules=None):
+    """Returns the scanned dimension of each leaf, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = [key_names(path) for path, _ in leaves]
+    rules = [(rules or {}).get("/".join(path), LeafRule()) for path in paths]
+    found = find_scan_dims(paths, [tuple(x.shape) for _, x in leaves], rules)
+    return {"/".join(path): dim for path, dim in zip(paths, found, strict=True)}
+
+
+def shapes(tree):
+    """Turns a tree of tuples into one of abstract arrays."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+class Block(nn.Module):
+    width: int = 64
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        y = nn.MultiHeadDotProductAttention(num_heads=4)(y)
+        y = nn.Dense(4 * self.width, name="mlp_in")(x + y)
+        return x + nn.Dense(self.width, name="mlp_out")(nn.gelu(y))
+
+
+class Linen(nn.Module):
+    scanned: bool
+    num_layers: int = 6
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(1000, 64, name="embed")(tokens)
+        if self.scanned:
+            scan = nn.scan(
+                lambda layer, carry: (layer(carry), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.num_layers,
+            )
+            x, _ = scan(Block(name="blocks"), x)
+        else:
+            for i in range(self.num_layers):
+                x = Block(name=f"block_{i}")(x)
+        return nn.Dense(1000, name="head")(nn.LayerNorm(name="norm")(x))
+
+
+def linen_params(*, scanned):
+    return jax.eval_shape(Linen(scanned).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.mlp = nnx.Linear(64, 256, rngs=rngs)
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 6):
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap
+        def make(rngs: nnx.Rngs):
+            return NnxBlock(rngs)
+
+        self.embed = nnx.Embed(1000, 64, rngs=rngs)
+        self.blocks = make(rngs)
+
+
+def nnx_params():
+    return nnx.as_pure(nnx.state(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))), nnx.Param))
+
+
+def stack_of_lora():
+    layer = {"w": (12, 64, 64), "lora_a": (12, 64, 8), "lora_b": (12, 8, 64), "scale": (12, 64)}
+    return shapes({"embed": (1000, 64), "layers": layer, "head": {"w": (64, 1000), "b": (1000,)}})
+
+
+STACKS = {
+    "linen": (lambda: linen_params(scanned=True), "blocks/", 6),
+    "nnx": (nnx_params, "blocks/", 6),
+    "plain": (stack_of_lora, "layers/", 12),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_scanned_stack_is_seen_and_only_that(name):
+    make, prefix, num_layers = STACKS[name]
+    params = make()
+    found = scan_dims(params)
+    sizes = {"/".join(key_names(p)): x.shape for p, x in jax.tree_util.tree_leaves_with_path(params)}
+    assert any(path.startswith(prefix) for path in found)
+    for path, dim in found.items():
+        assert dim == (0 if path.startswith(prefix) else None), path
+        assert not path.startswith(prefix) or sizes[path][0] == num_layers
+
+
+NEGATIVES = {
+    "linen, not scanned": lambda: linen_params(scanned=False),
+    "attention by heads": lambda: shapes(
+        {"q": {"kernel": (256, 8, 32), "bias": (8, 32)}, "out": {"kernel": (8, 32, 256), "bias": (256,)}}
+    ),
+    "attention without biases": lambda: shapes({"q": (256, 8, 32), "k": (256, 2, 32), "v": (256, 2, 32)}),
+    "LoRA": lambda: shapes({"q": {"w": (256, 256), "lora_a": (256, 8), "lora_b": (8, 256)}}),
+    "convolutions": lambda: shapes(
+        {
+            "stem": {"kernel": (7, 7, 3, 64), "bias": (64,)},
+            "block": {"kernel": (3, 3, 64, 128), "scale": (128,)},
+            "point": {"kernel": (1, 1, 128, 256)},
+            "deep": {"kernel": (3, 64, 1, 1)},
+        }
+    ),
+    "experts": lambda: shapes({"router": (256, 16), "w_in": (16, 256, 512), "w_out": (16, 512, 256)}),
+}
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+@pytest.mark.parametrize("name", NEGATIVES)
+def test_dense_leaf_taken_for_a_stack_costs_nothing(name, num_shards):
+    params = NEGATIVES[name]()
+    found = scan_dims(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        seen, _ = choose(leaf.shape, num_shards, scan_dim=found["/".join(key_names(path))])
+        plain, _ = choose(leaf.shape, num_shards)
+        parts = [leaf.size if cut is None else math.prod(cut.shard_shape) for cut in (seen, plain)]
+        assert parts[0] == parts[1], (path, leaf.shape)
+
+
+@pytest.mark.parametrize(
+    ("params", "path"),
+    [
+        (shapes({"q": {"kernel": (256, 8, 32), "bias": (8, 32)}}), "q/kernel"),
+        (shapes({"q": (256, 8, 32), "k": (256, 2, 32)}), "q"),
+        (shapes({"w": (64, 64), "lora_a": (64, 8), "lora_b": (8, 64)}), "lora_b"),
+        (shapes({"norm": {"scale": (12, 64)}, "gate": {"scale": (12, 64)}}), "norm/scale"),
+        (shapes({"kernel": (512, 3, 3)}), "kernel"),
+    ],
+)
+def test_leaf_without_the_signs_of_a_stack_may_be_cut_anywhere(params, path):
+    assert scan_dims(params)[path] is None
+
+
+def test_rule_overrules_what_the_tree_suggests():
+    params = stack_of_lora()
+    assert scan_dims(params, {"layers/w": LeafRule(scan_dim=-1)})["layers/w"] is None
+    assert scan_dims(params, {"layers/w": LeafRule(scan_dim=1)})["layers/w"] == 1
+    assert scan_dims(params, {"embed": LeafRule(scan_dim=0)})["embed"] == 0
+    assert scan_dims(params, {"layers/w": LeafRule(dim=1)})["layers/w"] == 0, "other rules do not"

@@ -1,0 +1,184 @@
+"""What users import, how it is called, and the examples that they read: docstrings and README."""
+
+import dataclasses
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = (
+    "LeafRule PerExample Summed TrainState Weighted ZeroConfig ZeroPlan gather_params init_train_state make_eval_step "
+    "make_mesh make_train_step natural_params plan_of plan_train_state shard_train_state unshard_train_state "
+    "update_params value_and_grad"
+).split()
+FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(jzero, name, None))]
+METHODS = [
+    (jzero.TrainState, "create"),
+    (jzero.TrainState, "apply_gradients"),
+    (jzero.ZeroPlan, "table"),
+    (type(jzero.make_train_step(lambda params, batch: 0.0)), "__call__"),
+    (type(jzero.make_train_step(lambda params, batch: 0.0)), "lower"),
+    (type(jzero.make_eval_step(lambda params, batch: 0.0)), "__call__"),
+    (type(jzero.value_and_grad(lambda params, batch: 0.0)), "__call__"),
+]
+
+
+def modules():
+    """Returns every module of the package."""
+    names = [info.name for info in pkgutil.walk_packages(jzero.__path__, "jzero.")]
+    return [jzero, *map(importlib.import_module, names)]
+
+
+def doctests():
+    """Returns every docstring with examples, once."""
+    found = {}
+    for module in modules():
+        for test in doctest.DocTestFinder(exclude_empty=True).find(module, module=module, globs={}):
+            if test.examples:
+                found[test.name] = test
+    return found
+
+
+DOCTESTS = doctests()
+
+
+@pytest.mark.smoke
+def test_names_are_those_of_the_contract():
+    assert sorted(jzero.__all__) == NAMES
+    assert jzero.__all__ == sorted(jzero.__all__)
+    public = {name for name, x in vars(jzero).items() if not name.startswith("_") and not inspect.ismodule(x)}
+    assert public == set(NAMES), "nothing else by accident"
+
+
+def test_version_is_that_of_the_package():
+    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert jzero.__version__ == declared[1]
+
+
+def assert_keywords_after_the_second(parameters, name):
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    assert len(positional) <= 2, (name, positional)
+    assert not any(p.kind is p.VAR_POSITIONAL for p in parameters), name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_keywords_only_after_the_second_argument(name):
+    assert_keywords_after_the_second(inspect.signature(getattr(jzero, name)).parameters.values(), name)
+
+
+@pytest.mark.parametrize(("cls", "name"), METHODS, ids=[f"{cls.__name__}.{name}" for cls, name in METHODS])
+def test_methods_take_keywords_only_after_the_second_argument(cls, name):
+    parameters = inspect.signature(getattr(cls, name)).parameters.values()
+    assert_keywords_after_the_second([p for p in parameters if p.name != "self"], name)
+
+
+@pytest.mark.parametrize("cls", [jzero.ZeroConfig, jzero.LeafRule])
+def test_options_are_keywords_only_and_frozen(cls):
+    assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(cls).parameters.values())
+    options = cls()
+    for field in dataclasses.fields(cls):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(options, field.name, None)
+    assert hash(options) == hash(cls())
+    assert options == cls()
+
+
+def test_there_are_functions_to_check():
+    assert {"shard_train_state", "make_train_step", "value_and_grad", "make_mesh"} <= set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstring_is_complete(name):
+    thing = getattr(jzero, name)
+    text = inspect.getdoc(thing)
+    assert text, "has a docstring of its own"
+    assert text == inspect.cleandoc(thing.__doc__), "not an inherited one"
+    first = text.splitlines()[0]
+    assert first.endswith("."), first
+    assert "Example:" in text
+    assert ">>> " in text.split("Example:")[1]
+    if inspect.isfunction(thing):
+        takes = [p for p in inspect.signature(thing).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        assert "Args:" in text
+        assert "Returns:" in text
+        for parameter in takes:
+            assert re.search(rf"^  {parameter.name}: ", text, re.MULTILINE), parameter.name
+
+
+def test_every_public_name_is_among_the_doctests():
+    documented = {test.rsplit(".", 1)[-1] for test in DOCTESTS}
+    assert set(NAMES) <= documented
+
+
+@pytest.fixture
+def example_globals():
+    """What examples may use without making it."""
+    params = {"w": jax.random.normal(jax.random.key(0), (512, 512))}
+    plain_state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+    state = jzero.shard_train_state(plain_state, stage=3)
+    return {
+        "jax": jax,
+        "jnp": jnp,
+        "np": np,
+        "optax": optax,
+        "jzero": jzero,
+        "plain_state": plain_state,
+        "state": state,
+    }
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_docstring_example(name, example_globals):
+    test = DOCTESTS[name]
+    test.globs = example_globals
+    report = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append, clear_globs=False)
+    assert results.attempted > 0
+    assert not results.failed, "".join(report)
+
+
+def readme_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_readme_runs_from_top_to_bottom(capsys):
+    blocks = readme_blocks("python")
+    assert len(blocks) >= 2
+    namespace = {"__name__": "readme"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
+    assert isinstance(jzero.plan_of(namespace["state"]), jzero.ZeroPlan)
+    assert "ZeRO stage 3" in capsys.readouterr().out
+
+
+def test_readme_names_and_arguments_exist():
+    text = (ROOT / "README.md").read_text()
+    (section,) = re.findall(r"^## API$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    calls = re.findall(r"^\| `([\w.]+)\((.*?)\)`", section, re.MULTILINE)
+    assert {"make_mesh", "ZeroConfig", "shard_train_state", "make_train_step"} <= {name for name, _ in calls}
+    for name, arguments in calls:
+        thing = jzero
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        parameters = inspect.signature(thing).parameters
+        named = {argument.split("=")[0].strip(" *") for argument in arguments.split(",")}
+        assert named - {"", "..."} <= set(parameters), name
+    for name in set(re.findall(r"jzero\.([A-Za-z]\w*)\(", text)):
+        assert name in NAMES
+
+
+def test_readme_files_exist():
+    paths = re.findall(r"`((?:jzero|examples|tests|\.ci)/[\w./]*)`", (ROOT / "README.md").read_text())
+    assert len(paths) > 5
+    assert not [path for path in paths if not (ROOT / path).exists()]
