@@ -5,12 +5,12 @@ from jzero._aux import Summed as Summed
 from jzero._aux import Weighted as Weighted
 from jzero._config import LeafRule as LeafRule
 from jzero._config import ZeroConfig as ZeroConfig
+from jzero._init import init_train_state as init_train_state
 from jzero._mesh import make_mesh as make_mesh
 from jzero._plan import ZeroPlan as ZeroPlan
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
 from jzero._train_state import gather_params as gather_params
-from jzero._train_state import init_train_state as init_train_state
 from jzero._train_state import natural_params as natural_params
 from jzero._train_state import plan_train_state as plan_train_state
 from jzero._train_state import shard_train_state as shard_train_state

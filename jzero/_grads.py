@@ -352,7 +352,7 @@ class _Role:
 
 def check_loss(traced: TracedLoss) -> None:
     """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
-    loss, aux = traced.out_shape
+    loss, (aux, _) = traced.out_shape
     for name, x in (("sum", loss.sum), ("weight", loss.weight)) if isinstance(loss, Weighted) else (("loss", loss),):
         if not hasattr(x, "shape") or x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(

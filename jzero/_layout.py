@@ -5,7 +5,9 @@ A leaf is cut on the largest dimension that N divides (the earliest among equals
 another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
 divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than
 `MAX_PADDING` of it, all of its dimensions (those behind a scan dimension) are flattened into one and
-that is padded. A shard is worth its bookkeeping only above `MIN_SHARD_SIZE` elements.
+that is padded. A leaf of fewer elements than devices stays whole: some devices would hold nothing but padding, and whole
+it costs each device at most N elements. Above that line everything is cut: at N=512 the biases and norms of a model
+kept whole would cost as much as its matrices cut, and the compiler merges their small collectives into few.
 
 [Note: Scanned stacks]
 A scan slices its inputs on one dimension; cut there, each step would need another device's data and
@@ -28,14 +30,10 @@ from jax.sharding import PartitionSpec
 
 from jzero._config import LeafRule
 
-__all__ = ["MAX_PADDING", "MIN_SHARD_SIZE", "Cut", "choose_cut", "choose_even_cut", "find_scan_dims"]
+__all__ = ["MAX_PADDING", "Cut", "choose_cut", "choose_even_cut", "find_scan_dims"]
 
 MAX_PADDING = 0.125
 """Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
-
-MIN_SHARD_SIZE = 8
-"""Elements per device below which a leaf stays whole: 8 fp32 values are one 32-byte sector, the least that a GPU's
-memory moves, so a smaller shard saves no traffic and (allocators round up further) no memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +103,7 @@ class Cut:
 
 def choose_even_cut(shape: Sequence[int], num_shards: int, dims: Iterable[int]) -> Cut | None:
     """Returns a cut of the first of `dims` that `num_shards` divides, without padding, if worth it."""
-    if num_shards == 1 or math.prod(shape) < MIN_SHARD_SIZE * num_shards:
+    if num_shards == 1 or math.prod(shape) < num_shards:
         return None
     dim = next((d for d in dims if shape[d] % num_shards == 0), None)
     return None if dim is None else Cut(dim, tuple(shape), num_shards)
@@ -135,8 +133,8 @@ def choose_cut(
         return Cut(dim, shape, num_shards), ""
     if not shape:
         return None, "scalar"
-    if size < MIN_SHARD_SIZE * num_shards:
-        return None, f"under {MIN_SHARD_SIZE} elements a device"
+    if size < num_shards:
+        return None, f"fewer elements than the {num_shards} devices"
     if not free:
         return None, "no free dimension"
     # Largest first; Python's sort is stable, so the earliest among equals.

@@ -123,6 +123,11 @@ class ZeroPlan:
         them whole; known only to the plan that `step.plan(state, batch)` returns.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`.
+
+    Example:
+      >>> plan = jzero.plan_of(state)
+      >>> plan.params["w"], plan.bytes_per_device.params == 512 * 512 * 4 // plan.num_shards
+      (PartitionSpec('data', None), True)
     """
 
     config: ZeroConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -232,19 +232,26 @@ def _owners(
         owners = [x.owner for x in jax.tree.leaves(owned)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError):
         # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
-        return _owners_by_path(params, paths)
-    return owners if len(owners) == len(paths) else _owners_by_path(params, paths)
+        return _owners_by_path(params, opt_state, paths)
+    return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
 
 
-def _owners_by_path(params: PyTree, paths: Iterable[tuple[Any, ...]]) -> list[int | None]:
-    """The parameter whose whole key path ends the optimizer leaf's; the longest wins."""
+def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """Owners in subtrees of the structure of `params`; elsewhere the parameter whose key path ends the leaf's."""
+    treedef = jax.tree.structure(params)
     index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
 
-    def owner(path: tuple[Any, ...]) -> int | None:
+    def is_copy(node: Any) -> bool:
+        return jax.tree.structure(node) == treedef
+
+    def by_tail(path: tuple[Any, ...]) -> int | None:
         tails = (path[start:] for start in range(1, len(path)))
         return next((index[tail] for tail in tails if tail in index), None)
 
-    return [owner(path) for path in paths]
+    owners: list[int | None] = []
+    for node in jax.tree.leaves(opt_state, is_leaf=is_copy):
+        owners += range(treedef.num_leaves) if is_copy(node) else [by_tail(paths[len(owners)])]
+    return owners
 
 
 def _plan_other(

@@ -1,4 +1,4 @@
-"""Plan, shard, initialise, unshard, gather and update train states."""
+"""Plan, shard, unshard, gather and update train states."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jzero import _compat
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh
-from jzero._optimizer import ZeroTransformation, natural_leaf, stored_leaf
-from jzero._placement import gather_leaves, place_array, place_leaf, strong
+from jzero._optimizer import ZeroTransformation, natural_leaf
+from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import Adapted, adapt, map_state, plan_of
+from jzero._state import adapt, map_state, plan_of
 from jzero._tree import path_str
 
 __all__ = [
     "gather_params",
-    "init_train_state",
     "natural_params",
     "plan_train_state",
+    "resolve_config",
+    "resolve_mesh",
     "shard_train_state",
     "unshard_train_state",
     "update_params",
@@ -60,9 +60,9 @@ def plan_train_state(
       >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
       512
     """
-    config = _resolve_config(stage, config)
+    config = resolve_config(stage, config)
     natural, tx, _ = _natural(adapt(state).state)
-    return make_plan(natural, tx, config, _resolve_mesh(mesh, config, state))
+    return make_plan(natural, tx, config, resolve_mesh(mesh, config, state))
 
 
 def shard_train_state(
@@ -99,11 +99,11 @@ def shard_train_state(
     References:
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
-    config = _resolve_config(stage, config)
+    config = resolve_config(stage, config)
     adapted = adapt(state)
     train_state = adapted.state
     natural, tx, old = _natural(train_state)
-    mesh = _resolve_mesh(mesh, config, state)
+    mesh = resolve_mesh(mesh, config, state)
     _check_concrete(train_state)
     plan = make_plan(natural, tx, config, mesh)
     check_processes_agree(plan)
@@ -126,67 +126,6 @@ def shard_train_state(
         return placed
 
     return adapted.rebuild(map_state(place, plan, train_state, tx=ZeroTransformation(tx, plan)))
-
-
-def init_train_state(
-    make_state: Callable[[jax.Array], State],
-    key: jax.Array,
-    *,
-    stage: int | None = None,
-    config: ZeroConfig | None = None,
-    mesh: Mesh | None = None,
-) -> State:
-    """Makes a train state that is born sharded: no device ever holds the whole model.
-
-    `make_state` is traced once and compiled as one program whose outputs are the shards. The values are the
-    same on any mesh.
-
-    Args:
-      make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes.
-      key: The key.
-      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how.
-      mesh: Over which devices; all of them by default.
-
-    Returns:
-      The state, as `shard_train_state(make_state(key), ...)` would place it.
-
-    Raises:
-      ValueError: The configuration does not fit the mesh or the state, or processes disagree.
-
-    Example:
-      >>> make_state = lambda key: jzero.TrainState.create(
-      ...     params={"w": jax.random.normal(key, (512, 512))}, tx=optax.adam(1e-3))
-      >>> state = jzero.init_train_state(make_state, jax.random.key(0), stage=3)
-      >>> state.params["w"].addressable_shards[0].data.shape
-      (64, 512)
-
-    References:
-      DeepSpeed's `zero.Init`.
-    """
-    config = _resolve_config(stage, config)
-    mesh = _resolve_mesh(mesh, config, None)
-    made: list[Adapted] = []
-
-    def call(key: jax.Array) -> Any:
-        made.append(adapt(make_state(key)))
-        return made[-1].state
-
-    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    plan = make_plan(shapes, shapes.tx, config, mesh)
-    check_processes_agree(plan)
-    inner, consts = _compat.open_jaxpr(jaxpr)
-    treedef = jax.tree.structure(shapes)
-
-    def born(key: jax.Array) -> Any:
-        values = treedef.unflatten(jax.core.eval_jaxpr(inner, consts, key))
-        return jax.tree.leaves(map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, values))
-
-    shardings = jax.tree.leaves(map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes))
-    key = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
-    leaves = jax.jit(born, out_shardings=shardings)(key)
-    state = treedef.unflatten(leaves).replace(tx=ZeroTransformation(shapes.tx, plan))
-    return made[-1].rebuild(state)
 
 
 def unshard_train_state(state: State) -> State:
@@ -333,7 +272,8 @@ def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
     return chosen
 
 
-def _resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
+def resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
+    """Returns the configuration that `stage=` or `config=` asks for."""
     if config is None:
         if stage is None:
             raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
@@ -345,7 +285,8 @@ def _resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
     return config
 
 
-def _resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
+def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
+    """Returns the mesh given, or that of an already sharded state, or one of all devices."""
     if mesh is not None:
         return mesh
     if state is not None:

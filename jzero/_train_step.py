@@ -387,7 +387,7 @@ def _check_stored(state: Any, plan: ZeroPlan) -> None:
         raise ValueError(
             "These leaves do not have the shape that the plan stores:\n"
             + "\n".join(bad)
-            + "\nEdit parameters with `jzero.update_params`, or shard the new state with `jzero.shard_train_state`."
+            + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
         )
 
 

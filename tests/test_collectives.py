@@ -19,10 +19,9 @@ N = 8
 
 
 @functools.cache
-def _lowered(stage, scan=True, remat=None, tx="adam", **options):
-    model = models.GPT(
-        scan=scan, remat=None if remat is None else dict(remat), d_model=128, heads=4, vocab=512, layers=3
-    )
+def _lowered(stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, **options):
+    remat = None if remat is None else dict(remat)
+    model = models.GPT(scan=scan, remat=remat, d_model=128, heads=4, vocab=vocab, layers=layers)
     tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     make_state = lambda key: jzero.TrainState.create(

@@ -1,7 +1,10 @@
 """Errors come before damage: each names the culprit and the way out, and leaves the state as it was."""
 
 import contextlib
+import pathlib
 import re
+import subprocess
+import sys
 
 import flax.struct
 import jax
@@ -17,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 
+ROOT = pathlib.Path(__file__).parents[1]
 EVERYTHING = jzero.ZeroConfig(stage=3, persistence_threshold=0)
 BATCH = np.linspace(-1, 1, 16 * 32, dtype=np.float32).reshape(16, 32)
 
@@ -282,6 +286,46 @@ def test_state_edited_by_hand_is_refused():
     edited = state.replace(params={"dense": {**state.params["dense"], "w": jnp.ones((32, 25))}})
     with leaves_intact(state), raises(ValueError, "dense/w: shape (32, 25)", "(32, 24)", "jzero.update_params"):
         jzero.make_train_step(loss_fn)(edited, BATCH)
+
+
+# In a process of its own: jax 0.10 does not raise for arrays that a step has consumed, it crashes.
+USES_OF_A_CONSUMED_STATE = """
+from tests import conftest
+import jzero
+from tests.test_errors import BATCH, loss_fn, sharded_state
+
+state = sharded_state()
+step = jzero.make_train_step(loss_fn)
+step(state, BATCH)
+uses = {
+    "train step": lambda: step(state, BATCH),
+    "eval step": lambda: jzero.make_eval_step(loss_fn)(state, BATCH),
+    "gather": lambda: jzero.gather_params(state),
+    "unshard": lambda: jzero.unshard_train_state(state),
+}
+for name, use in uses.items():
+    try:
+        use()
+    except (RuntimeError, ValueError) as error:
+        print(name, "raised:", error, flush=True)
+"""
+
+
+def test_consumed_state_is_refused():
+    finished = subprocess.run(
+        [sys.executable, "-c", USES_OF_A_CONSUMED_STATE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = finished.stdout.splitlines()
+    assert [line.split(" raised:")[0] for line in lines] == ["train step", "eval step", "gather", "unshard"], (
+        finished.stderr
+    )
+    assert finished.returncode == 0, "not a crash"
+    assert all("delete" in line or "consumed" in line for line in lines)
 
 
 # Editing parameters.

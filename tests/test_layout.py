@@ -186,17 +186,20 @@ def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype, data
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_shards", "stored_shape"),
+    ("shape", "num_shards", "scan_dim", "taken_dims", "stored_shape"),
     [
-        ((512, 128), 8, (512, 128)),
-        ((500, 128), 8, (500, 128)),  # the second dimension divides
-        ((31, 127), 8, (31, 128)),  # 127 wastes less than 31
-        ((257, 3), 64, (832,)),  # either dimension would waste more than an eighth
-        ((50257, 768), 512, (50688, 768)),  # GPT-2's embedding
+        ((512, 128), 8, None, {}, (512, 128)),
+        ((500, 128), 8, None, {}, (500, 128)),  # the second dimension divides
+        ((31, 127), 8, None, {}, (31, 128)),  # 127 wastes less than 31
+        ((257, 3), 64, None, {}, (832,)),  # either dimension would waste more than an eighth
+        ((6, 9, 11), 8, 0, {}, (6, 104)),  # the same, behind a scanned one
+        ((9, 11, 6), 8, 2, {}, (9, 16, 6)),  # nothing behind the scanned one to flatten
+        ((9, 11, 64), 8, None, {2}, (9, 16, 64)),  # another axis has the last: no flattening over it
+        ((50257, 768), 512, None, {}, (50688, 768)),  # GPT-2's embedding
     ],
 )
-def test_known_leaves(shape, num_shards, stored_shape):
-    cut, _ = choose(shape, num_shards)
+def test_known_leaves(shape, num_shards, scan_dim, taken_dims, stored_shape):
+    cut, _ = choose(shape, num_shards, scan_dim, frozenset(taken_dims))
     assert cut is not None
     assert cut.stored_shape == stored_shape
 
@@ -326,6 +329,12 @@ NEGATIVES = {
     ),
     "experts": lambda: shapes({"router": (256, 16), "w_in": (16, 256, 512), "w_out": (16, 512, 256)}),
 }
+
+
+@pytest.mark.parametrize("shape", [(6, 64, 256), (6, 6, 64), (12, 12, 12)])
+def test_single_leaf_of_many_dimensions_may_be_a_stack(shape):
+    params = shapes({"w": shape, "b": (64,)})
+    assert scan_dims(params) == {"w": 0, "b": None}
 
 
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
