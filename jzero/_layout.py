@@ -5,9 +5,9 @@ A leaf is cut on the largest dimension that N divides (the earliest among equals
 another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
 divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than
 `MAX_PADDING` of it, all of its dimensions (those behind a scan dimension) are flattened into one and
-that is padded. A leaf of fewer elements than devices stays whole: some devices would hold nothing but padding, and whole
-it costs each device at most N elements. Above that line everything is cut: at N=512 the biases and norms of a model
-kept whole would cost as much as its matrices cut, and the compiler merges their small collectives into few.
+that is padded. A leaf of fewer elements than devices stays whole: some devices would hold nothing but padding, and
+whole it costs each device at most N elements. Above that line everything is cut: at N=512 the biases and norms of a
+model kept whole would cost as much as its matrices cut, and the compiler merges their small collectives into few.
 
 [Note: Scanned stacks]
 A scan slices its inputs on one dimension; cut there, each step would need another device's data and

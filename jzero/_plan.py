@@ -126,8 +126,8 @@ class ZeroPlan:
 
     Example:
       >>> plan = jzero.plan_of(state)
-      >>> plan.params["w"], plan.bytes_per_device.params == 512 * 512 * 4 // plan.num_shards
-      (PartitionSpec('data', None), True)
+      >>> tuple(plan.params["w"]), plan.bytes_per_device.params == 512 * 512 * 4 // plan.num_shards
+      (('data', None), True)
     """
 
     config: ZeroConfig

@@ -305,8 +305,8 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
 
     Args:
       metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place
-        of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed` and
-        `PerExample` say otherwise.
+        of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed`
+        and `PerExample` say otherwise.
       mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
 
     Returns:

@@ -13,7 +13,7 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-VOCAB, D_MODEL, HEADS, LAYERS, SEQ = 509, 120, 5, 2, 16
+VOCAB, D_MODEL, HEADS, LAYERS, SEQ = 509, 120, 5, 2, 8
 
 
 class Block(nn.Module):

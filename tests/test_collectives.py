@@ -183,18 +183,18 @@ def test_no_recompilation_after_the_first_step(stage):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(models.gpt_state(model, tx), config=config)
     state, _ = step(state, models.tokens(8))
-    with jax.log_compiles(False), _no_compilation():
+    with jax.log_compiles(False), NoCompilation():
         for seed in range(2):
-            state, metrics = step(state, models.tokens(8, seed))
+            state, _ = step(state, models.tokens(8, seed))
     # The same optax object wrapped again, over a state made anew: still the same program.
     again = jzero.shard_train_state(models.gpt_state(model, tx, seed=1), config=config)
     tokens = models.tokens(8, 5)
-    with _no_compilation():
+    with NoCompilation():
         again, _ = step(again, tokens)
     jax.tree.map(lambda a, b: None, again, state)  # equal static fields: one tree.map over both
 
 
-class _no_compilation:
+class NoCompilation:
     """Fails if anything is compiled inside."""
 
     def __enter__(self):

@@ -59,7 +59,6 @@ def leaves_intact(state):
 # Configuration.
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "3", True, None])
 def test_impossible_stage(stage):
     with raises(ValueError, "`stage` must be one of (0, 1, 2, 3)", repr(stage)):

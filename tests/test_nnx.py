@@ -1,0 +1,182 @@
+"""Flax NNX: models, optimizers, tied variables, batch statistics, dropout."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jzero
+
+D = 24
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, *, norm: bool = False, rate: float = 0.0):
+        self.a = nnx.Linear(D, 40, rngs=rngs)
+        self.norm = nnx.BatchNorm(40, axis_name="data" if norm else None, rngs=rngs) if norm else None
+        self.drop = nnx.Dropout(rate, rngs=rngs) if rate else None
+        self.b = nnx.Linear(40, D, rngs=rngs)
+        self.c = self.b  # tied
+
+    def __call__(self, x):
+        h = self.a(x)
+        h = self.norm(h) if self.norm else h
+        h = nnx.relu(h)
+        h = self.drop(h) if self.drop else h
+        return self.c(nnx.relu(self.b(h) @ self.a.kernel[...]))
+
+
+def loss_fn(model, batch):
+    return jnp.square(model(batch) - 1).mean()
+
+
+def _batch(seed=0):
+    return np.random.default_rng(seed).normal(size=(16, D)).astype(np.float32)
+
+
+def _config(stage):
+    return jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+
+
+def _pair(**kwargs):
+    model = MLP(nnx.Rngs(0), **kwargs)
+    return model, nnx.Optimizer(model, optax.adam(1e-2, eps=1e-6), wrt=nnx.Param)
+
+
+def _reference(steps, **kwargs):
+    model, optimizer = _pair(**kwargs)
+    losses = []
+    for seed in range(steps):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
+        optimizer.update(model, grads)
+        losses.append(float(loss))
+    return model, losses
+
+
+def _params(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def _assert_close(a, b, atol=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_pair_trains_like_plain_nnx(stage):
+    reference, losses = _reference(4)
+    state = jzero.shard_train_state(_pair(), config=_config(stage))
+    step = jzero.make_train_step(loss_fn)
+    for seed, want in enumerate(losses):
+        state, metrics = step(state, _batch(seed))
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    model, optimizer = state
+    assert isinstance(model, MLP)
+    assert isinstance(optimizer, nnx.Optimizer)
+    assert int(optimizer.step[...]) == 4
+    whole, _ = jzero.unshard_train_state(state)
+    assert whole.b is whole.c
+    _assert_close(_params(whole), _params(reference))
+    value = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})(state, _batch())
+    np.testing.assert_allclose(value["loss"], loss_fn(reference, _batch()), rtol=1e-4)
+
+
+def test_model_and_optimizer_goes_alone():
+    combined = nnx.ModelAndOptimizer(MLP(nnx.Rngs(0)), optax.adam(1e-2, eps=1e-6), wrt=nnx.Param)
+    reference, losses = _reference(2)
+    state = jzero.shard_train_state(combined, config=_config(3))
+    assert isinstance(state, nnx.ModelAndOptimizer)
+    step = jzero.make_train_step(loss_fn)
+    for seed, want in enumerate(losses):
+        state, metrics = step(state, _batch(seed))
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    _assert_close(_params(jzero.unshard_train_state(state).model), _params(reference))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_born_sharded_pair(stage):
+    state = jzero.init_train_state(lambda key: _pair(), jax.random.key(0), config=_config(stage))
+    later = jzero.shard_train_state(_pair(), config=_config(stage))
+    assert jzero.plan_of(state).leaves == jzero.plan_of(later).leaves
+    _assert_close(jzero.gather_params(state), jzero.gather_params(later), atol=1e-6)
+    state, _ = jzero.make_train_step(loss_fn)(state, _batch())
+    kernel = state[0].a.kernel[...]
+    assert kernel.sharding.spec == jzero.plan_of(state).params["a"]["kernel"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_go_to_the_optimizers_own_update(stage):
+    reference, losses = _reference(2)
+    state = jzero.shard_train_state(_pair(), config=_config(stage))
+    loss_and_grads = jzero.value_and_grad(loss_fn)
+    for seed, want in enumerate(losses):
+        loss, grads = loss_and_grads(state, _batch(seed))
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        model, optimizer = state
+        optimizer.update(model, grads)
+    _assert_close(_params(jzero.unshard_train_state(state)[0]), _params(reference))
+
+
+def test_tied_variables_are_stored_and_trained_once():
+    plan = jzero.plan_train_state(_pair(), stage=3)
+    assert sorted(leaf.path for leaf in plan.leaves) == ["a/bias", "a/kernel", "b/bias", "b/kernel"]
+
+
+def test_input_is_kept_when_sharding_and_consumed_by_a_step():
+    model, optimizer = _pair()
+    state = jzero.shard_train_state((model, optimizer), config=_config(3))
+    loss_fn(model, _batch())  # still there
+    jzero.make_train_step(loss_fn)(state, _batch())
+    assert state[0].a.kernel[...].is_deleted()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_batch_statistics_follow_the_whole_batch(stage):
+    reference, losses = _reference_with_norm(3)
+    state = jzero.shard_train_state(_pair(norm=True), config=_config(stage))
+    step = jzero.make_train_step(loss_fn)
+    for seed, want in enumerate(losses):
+        state, metrics = step(state, _batch(seed))
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-4)
+    stats = lambda model: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+    _assert_close(stats(state[0]), stats(reference))
+
+
+def _reference_with_norm(steps):
+    model, optimizer = _pair(norm=True)
+    model.norm.axis_name = None  # one device sees the whole batch
+    losses = []
+    for seed in range(steps):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
+        optimizer.update(model, grads)
+        losses.append(float(loss))
+    return model, losses
+
+
+def test_dropout_streams_differ_by_device_and_advance():
+    state = jzero.shard_train_state(_pair(rate=0.5), config=_config(3))
+
+    def with_rows(model, batch):
+        h = model.drop(jnp.ones((batch.shape[0], 64)))
+        return loss_fn(model, batch), jzero.PerExample(h)
+
+    step = jzero.make_train_step(with_rows, has_aux=True)
+    x = np.ones((8, D), np.float32)
+    key = np.asarray(jax.random.key_data(state[0].drop.rngs.key[...]))
+    state, first = step(state, x)
+    state, second = step(state, x)
+    rows = [np.asarray(m["aux"]) for m in (first, second)]
+    assert len({row.tobytes() for row in np.concatenate(rows)}) == 16
+    assert int(state[0].drop.rngs.count[...]) == 4
+    np.testing.assert_array_equal(jax.random.key_data(state[0].drop.rngs.key[...]), key)
+
+
+def test_editing_gathered_parameters():
+    state = jzero.shard_train_state(_pair(), config=_config(3))
+    state = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="b/kernel")
+    assert not jzero.gather_params(state, paths="b/kernel")["b"]["kernel"].any()
+    assert jzero.gather_params(state, paths="a/kernel")["a"]["kernel"].any()
