@@ -87,14 +87,20 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Summed | PerExample | Synced)
 
 
-def check_aux(aux: PyTree) -> None:
-    """Raises a `TypeError` that names each auxiliary leaf which cannot be reduced as it is."""
+def check_aux(aux: PyTree, num_rows: int | None) -> None:
+    """Raises a `TypeError` that names each auxiliary leaf which cannot be reduced as it is.
+
+    Args:
+      aux: The auxiliary values as shapes.
+      num_rows: Examples that one call of the loss sees; `None` if the batch has no rows.
+    """
     bad = []
     for path, x in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_marked):
         if not _is_marked(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
             bad.append(f"  aux[{path_str(path)!r}]: {x.dtype}{list(x.shape)}")
-        if isinstance(x, PerExample) and not x.value.ndim:
-            bad.append(f"  aux[{path_str(path)!r}]: PerExample of a scalar")
+        if isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):
+            rows = f"{list(x.value.shape)}, but the local batch has {num_rows} rows"
+            bad.append(f"  aux[{path_str(path)!r}]: PerExample of shape {rows}")
     if bad:
         raise TypeError(
             "Floating-point leaves of `aux` are averaged over devices; for others jzero cannot know what is meant:\n"

@@ -102,7 +102,7 @@ class ZeroConfig:
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in STAGES:
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             raise ValueError(f"`stage` must be one of {STAGES}: got {self.stage!r}.")
         if not isinstance(self.axis, str) or not self.axis:
             raise ValueError(f"`axis` must be the name of a mesh axis: got {self.axis!r}.")

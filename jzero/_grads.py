@@ -86,6 +86,9 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> Non
     if bad:
         listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
         raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
+    empty = [path for path, x in rows if x.ndim and not x.shape[0]]
+    if empty:
+        raise ValueError(f"These leaves of the batch have no rows: {empty}. A mean over nothing is not a number.")
     uneven = [(path, x.shape) for path, x in rows if x.ndim and x.shape[0] % parts]
     if uneven:
         listed = "\n".join(f"  batch[{path!r}]: shape {tuple(shape)}" for path, shape in uneven)
@@ -350,7 +353,7 @@ class _Role:
         return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
 
 
-def check_loss(traced: TracedLoss) -> None:
+def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
     """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
     loss, (aux, _) = traced.out_shape
     for name, x in (("sum", loss.sum), ("weight", loss.weight)) if isinstance(loss, Weighted) else (("loss", loss),):
@@ -359,4 +362,4 @@ def check_loss(traced: TracedLoss) -> None:
                 f"The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
                 f"{name} is {x}. Take the mean over the batch; return further values with `has_aux=True`."
             )
-    check_aux(aux)
+    check_aux(aux, num_rows)

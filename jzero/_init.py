@@ -22,7 +22,7 @@ from jzero import _compat
 from jzero._config import ZeroConfig
 from jzero._optimizer import ZeroTransformation, stored_leaf
 from jzero._placement import place_array, strong
-from jzero._planner import make_plan
+from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
 from jzero._state import Adapted, adapt, map_state
 from jzero._train_state import resolve_config, resolve_mesh
@@ -85,6 +85,7 @@ def lower_init(
 
     def call(key: jax.Array) -> Any:
         made.append(adapt(make_state(key)))
+        check_arrays(made[-1].state)
         return made[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)

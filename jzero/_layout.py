@@ -15,7 +15,7 @@ the compiler would gather the whole stack. Trees do not say which leaves are sta
 taken together, and `LeafRule(scan_dim=...)` overrules both: (1) all leaves below one node have two or
 more dimensions, one of them three or more, and share a leading size that is not larger than every
 other; (2) a leaf has three or more dimensions and its leading one is not its largest. Taking a
-dense leaf for a stack costs nothing (it is cut on another dimension); the engine, which sees the
+dense leaf for a stack costs little (it is cut on another dimension); the engine, which sees the
 loops, warns where a real stack was missed.
 """
 

@@ -64,6 +64,10 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
     """Raises if `mesh` lacks an axis that `config` names; warns where devices would lie idle."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
+        )
     for field in ("axis", "replica_axis"):
         name = getattr(config, field)
         if name is not None and name not in mesh.axis_names:
@@ -72,7 +76,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
                 f"Set `ZeroConfig({field}=...)`, or make the mesh with `jzero.make_mesh({name}=...)`."
             )
     explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
-    if explicit:
+    if explicit and isinstance(mesh, Mesh):  # of an abstract mesh nothing but names and sizes counts
         raise ValueError(
             f"Mesh axes {explicit} are not automatic; jzero places arrays itself. Make the mesh with "
             "`jzero.make_mesh(...)`, or pass `axis_types=(AxisType.Auto,) * n` to `jax.make_mesh`."

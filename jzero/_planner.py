@@ -17,7 +17,7 @@ from jzero._mesh import AnyMesh, axis_size, check_mesh
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._tree import key_names, path_str
 
-__all__ = ["make_plan", "other_fields"]
+__all__ = ["check_arrays", "make_plan", "other_fields"]
 
 PyTree = Any
 
@@ -33,7 +33,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     """
     check_mesh(mesh, config)
     others = other_fields(state)
-    _check_arrays({"params": state.params, "opt_state": state.opt_state, **others})
+    check_arrays(state)
     leaves = _plan_params(state.params, config, mesh)
     opt_leaves = _plan_opt_state(tx, state.params, state.opt_state, leaves, config, mesh)
     params_treedef = jax.tree.structure(state.params)
@@ -54,8 +54,10 @@ def other_fields(state: Any) -> dict[str, PyTree]:
     }
 
 
-def _check_arrays(trees: dict[str, PyTree]) -> None:
+def check_arrays(state: Any) -> None:
+    """Raises a `TypeError` that lists every leaf of a train state which is neither an array nor a number."""
     bad = []
+    trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
     for name, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             is_number = isinstance(x, bool | int | float | complex | np.generic)

@@ -13,7 +13,7 @@ from jzero._optimizer import ZeroTransformation
 from jzero._plan import ZeroPlan
 from jzero._planner import other_fields
 
-__all__ = ["Adapted", "TrainState", "adapt", "map_state", "plan_of", "register_adapter"]
+__all__ = ["Adapted", "TrainState", "adapt", "adapt_sharded", "check_alive", "map_state", "plan_of", "register_adapter"]
 
 PyTree = Any
 
@@ -131,13 +131,30 @@ def plan_of(state: Any) -> ZeroPlan:
       >>> jzero.plan_of(state).config.stage
       3
     """
-    tx = adapt(state).state.tx
-    if not isinstance(tx, ZeroTransformation):
+    return adapt_sharded(state).state.tx.plan
+
+
+def adapt_sharded(state: Any) -> Adapted:
+    """Returns a state that carries a plan, as a train state; raises a `TypeError` for any other."""
+    adapted = adapt(state)
+    if not isinstance(adapted.state.tx, ZeroTransformation):
         raise TypeError(
             f"This {type(state).__name__} has no ZeRO plan: its optimizer is not wrapped. Call "
             "`state = jzero.shard_train_state(state, stage=...)` first."
         )
-    return tx.plan
+    return adapted
+
+
+def check_alive(tree: Any) -> None:
+    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
+    if any(
+        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+        for x in jax.tree.leaves(tree)
+    ):
+        raise RuntimeError(
+            "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
+            "state that the step returned (`state, metrics = step(state, batch)`)."
+        )
 
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:

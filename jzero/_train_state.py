@@ -17,7 +17,7 @@ from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import adapt, map_state, plan_of
+from jzero._state import adapt, adapt_sharded, check_alive, map_state
 from jzero._tree import path_str
 
 __all__ = [
@@ -105,6 +105,7 @@ def shard_train_state(
     natural, tx, old = _natural(train_state)
     mesh = resolve_mesh(mesh, config, state)
     _check_concrete(train_state)
+    check_alive(train_state)
     plan = make_plan(natural, tx, config, mesh)
     check_processes_agree(plan)
     uses: dict[int, int] = {}
@@ -146,9 +147,9 @@ def unshard_train_state(state: State) -> State:
       >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
       True
     """
-    plan = plan_of(state)
-    adapted = adapt(state)
-    train_state = adapted.state
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    check_alive(train_state)
     stored: list[jax.Array] = []
     map_state(lambda x, leaf: stored.append(x), plan, train_state)
     whole = iter(gather_leaves(stored, _all_leaves(plan), plan.mesh))
@@ -179,8 +180,10 @@ def gather_params(state: State, *, paths: str | None = None) -> PyTree:
     References:
       DeepSpeed's `GatheredParameters`.
     """
-    plan = plan_of(state)
-    leaves = plan.params_treedef.flatten_up_to(adapt(state).state.params)
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    leaves = plan.params_treedef.flatten_up_to(train_state.params)
+    check_alive(leaves)
     chosen = _match(plan, paths)
     taken = [(x, leaf.param) for x, leaf, take in zip(leaves, plan.leaves, chosen, strict=True) if take]
     gathered = iter(gather_leaves([x for x, _ in taken], [leaf for _, leaf in taken], plan.mesh))
@@ -207,9 +210,8 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
       >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
       0.0
     """
-    plan = plan_of(state)
-    adapted = adapt(state)
-    train_state = adapted.state
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
     old = plan.params_treedef.flatten_up_to(train_state.params)
     chosen = _match(plan, paths)
     edited = fn(gather_params(state, paths=paths))
@@ -253,9 +255,9 @@ def natural_params(state: State) -> PyTree:
       >>> int(step(state).step)
       1
     """
-    plan = plan_of(state)
-    params = adapt(state).state.params
-    leaves = plan.params_treedef.flatten_up_to(params)
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    leaves = plan.params_treedef.flatten_up_to(train_state.params)
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return gather_params(state)
     natural = [natural_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)]

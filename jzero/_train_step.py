@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ from jzero._grads import (
     trace_loss,
     warn_closed_over,
 )
-from jzero._mesh import batch_axes
+from jzero._mesh import batch_axes, num_batch_shards
 from jzero._optimizer import stored_leaf
 from jzero._placement import place_array, strong
 from jzero._plan import StateLeaf, ZeroPlan
-from jzero._state import adapt, map_state, plan_of
+from jzero._state import adapt_sharded, check_alive, map_state
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -74,6 +75,7 @@ class _Step:
         plan = state.tx.plan
         if _in_trace((state, batch, rng)):
             return self._compute(state, batch, rng=rng)
+        check_alive(state)
         batch, rng = _place_inputs(plan, batch, rng, self.accumulate_steps)
         return self._jit(plan, state)(state, batch, **_optional(rng))
 
@@ -83,13 +85,15 @@ class _Step:
 
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
-        plan, train_state = plan_of(state), adapt(state).state
+        train_state = adapt_sharded(state).state
+        plan = train_state.tx.plan
         train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
         return self._jit(plan, train_state).trace(train_state, batch, **_optional(rng))
 
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
-        plan, train_state = plan_of(state), adapt(state).state
+        train_state = adapt_sharded(state).state
+        plan = train_state.tx.plan
         train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
         return self._jit(plan, train_state).eval_shape(train_state, batch, **_optional(rng))
 
@@ -101,10 +105,11 @@ class _Step:
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
-        plan, train_state = plan_of(state), adapt(state).state
+        train_state = adapt_sharded(state).state
+        plan = train_state.tx.plan
         _, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
         leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
-        return ZeroPlan(**{**{f: getattr(plan, f) for f in plan.__dataclass_fields__}, "closed_over": leaves})
+        return dataclasses.replace(plan, closed_over=leaves)
 
     def _trace_loss(
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
@@ -137,7 +142,8 @@ class _Step:
         plan = state.tx.plan
         _check_stored(state, plan)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
-        check_loss(traced)
+        parts = num_batch_shards(plan.mesh, plan.config) * self.accumulate_steps
+        check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
         warn_closed_over(traced, plan)
         return traced, inputs
 
@@ -147,8 +153,7 @@ class ValueAndGrad(_Step):
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
-        plan_of(state)
-        adapted = adapt(state)
+        adapted = adapt_sharded(state)
         value, aux, changed, grads = self._call(adapted.state, batch, rng)
         if self.mutable:
             aux = {**aux, **changed}
@@ -177,8 +182,7 @@ class TrainStep(_Step):
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
-        plan_of(state)
-        adapted = adapt(state)
+        adapted = adapt_sharded(state)
         new, metrics = self._call(adapted.state, batch, rng)
         return adapted.rebuild(new), metrics
 
@@ -209,8 +213,7 @@ class EvalStep(_Step):
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
-        plan_of(state)
-        return self._call(adapt(state).state, batch, rng)
+        return self._call(adapt_sharded(state).state, batch, rng)
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         if hasattr(state, "bind_loss"):

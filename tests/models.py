@@ -78,7 +78,7 @@ def tokens(rows: int, seed: int = 0, vocab: int = VOCAB, seq: int = SEQ) -> np.n
 
 
 def gpt_state(model, tx, seed: int = 0) -> TrainState:
-    params = model.init(jax.random.key(seed), jnp.zeros((1, SEQ), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, SEQ), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 

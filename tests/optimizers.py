@@ -49,13 +49,14 @@ class Run(NamedTuple):
     params: Any
 
 
-def problem(model: str, dtype: Any) -> tuple[Any, Any, list[Any]]:
+@functools.cache
+def problem(model: str, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Returns `(params, loss_fn, batches)` of a named model."""
     if model == "gpt":
-        gpt = models.GPT(dtype=dtype)
-        params = gpt.init(jax.random.key(0), jnp.zeros((1, models.SEQ), jnp.int32))["params"]
+        gpt = models.GPT(dtype=jnp.dtype(dtype))
+        params = jax.jit(gpt.init)(jax.random.key(0), jnp.zeros((1, models.SEQ), jnp.int32))["params"]
         return params, models.gpt_loss(gpt), [models.tokens(ROWS, seed) for seed in range(STEPS)]
-    params = models.mlp_params(dtype)
+    params = models.mlp_params(jnp.dtype(dtype))
     return params, models.mlp_loss, [models.mlp_batch(ROWS, seed, np.dtype(dtype)) for seed in range(STEPS)]
 
 

@@ -48,7 +48,7 @@ def test_every_optimizer_in_fp32(model, optimizer):
         assert params < (1e-5 if optimizer in TIGHT else max(3 * control[1], 2e-6))
 
 
-@pytest.mark.parametrize(("stage", "num_devices"), itertools.product([0, 1, 2, 3], [1, 2, 3, 5, 8]))
+@pytest.mark.parametrize(("stage", "num_devices"), list(itertools.product([0, 1, 2, 3], [1, 2, 3, 5, 8])))
 def test_every_stage_and_world_size_with_adamw(stage, num_devices):
     with precision("float64"):
         run = run_zero("mlp", "adamw", "float64", stage, num_devices)
