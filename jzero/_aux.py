@@ -27,7 +27,7 @@ class Weighted:
 
     Attributes:
       sum: Scalar, the sum of the local losses; this is what is differentiated.
-      weight: Floating-point scalar, the sum of the local weights, e.g. the number of tokens that count.
+      weight: Scalar, the sum of the local weights, e.g. the number of tokens that count.
 
     Example:
       >>> def loss_fn(params, batch):

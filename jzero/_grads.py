@@ -242,7 +242,7 @@ def _local_step(
         outputs = [make_whole(y) for y in walk(traced.jaxpr, [*inputs, *carried, *batch, *key])]
         loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
         if isinstance(loss, Weighted):
-            return loss.sum, (lax.stop_gradient(loss.weight), aux)
+            return loss.sum, (lax.stop_gradient(loss.weight).astype(loss.sum.dtype), aux)
         return loss, (jnp.ones((), loss.dtype), aux)
 
     diff = [variables[i] for i in trained]
@@ -302,14 +302,9 @@ def _accumulated(
 
     loss = jax.tree.leaves(traced.out_shape)[0]
     zero = jnp.zeros((), loss.dtype)
-    start = (zero, jnp.zeros((), _weight_dtype(traced)), [jnp.zeros_like(x) for x in diff])
+    start = (zero, zero, [jnp.zeros_like(x) for x in diff])
     (total, weight, grads), aux = lax.scan(body, start, jnp.arange(steps))
     return total, weight, aux, grads
-
-
-def _weight_dtype(traced: TracedLoss) -> Any:
-    loss, _ = traced.out_shape
-    return loss.weight.dtype if isinstance(loss, Weighted) else loss.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,10 +351,15 @@ class _Role:
 def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
     """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
     loss, (aux, _) = traced.out_shape
-    for name, x in (("sum", loss.sum), ("weight", loss.weight)) if isinstance(loss, Weighted) else (("loss", loss),):
-        if not hasattr(x, "shape") or x.shape != () or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
-                f"{name} is {x}. Take the mean over the batch; return further values with `has_aux=True`."
-            )
+    value = loss.sum if isinstance(loss, Weighted) else loss
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
+            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return further "
+            "values with `has_aux=True`."
+        )
+    if isinstance(loss, Weighted) and (
+        getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
+    ):
+        raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
     check_aux(aux, num_rows)
