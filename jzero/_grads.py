@@ -355,8 +355,8 @@ def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
     if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
         raise TypeError(
             "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
-            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return further "
-            "values with `has_aux=True`."
+            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return "
+            "further values with `has_aux=True`."
         )
     if isinstance(loss, Weighted) and (
         getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
