@@ -127,7 +127,7 @@ class ZeroPlan:
     Example:
       >>> plan = jzero.plan_of(state)
       >>> tuple(plan.params["w"]), plan.bytes_per_device.params == 512 * 512 * 4 // plan.num_shards
-      (('data', None), True)
+      (('data',), True)
     """
 
     config: ZeroConfig

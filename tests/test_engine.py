@@ -511,6 +511,7 @@ def test_plain_jit_step_with_apply_gradients():
             state = step(state, batch)
             grads = jax.grad(models.mlp_loss)(reference.params, batch)
             reference = reference.apply_gradients(grads=grads)
+        assert step._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
         plan = jzero.plan_of(state)
         want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (state.params, state.opt_state), want)

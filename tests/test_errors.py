@@ -555,7 +555,7 @@ def test_sharding_constraint_loses_the_axis_of_zero(stage):
     mesh = jzero.make_mesh(data=4, model=2)
 
     def constrained(params, batch):
-        batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data", None)))
+        batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data")))
         w = jax.lax.with_sharding_constraint(params["dense"]["w"], NamedSharding(mesh, P("data", "model")))
         hidden = jax.lax.with_sharding_constraint(batch @ w, NamedSharding(mesh, P(("data", "model"), None)))
         return jnp.square(hidden + params["dense"]["b"][None]).mean()

@@ -91,7 +91,7 @@ def test_specs_are_trees_like_the_state(stage, num_shards):
 @pytest.mark.parametrize("stage", STAGES)
 def test_stage_says_what_is_cut(stage):
     plan = plan_for({"w": (512, 256), "b": (512,)}, num_shards=8, stage=stage, persistence_threshold=0)
-    w, b = P("data", None), P("data")
+    w, b = P("data"), P("data")
     whole = {"w": P(), "b": P()}
     cut = {"w": w, "b": b}
     assert plan.params == (cut if stage == 3 else whole)
@@ -111,7 +111,7 @@ def test_params_are_never_padded_before_stage_3(stage):
 
 def test_stage_3_pads_where_nothing_divides():
     plan = plan_for({"odd": (37, 11)}, num_shards=8, stage=3, persistence_threshold=0)
-    assert plan.params == {"odd": P("data", None)}
+    assert plan.params == {"odd": P("data")}
     assert plan.padding == {"odd": 3 * 11}
     assert plan.opt_leaves[1].stored_shape == (40, 11), "the moments likewise"
 
@@ -129,7 +129,7 @@ def test_concrete_and_abstract_states_have_the_same_plan():
 def test_mesh_of_a_machine_that_is_not_there_needs_no_more_than_names_and_sizes():
     state = abstract_state({"w": jnp.ones((512, 64))}, optax.adam(1e-3))
     plan = jzero.plan_train_state(state, stage=1, mesh=AbstractMesh((512,), ("data",)))
-    assert plan.opt_state[0].mu == {"w": P("data", None)}
+    assert plan.opt_state[0].mu == {"w": P("data")}
 
 
 @pytest.mark.smoke
@@ -163,7 +163,7 @@ def test_replica_axis_holds_copies():
     state = abstract_state({"w": jnp.ones((64, 64))}, optax.sgd(0.1))
     config = jzero.ZeroConfig(stage=3, replica_axis="replica", persistence_threshold=0)
     plan = jzero.plan_train_state(state, config=config, mesh=mesh)
-    assert plan.params == {"w": P("data", None)}
+    assert plan.params == {"w": P("data")}
     assert plan.num_shards == 4
     assert plan.bytes_per_device.params == 64 * 64 * 4 // 4
 
@@ -388,7 +388,7 @@ def test_replicated_lists_every_whole_leaf_with_a_reason(stage):
 def test_persistence_threshold_counts_elements_and_includes_the_limit():
     params = {"at": (8, 100), "above": (8, 101)}
     plan = plan_for(params, stage=3, persistence_threshold=800)
-    assert plan.params == {"at": P(), "above": P("data", None)}
+    assert plan.params == {"at": P(), "above": P("data")}
     assert "data" in plan.grads["at"], "the gradient of a persistent parameter is cut"
     assert "data" in plan.opt_state[0].mu["at"], "and so are its moments"
     assert plan_for({"w": (250, 400)}, stage=3).params == {"w": P()}, "100,000 by default"
@@ -431,7 +431,7 @@ def test_rules_decide_single_leaves():
     }
     plan = plan_for(params, stage=3, persistence_threshold=100, rules=rules)
     params_specs, grads, mu = plan.params["layer"], plan.grads["layer"], plan.opt_state[0].mu["layer"]
-    assert params_specs["dim"] == P("data", None)
+    assert params_specs["dim"] == P("data")
     assert params_specs["free"] == P(None, "data")
     assert params_specs["persistent"] == params_specs["replicated"] == P()
     assert "data" in grads["persistent"]
@@ -442,14 +442,14 @@ def test_rules_decide_single_leaves():
 
 def test_rule_for_a_dimension_pads_it():
     plan = plan_for({"w": (37, 64)}, stage=3, persistence_threshold=0, rules={"w": jzero.LeafRule(dim=0)})
-    assert plan.params == {"w": P("data", None)}
+    assert plan.params == {"w": P("data")}
     assert plan.padding == {"w": 3 * 64}
 
 
 def test_rule_for_a_scanned_dimension_is_obeyed():
     rule = {"stack": jzero.LeafRule(scan_dim=1)}
     plan = plan_for({"stack": (16, 512, 8)}, stage=3, persistence_threshold=0, rules=rule)
-    assert plan.params == {"stack": P("data", None, None)}
+    assert plan.params == {"stack": P("data")}
     assert plan.leaves[0].scan_dim == 1
 
 
@@ -525,5 +525,5 @@ def test_numbers_and_numpy_arrays_are_leaves_too():
     params = {"w": np.ones((64, 64), np.float32)}
     state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1)).replace(step=0)
     plan = jzero.plan_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    assert plan.params == {"w": P("data", None)}
+    assert plan.params == {"w": P("data")}
     assert [leaf.path for leaf in plan.other_leaves] == ["step"]
