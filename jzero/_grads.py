@@ -21,7 +21,18 @@ from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._tree import path_str
 from jzero._walk import Walk
 
-__all__ = ["LossInputs", "LossResult", "TracedLoss", "check_batch", "evaluate", "loss_and_grads", "trace_loss"]
+__all__ = [
+    "LossInputs",
+    "LossResult",
+    "TracedLoss",
+    "check_batch",
+    "check_loss",
+    "closed_over",
+    "evaluate",
+    "loss_and_grads",
+    "trace_loss",
+    "warn_closed_over",
+]
 
 PyTree = Any
 

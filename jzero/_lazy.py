@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jzero import _compat
 from jzero._collectives import Wire, gather_param, to_natural, view_param
 from jzero._layout import Cut
 
-__all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard"]
+__all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
 
 Equation = Any
 
@@ -24,8 +24,11 @@ CHEAP = frozenset(
     "min mul ne neg not pad pow real reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt square "
     "squeeze stop_gradient sub tanh transpose".split()
 )
-"""Operations that cost less than a gather: applied to parameters alone they are repeated after each gather rather
-than their (whole-sized) result being kept."""
+"""Operations that cost little beside the gather of their operands: applied to parameters alone they are repeated at
+each use rather than their (whole-sized) result being kept."""
+
+MAX_DEFERRED = 16
+"""Operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and kept."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -125,9 +128,10 @@ class Deferred:
         """Dtype of the value."""
         return self.operation.eqn.outvars[0].aval.dtype
 
-    def make_whole(self) -> jax.Array:
-        """Returns the whole value."""
-        return _compat.bind(self.operation.eqn, [make_whole(x) for x in self.inputs])[0]
+    @property
+    def num_operations(self) -> int:
+        """Operations that one use repeats, those that it shares with itself counted each time."""
+        return 1 + sum(x.num_operations for x in self.inputs if isinstance(x, Deferred))
 
 
 def is_lazy(x: Any) -> bool:
@@ -137,7 +141,44 @@ def is_lazy(x: Any) -> bool:
 
 def make_whole(x: Any) -> Any:
     """Returns `x`, made whole if it is lazy."""
-    return x.make_whole() if is_lazy(x) else x
+    leaves, whole = share([x])
+    return whole(leaves)[0]
+
+
+def share(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Returns the distinct lazy parameters and arrays that `values` are made of, and what puts them together.
+
+    That function takes as many leaves, makes each whole once however often it occurs, and returns the whole values.
+    """
+    leaves: list[Any] = []
+    index: dict[int, int] = {}
+
+    def visit(x: Any) -> None:
+        if isinstance(x, Deferred):
+            for y in x.inputs:
+                visit(y)
+        elif id(x) not in index:
+            index[id(x)] = len(leaves)
+            leaves.append(x)
+
+    for x in values:
+        visit(x)
+
+    def whole(given: Sequence[Any]) -> list[Any]:
+        made: dict[int, Any] = {}
+
+        def value(x: Any) -> Any:
+            if id(x) not in made:
+                if isinstance(x, Deferred):
+                    made[id(x)] = _compat.bind(x.operation.eqn, [value(y) for y in x.inputs])[0]
+                else:
+                    leaf = given[index[id(x)]]
+                    made[id(x)] = leaf.make_whole() if isinstance(leaf, Lazy) else leaf
+            return made[id(x)]
+
+        return [value(x) for x in values]
+
+    return leaves, whole
 
 
 def is_free(x: Any) -> bool:
@@ -152,6 +193,8 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None
     if not all(is_lazy(x) or jnp.size(x) == 1 for x in inputs):
+        return None
+    if sum(x.num_operations for x in inputs if isinstance(x, Deferred)) >= MAX_DEFERRED:
         return None
     key: Any
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,18 @@ MIXING = frozenset(
 
 
 def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a leaf in its natural shape (given that or the stored one), still cut where it can be. Inside `jit`."""
+    """Returns a leaf in its natural shape (given that or the stored one), cut where it can be. Inside `jit`."""
     cut = leaf.cut
     if cut is None:
         return x
-    if tuple(x.shape) != cut.shape or cut.flat:
-        x = to_natural(x, cut) if tuple(x.shape) == cut.stored_shape else x
+    if tuple(x.shape) == cut.stored_shape:
+        x = to_natural(x, cut)
+    elif tuple(x.shape) != cut.shape:
+        raise ValueError(
+            f"{leaf.path!r} has shape {tuple(x.shape)}; the plan knows it as {cut.shape} (natural) or "
+            f"{cut.stored_shape} (stored). Hand over "
+            "gradients of `jzero.natural_params(state)` or those that `value_and_grad` returns."
+        )
     # A flattened leaf has no natural dimension to cut: its layout is the compiler's choice.
     return x if cut.flat else lax.with_sharding_constraint(x, plan.sharding(leaf))
 
@@ -83,8 +90,10 @@ class ZeroTransformation:
           `(updates, state)`, both as the plan stores parameters and optimizer state.
         """
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
+        arrays = {k: v for k, v in extra_args.items() if not callable(v)}
+        functions = tuple((k, v) for k, v in sorted(extra_args.items()) if callable(v))
         update = _update if in_trace else _update_jit
-        return update(self, updates, state, params, extra_args)
+        return update(self, updates, state, params, arrays, functions)
 
     def natural_params(self, params: PyTree) -> PyTree:
         """Returns stored parameters in their natural shapes."""
@@ -105,7 +114,12 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
 
 
 def _update(
-    tx: ZeroTransformation, updates: PyTree, state: PyTree, params: PyTree | None, extra: dict[str, Any]
+    tx: ZeroTransformation,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree | None,
+    arrays: dict[str, Any],
+    functions: tuple[tuple[str, Any], ...],
 ) -> Any:
     plan = tx.plan
 
@@ -124,7 +138,10 @@ def _update(
         opt_state = plan.opt_treedef.unflatten(
             [natural_leaf(x, leaf, plan) for x, leaf in zip(opt_leaves, plan.opt_leaves, strict=True)]
         )
-        new_updates, new_state = _apply_inner(tx, grads, opt_state, natural, extra)
+        # Trees of the parameters' structure (`grad=` of a line search) come as stored, like the gradients.
+        like_params = {k: as_cut(v) for k, v in arrays.items() if jax.tree.structure(v) == plan.params_treedef}
+        arrays = {**arrays, **like_params}
+        new_updates, new_state = _apply_inner(tx, (grads, opt_state, natural, arrays), dict(functions))
         leaves = plan.params_treedef.flatten_up_to(as_cut(new_updates))
         stored = [
             x if x is None else stored_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)
@@ -132,34 +149,19 @@ def _update(
         return plan.params_treedef.unflatten(stored), tx.constrain_state(new_state)
 
 
-_update_jit = jax.jit(_update, static_argnums=0)
+_update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _apply_inner(
-    tx: ZeroTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]
-) -> Any:
-    args, static = _split_callables(extra)
+def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: dict[str, Any]) -> Any:
+    def call(grads: PyTree, opt_state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
+        return tx.inner.update(grads, opt_state, params, **arrays, **functions)
+
     if tx.plan.num_shards == 1:
-        return _call_inner(tx, grads, opt_state, params, extra)
-
-    def call(grads: PyTree, opt_state: PyTree, params: PyTree, args: dict[str, Any]) -> Any:
-        return _call_inner(tx, grads, opt_state, params, {**args, **static})
-
-    jaxpr, out = jax.make_jaxpr(call, return_shape=True)(grads, opt_state, params, args)
+        return call(*args)
+    jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*args)
     inner, consts = _compat.open_jaxpr(jaxpr)
-    outputs = _Mixed(tx.plan)(inner, consts, jax.tree.leaves((grads, opt_state, params, args)))
+    outputs = _Mixed(tx.plan)(inner, consts, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(out), outputs)
-
-
-def _call_inner(tx: ZeroTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-    if extra:
-        return tx.inner.update(grads, opt_state, params, **extra)
-    return tx.inner.update(grads, opt_state, params)
-
-
-def _split_callables(extra: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    static = {k: v for k, v in extra.items() if callable(v)}
-    return {k: v for k, v in extra.items() if k not in static}, static
 
 
 class _Mixed:
@@ -214,7 +216,8 @@ class _Mixed:
 
     def _mixes(self, eqn: Any) -> bool:
         if eqn.primitive.name in MIXING:
-            return True
+            # Inner products give a scalar, which costs a scalar; of nothing there is nothing to gather.
+            return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
         return any(self._any_mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
 
     def _any_mixes(self, jaxpr: Any) -> bool:

@@ -119,14 +119,21 @@ class _Step:
         inputs = LossInputs(state.params, carried, batch, rng)
         return trace_loss(loss_fn, plan, inputs, accumulate_steps=self.accumulate_steps), inputs
 
-    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+    def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
         if hasattr(state, "bind_loss"):
             if self.mutable:
                 raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
-            loss_fn, carried = state.bind_loss(self.loss_fn, batch_axes(plan.config))
-        else:
-            loss_fn, carried = _with_mutable(self.loss_fn, self.mutable), _fields(state, self.mutable)
+            return state.bind_loss(self.loss_fn, batch_axes(plan.config))
+        missing = [name for name in self.mutable if not hasattr(state, name)]
+        if missing:
+            raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
+        carried = {name: getattr(state, name) for name in self.mutable}
+        return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+        loss_fn, carried = self._loss_and_carried(state, plan)
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
             result, changed = loss_fn(params, batch, *rng, **carried)
@@ -216,23 +223,20 @@ class EvalStep(_Step):
         return self._call(adapt_sharded(state).state, batch, rng)
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
-        if hasattr(state, "bind_loss"):
-            metric_fn, carried = state.bind_loss(self.loss_fn, batch_axes(plan.config))
-        else:
-            metric_fn, carried = _with_mutable(self.loss_fn, self.mutable), _fields(state, self.mutable)
+        metric_fn, carried = self._loss_and_carried(state, plan)
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
             metrics, _ = metric_fn(params, batch, *rng, **carried)
             ones = jnp.ones((), jnp.float32)
             # Weighted means become two sums; the quotient is taken when they are whole.
-            return ones, (jax.tree.map(_as_sums, metrics, is_leaf=_is_weighted), {})
+            return ones, (jax.tree.map(_as_sums, metrics, is_leaf=_is_marked), {})
 
         return call, carried
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         traced, inputs = self._traced(state, batch, rng)
         metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
-        return jax.tree.map(_as_mean, metrics, is_leaf=_is_weighted)
+        return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
 
 def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[str] = ()) -> ValueAndGrad:
@@ -249,7 +253,7 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
 
     Returns:
       `fn(state, batch, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
-      outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (scalars are handed to every device); `grads` has
+      outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
       the structure of `state.params` and the plan's layout, and goes to `state.apply_gradients(grads=grads)`. `rng` is
       folded with the index of the device.
 
@@ -333,21 +337,6 @@ def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _with_mutable(loss_fn: Loss, mutable: tuple[str, ...]) -> Loss:
-    def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
-        result = loss_fn(params, batch, *rng, **carried)
-        return result, {}
-
-    return call
-
-
-def _fields(state: Any, names: tuple[str, ...]) -> dict[str, PyTree]:
-    missing = [name for name in names if not hasattr(state, name)]
-    if missing:
-        raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
-    return {name: getattr(state, name) for name in names}
-
-
 def _clipped(result: LossResult, clip_norm: float | None) -> list[jax.Array]:
     if clip_norm is None:
         return result.grads
@@ -355,7 +344,7 @@ def _clipped(result: LossResult, clip_norm: float | None) -> list[jax.Array]:
     return [g * scale.astype(g.dtype) if jnp.issubdtype(g.dtype, jnp.inexact) else g for g in result.grads]
 
 
-def _is_weighted(x: Any) -> bool:
+def _is_marked(x: Any) -> bool:
     return isinstance(x, Weighted | PerExample | Summed)
 
 

@@ -9,7 +9,7 @@ incoming gradient holds the second gather back until it is wanted: it keeps the 
 the first and from starting all of them at once. A loop body needs no such fence: it is its own program.
 Equations that hold jaxprs which cannot be walked (`cond`, `while`, `custom_vjp` …) get `jax.checkpoint` with a
 policy that refuses gathers alone. Inside a user's own `remat` plain gathers are used: the whole body is
-evaluated again anyway, and the user's policy is asked about everything but gathers.
+evaluated again anyway, and the user's policy is asked about everything but gathers and changes of layout.
 
 [Note: Branches and loops]
 Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
@@ -30,7 +30,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
-from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard
+from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
 
 __all__ = ["Walk"]
 
@@ -40,7 +40,8 @@ Jaxpr = Any
 LAYOUT_ONLY = frozenset(
     "all_gather convert_element_type reshape transpose squeeze broadcast_in_dim slice expand_dims".split()
 )
-"""Operations on gathered parameters whose results a user's remat policy is not asked about: they are made again."""
+"""Operations whose results a user's remat policy is not asked about: gathers, and what changes layout or type alone,
+which is how a gathered parameter would slip through. They are done again, on activations too: they cost little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +107,16 @@ class Walk:
 
     def _use(self, fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, opaque: bool) -> list[Any]:
         """Calls `fn` on whole values."""
-        if not self.regather or all(is_free(x) for x in inputs):
-            return fn([make_whole(x) for x in inputs])
+        leaves, whole = share(inputs)
+
+        def call(leaves: list[Any]) -> list[Any]:
+            return fn(whole(leaves))
+
+        if not self.regather or all(is_free(x) for x in leaves):
+            return call(leaves)
         if opaque:
-            return _checkpointed(lambda xs: fn([make_whole(x) for x in xs]), prevent_cse=not self.in_loop)(inputs)
-        return _regathered(fn, inputs, fence=not self.in_loop)
+            return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
+        return _regathered(call, leaves, fence=not self.in_loop)
 
     # Equations that hold jaxprs.
 
@@ -148,10 +154,11 @@ class Walk:
         fixed = [is_lazy(x) and v is o for x, v, o in zip(init, carry_vars, jaxpr.outvars, strict=False)]
         lazily = [is_lazy(x) and _only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
         inner = dataclasses.replace(self, in_loop=True)
+        hoisted, whole = share([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
 
-        def loop(whole: list[Any]) -> list[Any]:
-            """The loop, given the constants and carried values that are gathered before it."""
-            before = [make_whole(x) for x in whole]
+        def loop(leaves: list[Any]) -> list[Any]:
+            """The loop, given what the constants and carried values are made of that are gathered before it."""
+            before = whole(leaves)
             constants = [x if lazy else w for x, w, lazy in zip(consts, before[:num_consts], lazily, strict=True)]
             carry0 = before[num_consts:]
 
@@ -167,7 +174,6 @@ class Walk:
             end, ys = lax.scan(body, start, xs, **options)
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
-        hoisted = [None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init
         if self.regather and not all(is_free(x) for x in hoisted):
             return list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted))
         return loop(hoisted)
@@ -265,13 +271,13 @@ def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _regathered(fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fence: bool) -> list[Any]:
-    """Calls `fn` on whole values; its gradient gathers again instead of keeping them."""
+    """Calls `fn`, which makes its inputs whole; its gradient gathers again instead of keeping them."""
     lazy = {i: x for i, x in enumerate(inputs) if is_lazy(x)}
     dense = {i: x for i, x in enumerate(inputs) if i not in lazy}
 
     def plain(lazy: dict[int, Any], dense: dict[int, Any]) -> list[Any]:
         merged = {**lazy, **dense}
-        return fn([make_whole(merged[i]) for i in range(len(inputs))])
+        return fn([merged[i] for i in range(len(inputs))])
 
     region = jax.custom_vjp(plain)
 
@@ -315,7 +321,7 @@ def _sliceable(x: Any) -> Any:
             '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
             stacklevel=2,
         )
-    return x.make_whole()
+    return make_whole(x)
 
 
 def _only_indexed(jaxpr: Jaxpr, var: Any) -> bool:

@@ -186,6 +186,20 @@ def mixed_parameters(p, batch):
     return _out(p, jnp.tanh(batch["x"] @ jnp.where(w > 0, w, 0.1 * w)), batch) + jnp.sort(p["odd"], axis=0)[3].sum()
 
 
+def reused_cheap_results(p, batch):
+    """Each step uses its operand twice: repeated naively, 2^12 gathers."""
+    w = p["w"]
+    for _ in range(12):
+        w = w - 0.1 * w * w
+    return _out(p, jnp.tanh(batch["x"] @ w), batch)
+
+
+def recurrence_over_parameters(p, batch):
+    combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
+    _, h = lax.associative_scan(combine, (jax.nn.sigmoid(p["w"]), 2 * jax.nn.sigmoid(p["w"])), axis=0)
+    return _out(p, jnp.tanh(batch["x"] @ h), batch)
+
+
 def embedding_lookup(p, batch):
     rows = jnp.abs(batch["x"][:, :4] * 10).astype(jnp.int32) % D
     return _out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
@@ -213,6 +227,8 @@ LOSSES = [
     weight_decay_over_all_leaves,
     weight_norm,
     mixed_parameters,
+    reused_cheap_results,
+    recurrence_over_parameters,
     embedding_lookup,
 ]
 
@@ -518,3 +534,51 @@ def test_plain_jit_step_with_apply_gradients():
         assert all(jax.tree.leaves(same))
         got = jzero.gather_params(state)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
+    """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
+    batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+
+    def step(state):
+        value, grad = jzero.value_and_grad(models.mlp_loss)(state, batch)
+        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
+        updates, opt_state = state.tx.update(grad, state.opt_state, state.params, **extra)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    step = jax.jit(step) if jitted else step
+    opt_state = tx.init(params)
+    for _ in range(2):
+        value, grad = jax.value_and_grad(models.mlp_loss)(params, batch)
+        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
+        updates, opt_state = tx.update(grad, opt_state, params, **extra)
+        params = optax.apply_updates(params, updates)
+        state = step(state)
+    got = jzero.gather_params(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, params)
+
+
+def test_one_use_of_a_computed_weight_gathers_and_reduces_once():
+    params = {"w": jnp.ones((24, 64))}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ (p["w"] * jax.nn.sigmoid(p["w"]) + p["w"] ** 2)).mean()
+    text = jzero.make_train_step(loss).lower(state, np.ones((8, 24), np.float32)).as_text()
+    assert text.count("stablehlo.all_gather") == 2  # forward and backward
+    assert text.count("stablehlo.reduce_scatter") == 1
+
+
+def test_optimizer_that_mixes_elements_takes_empty_leaves():
+    params = {"w": jnp.ones((24, 64)), "empty": jnp.zeros((0, 3))}
+    tx = optax.lbfgs(1e-2, linesearch=None)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ p["w"] - 1).mean()
+    x = np.ones((8, 24), np.float32)
+    updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
+    got, _ = jzero.make_train_step(loss)(state, x)
+    np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] + updates["w"], atol=1e-6)
