@@ -49,6 +49,8 @@ def _pair(**kwargs):
 
 def _reference(steps, **kwargs):
     model, optimizer = _pair(**kwargs)
+    if model.norm:
+        model.norm.axis_name = None  # one device sees the whole batch
     losses = []
     for seed in range(steps):
         loss, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
@@ -136,7 +138,7 @@ def test_input_is_kept_when_sharding_and_consumed_by_a_step():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_batch_statistics_follow_the_whole_batch(stage):
-    reference, losses = _reference_with_norm(3)
+    reference, losses = _reference(3, norm=True)
     state = jzero.shard_train_state(_pair(norm=True), config=_config(stage))
     step = jzero.make_train_step(loss_fn)
     for seed, want in enumerate(losses):
@@ -144,17 +146,6 @@ def test_batch_statistics_follow_the_whole_batch(stage):
         np.testing.assert_allclose(metrics["loss"], want, rtol=1e-4)
     stats = lambda model: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
     _assert_close(stats(state[0]), stats(reference))
-
-
-def _reference_with_norm(steps):
-    model, optimizer = _pair(norm=True)
-    model.norm.axis_name = None  # one device sees the whole batch
-    losses = []
-    for seed in range(steps):
-        loss, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
-        optimizer.update(model, grads)
-        losses.append(float(loss))
-    return model, losses
 
 
 def test_dropout_streams_differ_by_device_and_advance():
