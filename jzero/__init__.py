@@ -7,7 +7,11 @@ from jzero._config import LeafRule as LeafRule
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._init import init_train_state as init_train_state
 from jzero._mesh import make_mesh as make_mesh
+from jzero._opt_state import ZeroOptState as ZeroOptState
+from jzero._overflow import LossScaleError as LossScaleError
 from jzero._plan import ZeroPlan as ZeroPlan
+from jzero._precision import DynamicLossScale as DynamicLossScale
+from jzero._precision import Precision as Precision
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
 from jzero._train_state import gather_params as gather_params
@@ -22,12 +26,16 @@ from jzero._train_step import value_and_grad as value_and_grad
 from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
 
 __all__ = [
+    "DynamicLossScale",
     "LeafRule",
+    "LossScaleError",
     "PerExample",
+    "Precision",
     "Summed",
     "TrainState",
     "Weighted",
     "ZeroConfig",
+    "ZeroOptState",
     "ZeroPlan",
     "gather_params",
     "init_train_state",

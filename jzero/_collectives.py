@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jzero._layout import Cut
+from jzero._precision import cast_dtype
 
 __all__ = [
     "Wire",
@@ -22,6 +24,7 @@ __all__ = [
     "max_over",
     "mean",
     "reduce_shard",
+    "reduce_whole",
     "sum_over",
     "to_natural",
     "to_stored",
@@ -37,11 +40,20 @@ class Wire:
       axis: The mesh axis that the shards are cut over.
       replica_axis: The mesh axis that repeats the shards, if any.
       reduce_scatter: Whether gradients are reduced by a reduce-scatter or by all-reduce and slice.
+      reduce_dtype: What gradients are cast to before; `None`: nothing.
+      reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all
+        micro-batches.
     """
 
     axis: str
     replica_axis: str | None
     reduce_scatter: bool
+    reduce_dtype: Any = None
+    reduce_last: bool = False
+
+    def to_reduce(self, x: jax.Array) -> jax.Array:
+        """Returns a gradient in the dtype that it is reduced in."""
+        return x if self.reduce_dtype is None else x.astype(cast_dtype(x.dtype, self.reduce_dtype))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -67,43 +79,37 @@ def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
     return x.reshape(cut.shape) if cut.flat else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
-    """Returns a whole parameter from its shards; the gradient of that reduces to shards. [..., P/N] -> [..., D]."""
+    """Returns a whole parameter from its shards; it has no gradient of its own. [..., P/N] -> [..., D]."""
     with jax.named_scope("zero_gather"):
-        return to_natural(lax.all_gather(shard, wire.axis, axis=cut.dim, tiled=True), cut)
-
-
-def _gather_fwd(shard: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, None]:
-    return gather_param(shard, cut, wire), None
-
-
-def _gather_bwd(cut: Cut, wire: Wire, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (reduce_shard(cotangent, cut, wire),)
-
-
-gather_param.defvjp(_gather_fwd, _gather_bwd)
+        shard = lax.stop_gradient(shard)
+        # Collectives know no booleans.
+        bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
+        whole = lax.all_gather(bits, wire.axis, axis=cut.dim, tiled=True)
+        return to_natural(whole.astype(shard.dtype), cut)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def view_param(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
-    """Returns `whole`, a replicated parameter, whose gradient arrives at `slot` reduced and cut.
+    """Returns `whole`, a parameter, whose gradient arrives at `slot`: reduced and cut, or as it is made here.
 
     Args:
-      whole: The parameter. [..., D]
-      slot: Any array of the shard's shape; only its gradient is used. [..., P/N]
+      whole: The parameter; no gradient arrives at it. [..., D]
+      slot: Any array of the gradient's dtype, of which only the gradient is used. [..., P/N], or [..., D] if
+        `wire.reduce_last`.
       cut: Where the gradient is cut.
       wire: The axes to reduce over.
     """
     return whole
 
 
-def _view_fwd(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, None]:
-    return whole, None
+def _view_fwd(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, jax.Array]:
+    return whole, jnp.zeros((0,), slot.dtype)  # the backward pass wants to know its dtype
 
 
-def _view_bwd(cut: Cut, wire: Wire, _: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
-    return None, reduce_shard(cotangent, cut, wire)
+def _view_bwd(cut: Cut, wire: Wire, like: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
+    grad = cotangent if wire.reduce_last else reduce_shard(cotangent, cut, wire)
+    return None, grad.astype(like.dtype)
 
 
 view_param.defvjp(_view_fwd, _view_bwd)
@@ -112,7 +118,7 @@ view_param.defvjp(_view_fwd, _view_bwd)
 def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
     """Sums `x` over all devices with a part of the batch; returns this device's shard. [..., D] -> [..., P/N]."""
     with jax.named_scope("zero_reduce"):
-        x = to_stored(x, cut)
+        x = to_stored(wire.to_reduce(x), cut)
         if wire.reduce_scatter:
             shard = lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True)
         else:
@@ -120,6 +126,11 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
             whole = lax.psum(x, wire.axis)
             shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
         return shard if wire.replica_axis is None else lax.psum(shard, wire.replica_axis)
+
+
+def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
+    """Sums the gradient `x` over all devices with a part of the batch; every device gets all of it."""
+    return sum_over(wire.to_reduce(x), wire)
 
 
 def sum_over(x: jax.Array, wire: Wire) -> jax.Array:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from jzero._precision import DtypeName, Precision, check_dtype, check_state_dtype, resolve_precision
+
 __all__ = ["LeafRule", "ZeroConfig"]
 
 STAGES = (0, 1, 2, 3)
@@ -25,6 +27,10 @@ class LeafRule:
       replicated: `True` keeps parameter, gradient and optimizer state whole at every stage.
       scan_dim: The dimension that a `lax.scan` runs over, which is never cut; -1 says that there
         is none. `None` lets the layout infer it from the tree.
+      compute_dtype: What the loss sees of the leaf, e.g. "float32" for a normalisation scale in a
+        16-bit model. `None`: `Precision.compute_dtype`.
+      state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
+        stochastically) or "float32". `None`: `Precision.state_dtype`.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -38,8 +44,12 @@ class LeafRule:
     persistent: bool | None = None
     replicated: bool = False
     scan_dim: int | None = None
+    compute_dtype: DtypeName | None = None
+    state_dtype: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compute_dtype", check_dtype("LeafRule.compute_dtype", self.compute_dtype))
+        check_state_dtype("LeafRule.state_dtype", self.state_dtype)
         for name in ("dim", "scan_dim"):
             value = getattr(self, name)
             low = -1 if name == "scan_dim" else 0
@@ -80,6 +90,8 @@ class ZeroConfig:
         option: one gather less, whole parameters alive between the passes.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
+      precision: "fp32" (every leaf keeps the dtype that it has), "bf16" or "fp16" (16-bit parameters
+        and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
       rules: Layout of single leaves by regular expression over their whole path, such as
         `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first that matches counts.
 
@@ -99,6 +111,7 @@ class ZeroConfig:
     model_persistence_threshold: int | None = None
     reshard_after_forward: bool = True
     reduce_scatter: bool = True
+    precision: Precision | Literal["fp32", "bf16", "fp16"] = "fp32"
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,6 +130,7 @@ class ZeroConfig:
         for name in ("reshard_after_forward", "reduce_scatter"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False: got {getattr(self, name)!r}.")
+        object.__setattr__(self, "precision", resolve_precision(self.precision))
         self._check_rules()
 
     def _check_sizes(self) -> None:
@@ -133,6 +147,11 @@ class ZeroConfig:
         for pattern, rule in self.rules.items():
             if not isinstance(pattern, str) or not isinstance(rule, LeafRule):
                 raise ValueError(f"`rules` must map strings to `LeafRule`s: got {pattern!r}: {rule!r}.")
+            if rule.compute_dtype is not None and self.policy.compute_dtype is None:
+                raise ValueError(
+                    f"`rules` key {pattern!r} has compute_dtype={rule.compute_dtype!r}, but `precision` leaves every "
+                    "parameter as it is: set `precision` too."
+                )
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -141,6 +160,12 @@ class ZeroConfig:
     def __hash__(self) -> int:
         fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rules"]
         return hash((*fields, tuple(self.rules.items())))
+
+    @property
+    def policy(self) -> Precision:
+        """`precision` as the `Precision` that its name stands for."""
+        assert isinstance(self.precision, Precision)
+        return self.precision
 
     def rule_for(self, path: str) -> LeafRule:
         """Returns the first rule whose pattern matches the whole of `path`, or the empty rule."""

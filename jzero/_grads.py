@@ -14,16 +14,20 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
-from jzero._collectives import Wire, batch_index, reduce_shard, sum_over
+from jzero._collectives import Wire, batch_index, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
+from jzero._precision import cast_dtype
 from jzero._tree import path_str
 from jzero._walk import Walk
 
 __all__ = [
+    "FROZEN",
+    "WHOLE_BATCH",
     "LossInputs",
     "LossResult",
+    "MicroBatches",
     "TracedLoss",
     "check_batch",
     "check_loss",
@@ -36,6 +40,9 @@ __all__ = [
 
 PyTree = Any
 
+FROZEN = "frozen"
+"""Name of the carried state that holds parameters which no optimizer knows."""
+
 
 class LossResult(NamedTuple):
     """What one evaluation of the loss gives, reduced over all devices.
@@ -44,8 +51,10 @@ class LossResult(NamedTuple):
       loss: The mean over the global batch.
       weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
       aux: What the loss returned beside the mean, reduced as `Summed` and `PerExample` say.
-      grads: One gradient per parameter leaf, as the plan stores it; none if not differentiated.
+      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; none if not differentiated.
       grad_norm: Global L2 norm of the gradients, in fp32 or wider; whole leaves count once, padding never.
+      overflowed: For each parameter leaf whether its gradient is not finite, where the precision policy asks; else
+        nothing.
     """
 
     loss: jax.Array
@@ -53,6 +62,7 @@ class LossResult(NamedTuple):
     aux: PyTree
     grads: list[jax.Array]
     grad_norm: jax.Array
+    overflowed: jax.Array
 
 
 class LossInputs(NamedTuple):
@@ -63,12 +73,29 @@ class LossInputs(NamedTuple):
       carried: State that the loss reads and changes, by name; whole on every device.
       batch: The global batch.
       rng: A PRNG key, to be folded with the index of the device, or `None`.
+      loss_scale: What the loss is multiplied with before it is differentiated, or `None`.
     """
 
     params: PyTree
     carried: Mapping[str, Any]
     batch: PyTree
     rng: jax.Array | None
+    loss_scale: jax.Array | None = None
+
+
+class MicroBatches(NamedTuple):
+    """How a step goes through its batch.
+
+    Attributes:
+      steps: Micro-batches, run one after another.
+      reduce_last: Whether gradients are reduced once after the last of them, at every stage.
+    """
+
+    steps: int = 1
+    reduce_last: bool = False
+
+
+WHOLE_BATCH = MicroBatches()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +155,9 @@ def trace_loss(
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
     )
-    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
+    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]
     params = plan.params_treedef.unflatten(shapes)
-    carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(inputs.carried))
+    carried = _carried_shapes(plan, inputs.carried)
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
 
     def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
@@ -173,30 +200,33 @@ def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
         )
 
 
-def loss_and_grads(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, *, accumulate_steps: int = 1) -> LossResult:
+def loss_and_grads(
+    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, micro: MicroBatches = WHOLE_BATCH
+) -> LossResult:
     """Evaluates a traced loss and its gradients over the whole batch, inside `jit`."""
-    return _run(traced, plan, inputs, accumulate_steps, differentiate=True)
+    return _run(traced, plan, inputs, micro, differentiate=True)
 
 
 def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
     """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
-    return _run(traced, plan, inputs, 1, differentiate=False)
+    return _run(traced, plan, inputs, WHOLE_BATCH, differentiate=False)
 
 
 def _run(
-    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, accumulate_steps: int, *, differentiate: bool
+    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, micro: MicroBatches, *, differentiate: bool
 ) -> LossResult:
     config = plan.config
     whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
     leaves = [
         plan.params_treedef.flatten_up_to(inputs.params),
-        *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng)),
+        *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
     in_specs = (
         [_manual(leaf.param, config.axis) for leaf in plan.leaves],
-        [whole] * len(leaves[1]),
+        [whole if leaf is None else _manual(leaf, config.axis) for leaf in _carried_leaves(plan, inputs.carried)],
         traced.batch_specs,
         [whole] * len(leaves[3]),
+        [whole] * len(leaves[4]),
     )
     specs = {
         "loss": whole,
@@ -204,13 +234,11 @@ def _run(
         "aux": aux_specs(traced.out_shape[1], split),
         "grads": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
         "grad_norm": whole,
+        "overflowed": whole,
     }
-
-    def local(*local_leaves: list[jax.Array]) -> dict[str, Any]:
-        return _local_step(traced, plan, accumulate_steps, differentiate, local_leaves)._asdict()
-
+    local_step = _LocalStep(traced, plan, micro, differentiate, _carried_leaves(plan, inputs.carried))
     mapped = jax.shard_map(
-        local,
+        lambda *leaves: local_step(*leaves)._asdict(),
         mesh=plan.mesh,
         in_specs=in_specs,
         out_specs=specs,
@@ -227,95 +255,157 @@ def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
     return dataclasses.replace(leaf, base=PartitionSpec()).spec(axis)
 
 
-def _local_step(
-    traced: TracedLoss,
-    plan: ZeroPlan,
-    accumulate_steps: int,
-    differentiate: bool,
-    leaves: tuple[list[jax.Array], ...],
-) -> LossResult:
+def _carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf | None]:
+    """Returns for each leaf of the carried state its layout if it is a frozen parameter, else `None`."""
+    frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
+    return [
+        leaf
+        for name, tree in sorted(carried.items())
+        for leaf in (frozen if name == FROZEN else [None] * len(jax.tree.leaves(tree)))
+    ]
+
+
+def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
+    """Returns the carried state as the loss sees it."""
+    leaves, treedef = jax.tree.flatten(dict(carried))
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape if leaf is None else leaf.shape, x.dtype)
+        for x, leaf in zip(leaves, _carried_leaves(plan, carried), strict=True)
+    ]
+    return treedef.unflatten(shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalStep:
     """One device's part of a step: loss and gradients on the local batch, then the reductions."""
-    params, carried, batch, key = leaves
-    config = plan.config
-    wire = Wire(config.axis, config.replica_axis, config.reduce_scatter)
-    index = batch_index(wire, dict(plan.mesh.shape))
-    key = [jax.random.fold_in(k, index) for k in key]
-    walk = Walk(frozenset(wire.batch_axes), regather=differentiate and config.reshard_after_forward)
-    roles = [_Role.of(leaf, wire, config.stage) for leaf in plan.leaves]
-    variables = [role.variable(x) for role, x in zip(roles, params, strict=True)]
-    trained = [i for i, role in enumerate(roles) if jnp.issubdtype(role.leaf.param.dtype, jnp.inexact)]
 
-    def forward(diff: list[jax.Array], batch: list[jax.Array], key: list[jax.Array]) -> tuple[jax.Array, Any]:
-        values = list(variables)
-        for i, x in zip(trained, diff, strict=True):
-            values[i] = x
-        inputs = [role.value(v, x) for role, v, x in zip(roles, values, params, strict=True)]
-        outputs = [make_whole(y) for y in walk(traced.jaxpr, [*inputs, *carried, *batch, *key])]
-        loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
-        if isinstance(loss, Weighted):
-            return loss.sum, (lax.stop_gradient(loss.weight).astype(loss.sum.dtype), aux)
-        return loss, (jnp.ones((), loss.dtype), aux)
+    traced: TracedLoss
+    plan: ZeroPlan
+    micro: MicroBatches
+    differentiate: bool
+    carried: list[StateLeaf | None]
 
-    diff = [variables[i] for i in trained]
-    if not differentiate:
-        total, (weight, aux) = forward(diff, batch, key)
-        grads: list[jax.Array] = []
-    else:
-        total, weight, aux, grads = _accumulated(forward, diff, batch, key, accumulate_steps, traced)
-    weight = sum_over(weight, wire)
-    scale = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
-    reduced: list[jax.Array] = []
-    if differentiate:
-        by_index = dict(zip(trained, grads, strict=True))
-        reduced = [
-            role.reduce(by_index[i]) * scale.astype(by_index[i].dtype) if i in by_index else role.no_grad()
-            for i, role in enumerate(roles)
-        ]
-    loss = sum_over(total, wire) * scale.astype(total.dtype)
-    norm = _grad_norm(reduced, plan)
-    return LossResult(loss, weight, reduce_aux(aux, wire, accumulate_steps), reduced, norm)
+    @property
+    def wire(self) -> Wire:
+        config, policy = self.plan.config, self.plan.config.policy
+        reduce_last = self.micro.reduce_last and self.micro.steps > 1
+        return Wire(config.axis, config.replica_axis, config.reduce_scatter, policy.reduce, reduce_last)
 
+    def __call__(self, *leaves: list[jax.Array]) -> LossResult:
+        params, carried, batch, key, loss_scale = leaves
+        wire, plan = self.wire, self.plan
+        index = batch_index(wire, dict(plan.mesh.shape))
+        key = [jax.random.fold_in(k, index) for k in key]
+        roles = [_Role(leaf, wire, plan.config.stage) for leaf in plan.leaves]
+        carried = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
+        forward = self._forward(roles, params, carried, loss_scale)
+        if self.differentiate:
+            variables = {i: role.variable(x) for i, (role, x) in enumerate(zip(roles, params, strict=True))}
+            diff = {i: x for i, x in variables.items() if x is not None}
+            (total, weight), aux, local = _accumulated(forward, diff, batch, key, self.micro, plan)
+        else:
+            _, ((total, weight), aux) = forward({}, batch, key)
+            local = {}
+        weight = sum_over(weight, wire)
+        inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+        unscale = inverse / loss_scale[0] if loss_scale else inverse
+        grads = [role.finish(local.get(i), unscale) for i, role in enumerate(roles)] if self.differentiate else []
+        norm, overflowed = _grad_norm(grads, plan)
+        loss = sum_over(total, wire) * inverse
+        return LossResult(loss, weight, reduce_aux(aux, wire, self.micro.steps), grads, norm, overflowed)
 
-def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> jax.Array:
-    """The global norm of reduced gradients: one scalar sum over the devices that hold different shards."""
-    cut = whole = jnp.zeros((), jnp.float32)
-    for grad, leaf in zip(grads, plan.leaves, strict=False):
-        if jnp.issubdtype(grad.dtype, jnp.inexact):
-            wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-            square = jnp.sum(jnp.real(wide * jnp.conj(wide)))
-            if leaf.grad.cut is None:
-                whole = whole + square
+    def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
+        """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
+        if leaf is None or leaf.cut is None:
+            return x
+        return Lazy(x, None, None, leaf.cut, self.wire, leaf.dtype, leaf.dtype)
+
+    def _forward(
+        self, roles: list[_Role], params: list[jax.Array], carried: list[Any], loss_scale: list[jax.Array]
+    ) -> Callable[..., Any]:
+        """Returns `fn(variables, batch, key) -> (scaled sum, ((sum, weight), aux))`."""
+        config = self.plan.config
+        walk = Walk(frozenset(self.wire.batch_axes), regather=self.differentiate and config.reshard_after_forward)
+
+        def forward(diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array]) -> Any:
+            inputs = [role.value(diff.get(i), x) for i, (role, x) in enumerate(zip(roles, params, strict=True))]
+            outputs = [make_whole(y) for y in walk(self.traced.jaxpr, [*inputs, *carried, *batch, *key])]
+            loss, aux = jax.tree.unflatten(jax.tree.structure(self.traced.out_shape), outputs)
+            if isinstance(loss, Weighted):
+                total, weight = _widen(loss.sum), lax.stop_gradient(loss.weight)
+                weight = weight.astype(total.dtype)
             else:
-                cut = cut + square
-    return jnp.sqrt(lax.psum(cut, plan.config.axis) + whole)
+                total = _widen(loss)
+                weight = jnp.ones((), total.dtype)
+            scaled = total * loss_scale[0].astype(total.dtype) if loss_scale else total
+            return scaled, ((total, weight), aux)
+
+        return forward
+
+
+def _widen(x: jax.Array) -> jax.Array:
+    """Returns `x` in fp32 or wider; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm of reduced gradients, and which are not finite if the policy asks.
+
+    One small sum over the devices that hold different shards.
+    """
+    zero = jnp.zeros((), jnp.float32)
+    cut = whole = zero
+    overflows = []
+    for grad, leaf in zip(grads, plan.leaves, strict=False):
+        inexact = leaf.trained and jnp.issubdtype(grad.dtype, jnp.inexact)
+        square = jnp.sum(jnp.real(grad * jnp.conj(grad))) if inexact else zero
+        overflows.append(jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32) if inexact else zero)
+        if leaf.grad.cut is None:
+            whole = whole + square
+        else:
+            cut = cut + square
+    if not plan.config.policy.skips or not grads:
+        return jnp.sqrt(lax.psum(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
+    # Leaves that every device holds whole are the same everywhere: counted N times they are still what they are.
+    cut, counts = lax.psum((cut, jnp.stack(overflows)), plan.config.axis)
+    return jnp.sqrt(cut + whole), counts > 0
 
 
 def _accumulated(
     forward: Callable[..., Any],
-    diff: list[jax.Array],
+    diff: dict[int, jax.Array],
     batch: list[jax.Array],
     key: list[jax.Array],
-    steps: int,
-    traced: TracedLoss,
-) -> tuple[jax.Array, jax.Array, PyTree, list[jax.Array]]:
+    micro: MicroBatches,
+    plan: ZeroPlan,
+) -> tuple[Any, PyTree, dict[int, jax.Array]]:
     """Sums loss, weight and gradients over micro-batches; `aux` is stacked for `reduce_aux`."""
     grad = jax.value_and_grad(forward, has_aux=True)
-    if steps == 1:
-        (total, (weight, aux)), grads = grad(diff, batch, key)
-        return total, weight, aux, grads
+    if micro.steps == 1:
+        (_, (sums, aux)), grads = grad(diff, batch, key)
+        return sums, aux, grads
     whole = [x.ndim == 0 for x in batch]
-    micro = [x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)]
+    parts = [
+        x if w else x.reshape(micro.steps, x.shape[0] // micro.steps, *x.shape[1:])
+        for x, w in zip(batch, whole, strict=True)
+    ]
+
+    def one(i: jax.Array) -> tuple[Any, Any]:
+        part = [x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)]
+        (_, (sums, aux)), grads = grad(diff, part, [jax.random.fold_in(k, i) for k in key])
+        kept = {j: x.astype(cast_dtype(x.dtype, plan.leaves[j].grad.dtype)) for j, x in grads.items()}
+        return (sums, kept), aux
 
     def body(sums: Any, i: jax.Array) -> tuple[Any, Any]:
-        part = [x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(micro, whole, strict=True)]
-        (total, (weight, aux)), grads = grad(diff, part, [jax.random.fold_in(k, i) for k in key])
-        return jax.tree.map(jnp.add, sums, (total, weight, grads)), aux
+        part, aux = one(i)
+        return jax.tree.map(jnp.add, sums, part), aux
 
-    loss = jax.tree.leaves(traced.out_shape)[0]
-    zero = jnp.zeros((), loss.dtype)
-    start = (zero, zero, [jnp.zeros_like(x) for x in diff])
-    (total, weight, grads), aux = lax.scan(body, start, jnp.arange(steps))
-    return total, weight, aux, grads
+    shapes, _ = jax.eval_shape(one, jnp.zeros((), jnp.int32))
+    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (sums, grads), aux = lax.scan(body, start, jnp.arange(micro.steps))
+    return sums, aux, grads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,39 +414,46 @@ class _Role:
 
     leaf: LeafPlan
     wire: Wire
-    is_view: bool
+    stage: int
 
-    @classmethod
-    def of(cls, leaf: LeafPlan, wire: Wire, stage: int) -> _Role:
-        return cls(leaf, wire, is_view=stage >= 2 and leaf.param.cut is None and leaf.grad.cut is not None)
-
-    def variable(self, stored: jax.Array) -> jax.Array:
-        """The array that the loss is differentiated with respect to."""
-        if self.is_view and self.leaf.grad.cut is not None:
-            return jnp.zeros(self.leaf.grad.cut.shard_shape, self.leaf.grad.dtype)
-        return stored
-
-    def value(self, variable: jax.Array, stored: jax.Array) -> Any:
-        """The parameter as the walk takes it."""
-        if self.is_view and self.leaf.grad.cut is not None:
-            whole = lax.stop_gradient(stored)
-            return Lazy(variable, whole, self.leaf.grad.cut, self.wire, self.leaf.param.dtype)
+    @property
+    def has_slot(self) -> bool:
+        """Whether the gradient leaves through a slot, and not at the parameter itself."""
         if self.leaf.param.cut is not None:
-            return Lazy(variable, None, self.leaf.param.cut, self.wire, self.leaf.param.dtype)
-        return variable
+            return True
+        return self.stage >= 2 and self.leaf.grad.cut is not None and not self.wire.reduce_last
 
-    def reduce(self, grad: jax.Array) -> jax.Array:
-        """The gradient, reduced over all devices, in the plan's layout."""
-        if self.is_view or self.leaf.param.cut is not None:
-            return grad  # reduced where it was made
-        if self.leaf.grad.cut is not None:
-            return reduce_shard(grad, self.leaf.grad.cut, self.wire)
-        return sum_over(grad, self.wire)
-
-    def no_grad(self) -> jax.Array:
-        """The gradient of a leaf that has none (integers): zeros."""
+    def variable(self, stored: jax.Array) -> jax.Array | None:
+        """The array that the loss is differentiated with respect to, if any."""
+        if not self.leaf.trained or not jnp.issubdtype(stored.dtype, jnp.inexact):
+            return None
+        if not self.has_slot:
+            return stored
         cut = self.leaf.grad.cut
-        return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
+        assert cut is not None
+        return jnp.zeros(cut.shape if self.wire.reduce_last else cut.shard_shape, self.leaf.grad.dtype)
+
+    def value(self, variable: jax.Array | None, stored: jax.Array) -> Any:
+        """The parameter as the walk takes it."""
+        param, dtype = self.leaf.param, self.leaf.compute_dtype
+        if param.cut is not None:
+            return Lazy(stored, None, variable, param.cut, self.wire, dtype, dtype)
+        if self.has_slot and variable is not None:
+            assert self.leaf.grad.cut is not None
+            return Lazy(None, stored, variable, self.leaf.grad.cut, self.wire, dtype, dtype)
+        return stored if variable is None else variable
+
+    def finish(self, grad: jax.Array | None, factor: jax.Array) -> jax.Array:
+        """The gradient, reduced over all devices, in the plan's layout, in fp32 or wider, times `factor`."""
+        cut = self.leaf.grad.cut
+        if grad is None:  # integers, frozen parameters
+            return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
+        if cut is None:
+            grad = reduce_whole(grad, self.wire)
+        elif self.wire.reduce_last or not self.has_slot:
+            grad = reduce_shard(grad, cut, self.wire)
+        grad = _widen(grad)
+        return grad * factor.astype(grad.dtype)
 
 
 def check_loss(traced: TracedLoss, num_rows: int | None) -> None:

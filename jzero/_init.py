@@ -24,8 +24,9 @@ from jzero._optimizer import ZeroTransformation, stored_leaf
 from jzero._placement import place_array, strong
 from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import Adapted, adapt, map_state
-from jzero._train_state import resolve_config, resolve_mesh
+from jzero._state import Adapted, adapt, map_state, to_stored
+from jzero._train_state import resolve_config, resolve_mesh, restrict
+from jzero._trained import restrict_opt_state
 
 __all__ = ["init_train_state", "lower_init"]
 
@@ -42,6 +43,7 @@ def init_train_state(
     stage: int | None = None,
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
+    trainable: Any = None,
 ) -> State:
     """Makes a train state that is born sharded: no device ever holds the whole model.
 
@@ -54,6 +56,7 @@ def init_train_state(
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how.
       mesh: Over which devices; all of them by default.
+      trainable: Which parameters are trained, as for `shard_train_state`.
 
     Returns:
       The state, as `shard_train_state(make_state(key), ...)` would place it.
@@ -73,12 +76,17 @@ def init_train_state(
     """
     config = resolve_config(stage, config)
     mesh = resolve_mesh(mesh, config, None)
-    lowered, rebuild = lower_init(make_state, key, config, mesh)
+    lowered, rebuild = lower_init(make_state, key, config, mesh, trainable=trainable)
     return rebuild(lowered.compile()(place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))))
 
 
 def lower_init(
-    make_state: Callable[[jax.Array], State], key: jax.Array, config: ZeroConfig, mesh: Mesh
+    make_state: Callable[[jax.Array], State],
+    key: jax.Array,
+    config: ZeroConfig,
+    mesh: Mesh,
+    *,
+    trainable: Any = None,
 ) -> tuple[Any, Callable[[list[jax.Array]], State]]:
     """Returns the lowered program of `init_train_state`, and what turns its outputs into the state."""
     made: list[Adapted] = []
@@ -89,19 +97,30 @@ def lower_init(
         return made[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
-    plan = make_plan(shapes, shapes.tx, config, mesh)
+    natural, tx = restrict(shapes, shapes.tx, trainable)
+    plan = make_plan(natural, tx, config, mesh)
     check_processes_agree(plan)
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
+    def stored(state: Any) -> Any:
+        """The state in the structure that the plan stores, leaves handed on as they are."""
+        if tx is not shapes.tx:
+            state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
+        return to_stored(state, plan)
+
     def born(key: jax.Array) -> list[jax.Array]:
-        values = treedef.unflatten(_one_leaf_at_a_time(inner, consts, key))
-        return jax.tree.leaves(map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, values))
+        values = stored(treedef.unflatten(_one_leaf_at_a_time(inner, consts, key)))
+        values = map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, values)
+        return jax.tree.leaves(values)
+
+    out = stored(shapes)
+    out_treedef = jax.tree.structure(out)
 
     def rebuild(leaves: list[jax.Array]) -> State:
-        return made[-1].rebuild(treedef.unflatten(leaves).replace(tx=ZeroTransformation(shapes.tx, plan)))
+        return made[-1].rebuild(out_treedef.unflatten(leaves).replace(tx=ZeroTransformation(tx, plan)))
 
-    shardings = jax.tree.leaves(map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes))
+    shardings = jax.tree.leaves(map_state(lambda x, leaf: plan.sharding(leaf), plan, out))
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     return jax.jit(born, out_shardings=shardings).lower(abstract), rebuild

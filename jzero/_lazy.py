@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _compat
-from jzero._collectives import Wire, gather_param, to_natural, view_param
+from jzero._collectives import Wire, gather_param, view_param
 from jzero._layout import Cut
+from jzero._rounding import narrow
 
 __all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
 
@@ -37,27 +38,29 @@ class Lazy:
     """A parameter that is made whole where it is used.
 
     Attributes:
-      shard: This device's shard; for a parameter that every device holds whole, any array of the
-        shard's shape, through which the gradient leaves.
+      shard: This device's part; `None` if every device holds the parameter whole.
       whole: The whole parameter, if every device holds it.
-      cut: How `shard` lies in the natural shape.
+      slot: An array in the layout and dtype of the gradient, through which that leaves; `None` if there is none.
+      cut: How the part lies in the natural shape.
       wire: The axes to gather and reduce over.
-      dtype: What the whole value is cast to. Never narrower than the shard: a narrowing cast is
-        applied to the shard, before the gather.
+      wire_dtype: What the value is cast to on the device that holds it, before it travels.
+      dtype: What the whole value is cast to. Never narrower than `wire_dtype`.
     """
 
-    shard: jax.Array
+    shard: jax.Array | None
     whole: jax.Array | None
+    slot: jax.Array | None
     cut: Cut
     wire: Wire
+    wire_dtype: Any
     dtype: Any
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
-        return (self.shard, self.whole), (self.cut, self.wire, self.dtype)
+        return (self.shard, self.whole, self.slot), (self.cut, self.wire, self.wire_dtype, self.dtype)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, Any]) -> Lazy:
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Lazy:
         """Joins what `tree_flatten` split."""
         return cls(*children, *aux)
 
@@ -73,13 +76,12 @@ class Lazy:
     def make_whole(self) -> jax.Array:
         """Returns the whole value."""
         if self.whole is not None:
-            value = view_param(self.whole, self.shard, self.cut, self.wire)
-        elif jnp.issubdtype(self.shard.dtype, jnp.inexact):
-            value = gather_param(self.shard, self.cut, self.wire)
-        else:  # no gradient, and collectives know no booleans
-            bits = self.shard.astype(jnp.int8) if self.shard.dtype == jnp.bool_ else self.shard
-            value = to_natural(lax.all_gather(bits, self.wire.axis, axis=self.cut.dim, tiled=True), self.cut)
-            value = value.astype(self.shard.dtype)
+            value = lax.stop_gradient(self.whole).astype(self.wire_dtype)
+        else:
+            assert self.shard is not None
+            value = gather_param(narrow(self.shard, self.wire_dtype), self.cut, self.wire)
+        if self.slot is not None:
+            value = view_param(value, self.slot, self.cut, self.wire)
         return value.astype(self.dtype)
 
 
@@ -219,13 +221,10 @@ def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
 
 
 def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    new, old = jnp.dtype(params["new_dtype"]), lazy.shard.dtype
+    new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.wire_dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
         return None
-    if new.itemsize > old.itemsize:
-        return dataclasses.replace(lazy, dtype=new)
-    whole = None if lazy.whole is None else lazy.whole.astype(new)
-    return dataclasses.replace(lazy, shard=lazy.shard.astype(new), whole=whole, dtype=new)
+    return dataclasses.replace(lazy, wire_dtype=new if new.itemsize < old.itemsize else old, dtype=new)
 
 
 def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -276,7 +275,7 @@ def _is_cut(cut: Cut, dim: int) -> bool:
 
 
 def _each(lazy: Lazy, fn: Any, *, dim: int, shape: tuple[int, ...]) -> Lazy:
-    """Applies `fn(array, own)` to shard and whole.
+    """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
     `own(values, untouched)` takes the value of each dimension that the array holds whole, and
     `untouched` for the cut one.
@@ -289,9 +288,16 @@ def _each(lazy: Lazy, fn: Any, *, dim: int, shape: tuple[int, ...]) -> Lazy:
     def for_whole(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values)
 
-    cut = Cut(dim, shape, old.num_shards, old.flat)
-    whole = None if lazy.whole is None else fn(lazy.whole, for_whole)
-    return dataclasses.replace(lazy, shard=fn(lazy.shard, for_shard), whole=whole, cut=cut)
+    def apply(x: jax.Array | None, own: Any) -> Any:
+        return None if x is None else fn(x, own)
+
+    return dataclasses.replace(
+        lazy,
+        shard=apply(lazy.shard, for_shard),
+        whole=apply(lazy.whole, for_whole),
+        slot=apply(lazy.slot, for_whole if lazy.wire.reduce_last else for_shard),
+        cut=Cut(dim, shape, old.num_shards, old.flat),
+    )
 
 
 _ON_SHARD: dict[str, Any] = {

@@ -34,6 +34,8 @@ class StateLeaf:
       cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
       reason: Why it stays whole; empty if it is cut.
       owner: Index of the parameter that an optimizer leaf follows.
+      wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
+      is_param: Whether a leaf of another field is a parameter that is not trained.
     """
 
     path: str
@@ -43,6 +45,8 @@ class StateLeaf:
     cut: Cut | None = None
     reason: str = ""
     owner: int | None = None
+    wide: Any = None
+    is_param: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -74,16 +78,29 @@ class LeafPlan:
       param: The parameter as stored between steps.
       grad: Its gradient as `value_and_grad` returns it; optimizer leaves of its shape follow.
       scan_dim: The dimension that a scan runs over, which is never cut.
+      compute_dtype: What the loss sees.
+      update_dtype: What the optimizer sees of parameter and gradient.
+      master: Its master copy in the optimizer state; `None` if `param` is what the optimizer updates.
+      trained: Whether it has a gradient.
     """
 
     param: StateLeaf
     grad: StateLeaf
     scan_dim: int | None
+    compute_dtype: Any
+    update_dtype: Any
+    master: StateLeaf | None = None
+    trained: bool = True
 
     @property
     def path(self) -> str:
         """Key path of the parameter."""
         return self.param.path
+
+    @property
+    def updated(self) -> StateLeaf:
+        """What the optimizer updates: the master copy, or the parameter itself."""
+        return self.param if self.master is None else self.master
 
 
 class BytesPerDevice(NamedTuple):
@@ -117,12 +134,14 @@ class ZeroPlan:
       config: The configuration that it was made for.
       mesh: The mesh; abstract if the plan was made without devices.
       leaves: One `LeafPlan` per parameter.
-      opt_leaves: One `StateLeaf` per leaf of the optimizer state.
+      opt_leaves: One `StateLeaf` per leaf of the optimizer state as stored; those of the user's own optimizer first.
       other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
       closed_over: Arrays above the persistence threshold that the loss closes over. Every device holds
         them whole; known only to the plan that `step.plan(state, batch)` returns.
       params_treedef: Structure of `state.params`.
-      opt_treedef: Structure of `state.opt_state`.
+      opt_treedef: Structure of `state.opt_state`, as stored.
+      inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
+        precision policy keeps state of its own.
 
     Example:
       >>> plan = jzero.plan_of(state)
@@ -137,6 +156,7 @@ class ZeroPlan:
     other_leaves: tuple[StateLeaf, ...]
     params_treedef: Any
     opt_treedef: Any
+    inner_treedef: Any
     closed_over: tuple[StateLeaf, ...] = ()
 
     def __hash__(self) -> int:
@@ -150,6 +170,31 @@ class ZeroPlan:
     def num_shards(self) -> int:
         """N, the size of the ZeRO axis."""
         return axis_size(self.mesh, self.config)
+
+    @property
+    def inner_leaves(self) -> tuple[StateLeaf, ...]:
+        """The leaves of the user's own optimizer's state."""
+        return self.opt_leaves[: self.inner_treedef.num_leaves]
+
+    @property
+    def has_opt_state(self) -> bool:
+        """Whether the precision policy keeps state of its own, so that `opt_state` is a `ZeroOptState`."""
+        return bool(self.opt_treedef != self.inner_treedef)
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether anything is rounded stochastically when it is stored."""
+        return any(leaf.wide is not None for leaf in self.opt_leaves) or any(
+            leaf.trained and leaf.updated.dtype != leaf.update_dtype for leaf in self.leaves
+        )
+
+    @property
+    def plain(self) -> ZeroPlan:
+        """The same plan for the plain state: masters in place of parameters, the user's own optimizer state."""
+        leaves = tuple(dataclasses.replace(leaf, param=leaf.updated, master=None) for leaf in self.leaves)
+        return dataclasses.replace(
+            self, leaves=leaves, opt_leaves=self.inner_leaves, opt_treedef=self.inner_treedef, closed_over=()
+        )
 
     @property
     def params(self) -> PyTree:
@@ -182,11 +227,11 @@ class ZeroPlan:
         Gradients count at their most: whole at stages 0 and 1, whose backward pass makes the whole local
         gradient before it is reduced, cut at stages 2 and 3.
         """
-        grads = [
-            leaf.grad if self.config.stage >= 2 else dataclasses.replace(leaf.grad, cut=None) for leaf in self.leaves
-        ]
+        grads = [leaf.grad for leaf in self.leaves if leaf.trained]
+        if self.config.stage < 2:
+            grads = [dataclasses.replace(leaf, cut=None) for leaf in grads]
         return BytesPerDevice(
-            params=self._sum_bytes([leaf.param for leaf in self.leaves]),
+            params=self._sum_bytes(self._all_params),
             grads=self._sum_bytes(grads),
             opt_state=self._sum_bytes(self.opt_leaves),
         )
@@ -198,12 +243,17 @@ class ZeroPlan:
             *(
                 sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
                 for leaves in (
-                    [leaf.param for leaf in self.leaves],
-                    [leaf.grad for leaf in self.leaves],
+                    self._all_params,
+                    [leaf.grad for leaf in self.leaves if leaf.trained],
                     self.opt_leaves,
                 )
             )
         )
+
+    @property
+    def _all_params(self) -> list[StateLeaf]:
+        """Every parameter as stored, trained or not."""
+        return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
     def _sum_bytes(self, leaves: Sequence[StateLeaf]) -> int:
         return sum(leaf.bytes_per_device(self.mesh, self.config.axis) for leaf in leaves)
@@ -219,9 +269,10 @@ class ZeroPlan:
         passes = 2 if self.config.reshard_after_forward else 1
         total = 0
         for leaf in self.leaves:
-            times = passes if leaf.param.cut else int(leaf.grad.cut is not None)
-            total += times * leaf.param.size * itemsize(leaf.param.dtype)
-        return total
+            times = passes if leaf.param.cut else int(leaf.trained and leaf.grad.cut is not None)
+            total += times * leaf.param.size * itemsize(leaf.compute_dtype)
+        frozen = [leaf for leaf in self.other_leaves if leaf.is_param and leaf.cut]
+        return total + passes * sum(leaf.size * itemsize(leaf.dtype) for leaf in frozen)
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:
@@ -232,7 +283,7 @@ class ZeroPlan:
         params = [leaf.param for leaf in self.leaves]
         terms: list[tuple[Term, Sequence[StateLeaf]]] = [
             ("params", params),
-            ("grads", [leaf.grad for leaf in self.leaves]),
+            ("grads", [leaf.grad for leaf in self.leaves if leaf.trained]),
             ("opt_state", self.opt_leaves),
             ("other", (*self.other_leaves, *self.closed_over)),
         ]

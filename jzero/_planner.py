@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -14,10 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._config import LeafRule, ZeroConfig
 from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
 from jzero._mesh import AnyMesh, axis_size, check_mesh
-from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero._opt_state import ZeroOptState, initial_loss_scale
+from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
+from jzero._precision import DynamicLossScale, cast_dtype
+from jzero._trained import find_frozen
 from jzero._tree import key_names, path_str
 
-__all__ = ["check_arrays", "make_plan", "other_fields"]
+__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state"]
 
 PyTree = Any
 
@@ -26,7 +30,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
 
     Args:
-      state: Anything with the fields of Flax's `TrainState`.
+      state: Anything with the fields of Flax's `TrainState`; plain, without what a precision policy adds.
       tx: Its optax transformation, unwrapped.
       config: What to partition.
       mesh: Over what; may be abstract.
@@ -35,13 +39,69 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     others = other_fields(state)
     check_arrays(state)
     leaves = _plan_params(state.params, config, mesh)
-    opt_leaves = _plan_opt_state(tx, state.params, state.opt_state, leaves, config, mesh)
+    seen = jax.tree.structure(state.params).unflatten(
+        [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
+    )
+    made = jax.eval_shape(tx.init, seen)
+    made_dtypes = {path_str(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(made)}
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
+    _check_opt_state(jax.tree_util.tree_leaves_with_path(made), paths, values)
+    owners = _owners(tx, state.params, state.opt_state, paths)
+    shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
+    frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
+    leaves = [_freeze(leaf, config) if f else leaf for leaf, f in zip(leaves, frozen, strict=True)]
+    inner = [
+        _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
+        for path, x, owner in zip(paths, values, owners, strict=True)
+    ]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
     for name, value in others.items():
-        other_leaves += _plan_other(name, value, params_treedef, leaves, config, mesh)
-    opt_treedef = jax.tree.structure(state.opt_state)
-    return ZeroPlan(config, mesh, tuple(leaves), tuple(opt_leaves), tuple(other_leaves), params_treedef, opt_treedef)
+        if name in getattr(state, "frozen_fields", ()):
+            other_leaves += _plan_frozen(name, value, config, mesh)
+        else:
+            other_leaves += _plan_other(name, value, params_treedef, leaves, config, mesh)
+    inner_treedef = jax.tree.structure(state.opt_state)
+    plan = ZeroPlan(
+        config, mesh, tuple(leaves), tuple(inner), tuple(other_leaves), params_treedef, inner_treedef, inner_treedef
+    )
+    return _with_own_state(plan)
+
+
+def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
+    """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
+    own = own_opt_state(plan, [leaf.master for leaf in plan.leaves])
+    if own is None:
+        return plan
+    prefix = jax.tree_util.GetAttrKey("inner")
+    wrapped = dataclasses.replace(own, inner=plan.opt_treedef.unflatten(plan.opt_leaves))
+    leaves = []
+    for path, x in jax.tree_util.tree_leaves_with_path(wrapped):
+        if isinstance(x, StateLeaf):
+            leaves.append(dataclasses.replace(x, path=path_str(path)) if path[0] != prefix else x)
+        else:
+            leaves.append(StateLeaf(path_str(path), np.shape(x), np.asarray(x).dtype, reason="of the precision policy"))
+    return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
+
+
+def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None:
+    """Returns what the precision policy keeps beside the optimizer's own state, at its start; `None` if nothing.
+
+    Args:
+      plan: The plan.
+      masters: Per parameter leaf what stands for its master copy; only used where there is one.
+    """
+    dynamic = plan.config.policy.loss_scale
+    has_masters = any(leaf.master is not None for leaf in plan.leaves)
+    if not (has_masters or plan.rounds_stochastically or isinstance(dynamic, DynamicLossScale)):
+        return None
+    kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
+    return ZeroOptState(
+        inner=None,
+        masters=plan.params_treedef.unflatten(kept),
+        loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
+        num_updates=np.int32(0) if plan.rounds_stochastically else None,  # type: ignore[arg-type]
+    )
 
 
 def other_fields(state: Any) -> dict[str, PyTree]:
@@ -104,17 +164,41 @@ def _plan_params(params: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[Leaf
     plans = []
     for leaf, rule, scan_dim, keep in zip(described, rules, scan_dims, persistent, strict=True):
         if config.stage == 0 or rule.replicated:
-            whole = dataclasses.replace(leaf, reason="by rule" if rule.replicated else "stage 0")
-            plans.append(LeafPlan(whole, whole, scan_dim))
-            continue
-        cut, reason = choose_cut(
-            leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
-        )
+            cut, reason = None, "by rule" if rule.replicated else "stage 0"
+        else:
+            cut, reason = choose_cut(
+                leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
+            )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why)
-        plans.append(LeafPlan(param, grad, scan_dim))
+        plans.append(_with_dtypes(LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype), rule, config))
     return plans
+
+
+def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig) -> LeafPlan:
+    """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
+    policy, given = config.policy, plan.param.dtype
+    compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
+    kept = cast_dtype(given, policy.master)
+    if policy.master is not None and itemsize(compute) > itemsize(kept):
+        kept = compute  # a rule asks for more than the master's dtype
+    update = cast_dtype(given, jnp.promote_types(kept, jnp.float32) if policy.master is not None else None)
+    grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
+    # What every device holds whole is held as the loss sees it; the copy that is updated is then cut.
+    separate = plan.param.cut is None and compute != kept
+    master = dataclasses.replace(plan.grad, dtype=kept) if separate else None
+    param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
+    return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
+
+
+def _freeze(plan: LeafPlan, config: ZeroConfig) -> LeafPlan:
+    """Returns the plan of a parameter that is not trained: no gradient, no master, held as the loss sees it."""
+    param = dataclasses.replace(plan.param, dtype=plan.compute_dtype)
+    grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
+    return dataclasses.replace(
+        plan, param=param, grad=grad, update_dtype=plan.compute_dtype, master=None, trained=False
+    )
 
 
 def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequence[LeafRule]) -> None:
@@ -159,25 +243,16 @@ class _Owned:
         self.owner = owner
 
 
-def _plan_opt_state(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    opt_state: PyTree,
-    plans: Sequence[LeafPlan],
-    config: ZeroConfig,
-    mesh: AnyMesh,
-) -> list[StateLeaf]:
-    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(opt_state))
-    _check_opt_state(tx, params, paths, values)
-    owners = _owners(tx, params, opt_state, paths)
-    leaves = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
-    return [_plan_opt_leaf(leaf, owner, plans, config, mesh) for leaf, owner in zip(leaves, owners, strict=True)]
-
-
 def _plan_opt_leaf(
-    leaf: StateLeaf, owner: int | None, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+    leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> StateLeaf:
-    leaf = dataclasses.replace(leaf, owner=owner)
+    """Returns the layout of an optimizer leaf; `made` is the dtype in which the optimizer makes it."""
+    policy = config.policy
+    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
+    if owner is not None and leaf.shape == plans[owner].param.shape:
+        stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
+        dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
+        leaf = dataclasses.replace(leaf, dtype=dtype, wide=leaf.dtype if dtype != leaf.dtype else None)
     if config.stage == 0:
         return dataclasses.replace(leaf, reason="stage 0")
     if owner is None:
@@ -191,11 +266,9 @@ def _plan_opt_leaf(
 
 
 def _check_opt_state(
-    tx: optax.GradientTransformation, params: PyTree, paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
+    made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
 ) -> None:
-    """Raises unless `opt_state` is what `tx` makes for `params`; lists every leaf that is not."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
-    made = jax.tree_util.tree_leaves_with_path(jax.eval_shape(tx.init, abstract))
+    """Raises unless `opt_state` is what the optimizer makes for `params`; lists every leaf that is not."""
     want = {path_str(path): tuple(x.shape) for path, x in made}
     have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
     bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
@@ -275,6 +348,14 @@ def _plan_other(
         dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params")
         for x in leaves
     ]
+
+
+def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:
+    """Parameters that no optimizer knows, in a field of their own: laid out like parameters, without a gradient."""
+    prefix = jax.tree_util.GetAttrKey(name)
+    leaves = _plan_params(value, dataclasses.replace(config, rules={}), mesh)
+    frozen = [_freeze(leaf, config).param for leaf in leaves]
+    return [dataclasses.replace(x, path=f"{path_str((prefix,))}/{x.path}", is_param=True) for x in frozen]
 
 
 def _unzip(pairs: Sequence[tuple[tuple[Any, ...], Any]]) -> tuple[list[tuple[Any, ...]], list[Any]]:

@@ -9,11 +9,23 @@ from typing import Any
 import jax
 import optax
 
+from jzero._opt_state import LossScaleState
 from jzero._optimizer import ZeroTransformation
 from jzero._plan import ZeroPlan
-from jzero._planner import other_fields
+from jzero._planner import other_fields, own_opt_state
 
-__all__ = ["Adapted", "TrainState", "adapt", "adapt_sharded", "check_alive", "map_state", "plan_of", "register_adapter"]
+__all__ = [
+    "Adapted",
+    "TrainState",
+    "adapt",
+    "adapt_sharded",
+    "check_alive",
+    "map_state",
+    "plan_of",
+    "register_adapter",
+    "to_plain",
+    "to_stored",
+]
 
 PyTree = Any
 
@@ -155,6 +167,33 @@ def check_alive(tree: Any) -> None:
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
             "state that the step returned (`state, metrics = step(state, batch)`)."
         )
+
+
+def to_plain(state: Any, plan: ZeroPlan) -> Any:
+    """Returns a stored state with masters in place of parameters and the user's own optimizer state: `plan.plain`."""
+    if not plan.has_opt_state:
+        return state
+    own = state.opt_state
+    params = plan.params_treedef.flatten_up_to(state.params)
+    masters = plan.params_treedef.flatten_up_to(own.masters)
+    kept = [x if leaf.master is None else m for x, m, leaf in zip(params, masters, plan.leaves, strict=True)]
+    return state.replace(params=plan.params_treedef.unflatten(kept), opt_state=own.inner)
+
+
+def to_stored(state: Any, plan: ZeroPlan, loss_scale: LossScaleState | None = None) -> Any:
+    """Returns a plain state with what the precision policy adds; leaves are handed on as they are.
+
+    Args:
+      state: A state laid out as `plan.plain`.
+      plan: The plan.
+      loss_scale: The loss scale to go on with; a fresh one by default.
+    """
+    own = own_opt_state(plan, plan.params_treedef.flatten_up_to(state.params))
+    if own is None:
+        return state
+    if own.loss_scale is not None and loss_scale is not None:
+        own = dataclasses.replace(own, loss_scale=loss_scale)
+    return state.replace(opt_state=dataclasses.replace(own, inner=state.opt_state))
 
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh
-from jzero._optimizer import ZeroTransformation, natural_leaf
+from jzero._optimizer import ZeroTransformation
 from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import adapt, adapt_sharded, check_alive, map_state
+from jzero._state import adapt, adapt_sharded, check_alive, map_state, to_plain, to_stored
+from jzero._trained import restrict_opt_state, restrict_optimizer
 from jzero._tree import path_str
 
 __all__ = [
@@ -26,9 +28,11 @@ __all__ = [
     "plan_train_state",
     "resolve_config",
     "resolve_mesh",
+    "restrict",
     "shard_train_state",
     "unshard_train_state",
     "update_params",
+    "write_params",
 ]
 
 PyTree = Any
@@ -36,7 +40,12 @@ State = Any
 
 
 def plan_train_state(
-    state: State, *, stage: int | None = None, config: ZeroConfig | None = None, mesh: AnyMesh | None = None
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: AnyMesh | None = None,
+    trainable: PyTree | str | None = None,
 ) -> ZeroPlan:
     """Returns where every leaf of a train state would live. Pure: places nothing.
 
@@ -47,6 +56,7 @@ def plan_train_state(
       config: What to partition, and how.
       mesh: Over which devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
         machine that is not there.
+      trainable: Which parameters are trained, as for `shard_train_state`.
 
     Returns:
       A `ZeroPlan`; `print` it for a table.
@@ -62,7 +72,8 @@ def plan_train_state(
     """
     config = resolve_config(stage, config)
     natural, tx, _ = _natural(adapt(state).state)
-    return make_plan(natural, tx, config, resolve_mesh(mesh, config, state))
+    mesh = resolve_mesh(mesh, config, state)
+    return make_plan(*restrict(natural, tx, trainable), config, mesh)
 
 
 def shard_train_state(
@@ -71,9 +82,13 @@ def shard_train_state(
     stage: int | None = None,
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
+    trainable: PyTree | str | None = None,
     donate: bool = False,
 ) -> State:
     """Places a train state over the devices as ZeRO's stage says. Values do not change.
+
+    With a precision policy parameters and optimizer state take the dtypes that it gives them, and `opt_state`
+    becomes a `ZeroOptState` that holds the optimizer's own state (`inner`) and the masters.
 
     Args:
       state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
@@ -81,6 +96,9 @@ def shard_train_state(
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how.
       mesh: Over which devices. By default all of them, or those of an already sharded state.
+      trainable: Which parameters are trained: a tree of booleans of the structure of `params` (or of its upper
+        part), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
+        gradient, no master copy and no optimizer state. By default those that the optimizer updates.
       donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
 
     Returns:
@@ -106,18 +124,19 @@ def shard_train_state(
     mesh = resolve_mesh(mesh, config, state)
     _check_concrete(train_state)
     check_alive(train_state)
-    plan = make_plan(natural, tx, config, mesh)
+    natural, new_tx = restrict(natural, tx, trainable)
+    plan = make_plan(natural, new_tx, config, mesh)
     check_processes_agree(plan)
+    arrays, before = _to_place(train_state, old, plan, new_tx)
     uses: dict[int, int] = {}
-    for x in jax.tree.leaves(train_state):
+    for x in jax.tree.leaves(arrays):
         uses[id(x)] = uses.get(id(x), 0) + 1
-    old_leaves = iter(() if old is None else _all_leaves(old))
 
     def place(x: Any, leaf: StateLeaf) -> jax.Array:
-        before = next(old_leaves, None)
+        was = next(before)
         whole = x
-        if old is not None and before is not None and before.cut is not None and not before.cut.is_stored_naturally:
-            (whole,) = gather_leaves([x], [before], old.mesh)
+        if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
+            (whole,) = gather_leaves([x], [was], old.mesh)
         placed = place_leaf(whole, leaf, plan)
         uses[id(x)] -= 1
         if old is not None or donate:  # one leaf at a time, so that at most one is held whole
@@ -126,13 +145,44 @@ def shard_train_state(
             x.delete()
         return placed
 
-    return adapted.rebuild(map_state(place, plan, train_state, tx=ZeroTransformation(tx, plan)))
+    placed = map_state(place, plan, arrays, tx=ZeroTransformation(new_tx, plan))
+    if donate:  # what the new state has no use for
+        for x in jax.tree.leaves(train_state):
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+    return adapted.rebuild(placed)
+
+
+def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
+    """Returns a plain state and its optimizer for the trained parameters alone."""
+    new_tx = restrict_optimizer(tx, trainable, state.params)
+    if new_tx is tx:
+        return state, tx
+    return state.replace(opt_state=restrict_opt_state(new_tx, state.params, state.opt_state)), new_tx
+
+
+def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
+    """Returns the state in the structure that `plan` stores, and the layouts that its leaves have now, in order."""
+    plain, loss_scale, layouts, old_tx = train_state, None, train_state, train_state.tx
+    if old is not None:
+        loss_scale = train_state.opt_state.loss_scale if old.has_opt_state else None
+        plain, old_tx = to_plain(train_state, old), old_tx.inner
+        layouts = map_state(lambda x, leaf: leaf, old.plain, plain)
+    if tx is not old_tx:
+        shapes = plan.params_treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
+        )
+        plain, layouts = (x.replace(opt_state=restrict_opt_state(tx, shapes, x.opt_state)) for x in (plain, layouts))
+    order: list[Any] = []
+    map_state(lambda x, leaf: order.append(x), plan, to_stored(layouts, plan, loss_scale))
+    return to_stored(plain, plan, loss_scale), iter(order)
 
 
 def unshard_train_state(state: State) -> State:
     """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
 
-    Peak memory per device is the shards plus the whole state.
+    Peak memory per device is the shards plus the whole state. Of a precision policy the masters remain, as parameters,
+    and the optimizer's own state; the loss scale does not.
 
     Args:
       state: A sharded train state.
@@ -151,12 +201,13 @@ def unshard_train_state(state: State) -> State:
     train_state, plan = adapted.state, adapted.state.tx.plan
     check_alive(train_state)
     stored: list[jax.Array] = []
-    map_state(lambda x, leaf: stored.append(x), plan, train_state)
-    whole = iter(gather_leaves(stored, _all_leaves(plan), plan.mesh))
-    return adapted.rebuild(map_state(lambda x, leaf: next(whole), plan, train_state, tx=train_state.tx.inner))
+    plain, layout = to_plain(train_state, plan), plan.plain
+    map_state(lambda x, leaf: stored.append(x), layout, plain)
+    whole = iter(gather_leaves(stored, _all_leaves(layout), plan.mesh))
+    return adapted.rebuild(map_state(lambda x, leaf: next(whole), layout, plain, tx=train_state.tx.inner))
 
 
-def gather_params(state: State, *, paths: str | None = None) -> PyTree:
+def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
     """Returns whole parameters, in their natural shapes, replicated on every device.
 
     Peak memory per device is the shards plus the leaves asked for.
@@ -165,10 +216,12 @@ def gather_params(state: State, *, paths: str | None = None) -> PyTree:
       state: A sharded train state.
       paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
         match come back as `None`. All leaves by default.
+      masters: Whether to return the master copies that the optimizer updates in place of 16-bit parameters.
 
     Returns:
       A tree of `jax.Array` with the structure of `state.params`: shape as the model declares it, without
-      padding; dtype as stored.
+      padding; dtype as stored (at stage 3 of a precision policy that of the masters anyway, but for
+      persistent leaves).
 
     Raises:
       ValueError: `paths` matches no leaf.
@@ -182,6 +235,8 @@ def gather_params(state: State, *, paths: str | None = None) -> PyTree:
     """
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
+    if masters:
+        train_state, plan = to_plain(train_state, plan), plan.plain
     leaves = plan.params_treedef.flatten_up_to(train_state.params)
     check_alive(leaves)
     chosen = _match(plan, paths)
@@ -191,12 +246,12 @@ def gather_params(state: State, *, paths: str | None = None) -> PyTree:
 
 
 def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
-    """Edits whole parameters and writes them back sharded. The optimizer state stays as it is.
+    """Edits whole parameters and writes them back sharded, masters included. The optimizer state stays as it is.
 
     Args:
       state: A sharded train state.
-      fn: Takes the tree that `gather_params` returns and returns it with new values; shapes and dtypes must
-        stay. In several processes each must return the same values.
+      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns and returns it with new
+        values; shapes and dtypes must stay. In several processes each must return the same values.
       paths: Which leaves to gather, as in `gather_params`; the others stay as they are.
 
     Returns:
@@ -212,26 +267,39 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     """
     adapted = adapt_sharded(state)
     train_state, plan = adapted.state, adapted.state.tx.plan
-    old = plan.params_treedef.flatten_up_to(train_state.params)
     chosen = _match(plan, paths)
-    edited = fn(gather_params(state, paths=paths))
+    edited = fn(gather_params(state, paths=paths, masters=True))
     try:
         new = plan.params_treedef.flatten_up_to(edited)
     except ValueError as error:
         raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
     bad = [
         f"  {leaf.path}: {getattr(y, 'dtype', type(y).__name__)}{list(np.shape(y))}, but it is "
-        f"{leaf.param.dtype}{list(leaf.param.shape)}"
+        f"{leaf.updated.dtype}{list(leaf.param.shape)}"
         for y, leaf, take in zip(new, plan.leaves, chosen, strict=True)
-        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.param.dtype)
+        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.updated.dtype)
     ]
     if bad:
         raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
-    params = [
-        place_leaf(y, leaf.param, plan) if take else x
-        for x, y, leaf, take in zip(old, new, plan.leaves, chosen, strict=True)
-    ]
-    return adapted.rebuild(train_state.replace(params=plan.params_treedef.unflatten(params)))
+    return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
+
+
+def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
+    """Returns the train state with whole values written to the chosen parameters and their masters."""
+    plan = train_state.tx.plan
+    params = plan.params_treedef.flatten_up_to(train_state.params)
+    masters = plan.params_treedef.flatten_up_to(train_state.opt_state.masters) if plan.has_opt_state else params
+    masters = list(masters)
+    for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)):
+        if take:
+            params[i] = place_leaf(values[i], leaf.param, plan)
+            if leaf.master is not None:
+                masters[i] = place_leaf(values[i], leaf.master, plan)
+    new = train_state.replace(params=plan.params_treedef.unflatten(params))
+    if not plan.has_opt_state:
+        return new
+    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
+    return new.replace(opt_state=own)
 
 
 def natural_params(state: State) -> PyTree:
@@ -244,7 +312,7 @@ def natural_params(state: State) -> PyTree:
       state: A sharded train state.
 
     Returns:
-      A tree with the structure of `state.params`.
+      A tree with the structure of `state.params`, in the dtypes that the loss sees.
 
     Raises:
       TypeError: The state was not sharded by jzero.
@@ -257,11 +325,12 @@ def natural_params(state: State) -> PyTree:
     """
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
-    leaves = plan.params_treedef.flatten_up_to(train_state.params)
-    if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return gather_params(state)
-    natural = [natural_leaf(x, leaf.param, plan) for x, leaf in zip(leaves, plan.leaves, strict=True)]
-    return plan.params_treedef.unflatten(natural)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
+        return train_state.tx.natural_params(train_state.params)
+    whole = plan.params_treedef.flatten_up_to(gather_params(state))
+    return plan.params_treedef.unflatten(
+        [x.astype(leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+    )
 
 
 def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
@@ -308,13 +377,14 @@ def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
     """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
     if not isinstance(train_state.tx, ZeroTransformation):
         return train_state, train_state.tx, None
-    old = train_state.tx.plan
+    old, stored = train_state.tx.plan, train_state.tx.plan
+    train_state, old = to_plain(train_state, stored), stored.plain
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return map_state(abstract, old, train_state), train_state.tx.inner, old
+    return map_state(abstract, old, train_state), train_state.tx.inner, stored
 
 
 def _all_leaves(plan: ZeroPlan) -> list[StateLeaf]:

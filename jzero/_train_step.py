@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._grads import (
+    WHOLE_BATCH,
     LossInputs,
     LossResult,
+    MicroBatches,
     TracedLoss,
     check_batch,
     check_loss,
@@ -25,7 +27,8 @@ from jzero._grads import (
     warn_closed_over,
 )
 from jzero._mesh import batch_axes, num_batch_shards
-from jzero._optimizer import stored_leaf
+from jzero._optimizer import stored_leaf, with_next_loss_scale
+from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._placement import place_array, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import adapt_sharded, check_alive, map_state
@@ -40,11 +43,13 @@ Loss = Callable[..., Any]
 class _Step:
     """A function of `(state, batch, rng)`, jitted once per plan."""
 
-    def __init__(self, loss_fn: Loss, *, has_aux: bool, mutable: Sequence[str], accumulate_steps: int = 1) -> None:
+    def __init__(
+        self, loss_fn: Loss, *, has_aux: bool, mutable: Sequence[str], micro: MicroBatches = WHOLE_BATCH
+    ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
-        if isinstance(accumulate_steps, bool) or not isinstance(accumulate_steps, int) or accumulate_steps < 1:
-            raise ValueError(f"`accumulate_steps` must be an integer >= 1: got {accumulate_steps!r}.")
+        if isinstance(micro.steps, bool) or not isinstance(micro.steps, int) or micro.steps < 1:
+            raise ValueError(f"`accumulate_steps` must be an integer >= 1: got {micro.steps!r}.")
         if mutable and not has_aux:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
@@ -52,7 +57,7 @@ class _Step:
         self.loss_fn = loss_fn
         self.has_aux = has_aux
         self.mutable = tuple(mutable)
-        self.accumulate_steps = accumulate_steps
+        self.micro = micro
         self._jits: dict[Any, Any] = {}
 
     donated: tuple[int, ...] = ()
@@ -76,7 +81,7 @@ class _Step:
         if _in_trace((state, batch, rng)):
             return self._compute(state, batch, rng=rng)
         check_alive(state)
-        batch, rng = _place_inputs(plan, batch, rng, self.accumulate_steps)
+        batch, rng = _place_inputs(plan, batch, rng, self.micro.steps)
         return self._jit(plan, state)(state, batch, **_optional(rng))
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
@@ -117,7 +122,7 @@ class _Step:
         """Returns the traced loss and what it is evaluated on."""
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)
-        return trace_loss(loss_fn, plan, inputs, accumulate_steps=self.accumulate_steps), inputs
+        return trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps), inputs
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
@@ -149,7 +154,7 @@ class _Step:
         plan = state.tx.plan
         _check_stored(state, plan)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
-        parts = num_batch_shards(plan.mesh, plan.config) * self.accumulate_steps
+        parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
         check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
         warn_closed_over(traced, plan)
         return traced, inputs
@@ -171,9 +176,13 @@ class ValueAndGrad(_Step):
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         plan = state.tx.plan
         traced, inputs = self._traced(state, batch, rng)
+        inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs)
         aux, changed = result.aux
-        return result.loss, aux, changed, plan.params_treedef.unflatten(result.grads)
+        grads = result.grads
+        if inputs.loss_scale is None:  # else 16 bits would not hold what the scale was there to save
+            grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
+        return result.loss, aux, changed, plan.params_treedef.unflatten(grads)
 
 
 class TrainStep(_Step):
@@ -183,6 +192,7 @@ class TrainStep(_Step):
 
     def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
         super().__init__(loss_fn, **kwargs)
+        self._watch = OverflowWatch()
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"`clip_norm` must be None or a number > 0: got {clip_norm!r}.")
         self.clip_norm = clip_norm
@@ -191,28 +201,51 @@ class TrainStep(_Step):
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
         new, metrics = self._call(adapted.state, batch, rng)
-        return adapted.rebuild(new), metrics
+        rebuilt, plan = adapted.rebuild(new), new.tx.plan
+        if self._watch.is_exhausted(plan, new, metrics):
+            raise loss_scale_error(plan, new, rebuilt)
+        return rebuilt, metrics
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
         # Those of the input to the letter, so that the next call finds the same types and compiles nothing.
         return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
-        plan = state.tx.plan
+        tx, plan = state.tx, state.tx.plan
         traced, inputs = self._traced(state, batch, rng)
-        result = loss_and_grads(traced, plan, inputs, accumulate_steps=self.accumulate_steps)
+        inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
+        result = loss_and_grads(traced, plan, inputs, self.micro)
         aux, changed = result.aux
         grads = plan.params_treedef.unflatten(_clipped(result, self.clip_norm))
-        new = state.apply_gradients(grads=grads)
+        new = state.replace(tx=dataclasses.replace(tx, guarded=False)).apply_gradients(grads=grads).replace(tx=tx)
         if changed:
             new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
-        applied = jnp.ones((), jnp.bool_)
-        if isinstance(traced.out_shape[0], Weighted):  # a batch without weight has no gradient: nothing happens
-            applied = result.weight != 0
-            new = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, state)
+        new, applied = _unless_skipped(state, new, result, isinstance(traced.out_shape[0], Weighted))
         new = map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, new)
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
+        if inputs.loss_scale is not None:
+            metrics["loss_scale"] = inputs.loss_scale
         return new, {**metrics, "aux": aux} if self.has_aux else metrics
+
+
+def _unless_skipped(old: Any, new: Any, result: LossResult, is_weighted: bool) -> tuple[Any, jax.Array]:
+    """Returns the state after a step, which is the old one, its loss scale apart, if the step is skipped."""
+    plan = old.tx.plan
+    finite = weighs = jnp.ones((), jnp.bool_)
+    if plan.config.policy.skips:
+        finite = ~jnp.any(result.overflowed)
+    if is_weighted:  # a batch without weight has no gradient: nothing happens
+        weighs = result.weight != 0
+    if not (plan.config.policy.skips or is_weighted):
+        return new, finite
+    applied = finite & weighs
+    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
+    if plan.has_opt_state:
+        scaled = with_next_loss_scale(plan, old.opt_state, kept.opt_state, result.overflowed)
+        kept = kept.replace(
+            opt_state=jax.tree.map(lambda new, old: jnp.where(weighs, new, old), scaled, kept.opt_state)
+        )
+    return kept, applied
 
 
 class EvalStep(_Step):
@@ -254,7 +287,8 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
     Returns:
       `fn(state, batch, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
       outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
-      the structure of `state.params` and the plan's layout, and goes to `state.apply_gradients(grads=grads)`. `rng` is
+      the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
+      scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
       folded with the index of the device.
 
     Raises:
@@ -276,6 +310,7 @@ def make_train_step(
     *,
     accumulate_steps: int = 1,
     clip_norm: float | None = None,
+    reduce: Literal["each", "last"] = "each",
     mutable: Sequence[str] = (),
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
@@ -284,19 +319,25 @@ def make_train_step(
       loss_fn: As for `value_and_grad`.
       has_aux: As for `value_and_grad`.
       accumulate_steps: Number of micro-batches that each device's part of the batch is split into. Stage 1 sums whole
-        local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards.
+        local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With `Weighted` the
+        result is that of one large batch; means are averaged.
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
+      reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
+        communication for the memory of whole gradients. "each" reduces every micro-batch.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
 
     Returns:
       `step(state, batch, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
-      `grad_norm` (before clipping, over all parameters), `step_applied` (false if a `Weighted` batch had no weight)
-      and, with `has_aux`, `aux`. It has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and
+      `grad_norm` (before clipping, over all parameters), `step_applied`, with a loss scale `loss_scale` (what this
+      step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
+      weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
+      changes then. It has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and
       `plan(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.
       TypeError: `loss_fn` is not callable.
+      LossScaleError: (when called) Gradients overflow at the minimum loss scale. The error carries the state.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -304,7 +345,10 @@ def make_train_step(
       >>> bool(metrics["step_applied"])
       True
     """
-    return TrainStep(loss_fn, has_aux=has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=mutable)
+    if reduce not in ("each", "last"):
+        raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
+    micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
+    return TrainStep(loss_fn, has_aux=has_aux, micro=micro, clip_norm=clip_norm, mutable=mutable)
 
 
 def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:

@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
+from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
 from jzero._aux import Synced
+from jzero._grads import FROZEN
 from jzero._state import Adapted, register_adapter
 
 __all__ = ["NnxTrainState", "adapt_nnx"]
@@ -28,6 +30,7 @@ class NnxTrainState:
       step: The optimizer's step.
       params: The trained variables of the model, as arrays; tied ones once.
       opt_state: The optimizer's state, as arrays.
+      frozen: Parameters (`nnx.Param`) that the optimizer does not know, as arrays.
       rest: All other variables of the model (batch statistics, random streams …), as arrays.
       tx: The optax transformation; static.
       graphdef: The structure of the model; static.
@@ -37,10 +40,13 @@ class NnxTrainState:
     step: jax.Array
     params: PyTree
     opt_state: PyTree
+    frozen: PyTree
     rest: PyTree
     tx: Any = dataclasses.field(metadata={"static": True})
     graphdef: Any = dataclasses.field(metadata={"static": True})
     wrt: Any = dataclasses.field(metadata={"static": True})
+
+    frozen_fields = (FROZEN,)  # laid out like parameters
 
     def replace(self, **changes: Any) -> NnxTrainState:
         """Returns a copy with some fields changed."""
@@ -60,10 +66,10 @@ class NnxTrainState:
         devices draw different numbers; their keys stay as they are in the state.
         """
 
-        def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree) -> Any:
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
             leaves, treedef = jax.tree.flatten(rest)
             local = treedef.unflatten([_fold(x, axes) for x in leaves])
-            model = nnx.merge(self.graphdef, params, local)
+            model = nnx.merge(self.graphdef, params, frozen, local)
             result = loss_fn(model, batch, *rng)
             changed = {}
             after = treedef.flatten_up_to(nnx.as_pure(_rest_of(model, self.wrt)))
@@ -72,7 +78,7 @@ class NnxTrainState:
                     changed[str(i)] = Synced(new)
             return result, changed
 
-        return call, {"rest": self.rest}
+        return call, {"rest": self.rest, FROZEN: self.frozen}
 
     def absorb(self, changed: dict[str, jax.Array]) -> NnxTrainState:
         """Returns the state with the variables that the loss changed, by number among the leaves of `rest`."""
@@ -80,8 +86,13 @@ class NnxTrainState:
         return self.replace(rest=treedef.unflatten([changed.get(str(i), x) for i, x in enumerate(leaves)]))
 
 
+def _is_rest(wrt: Any) -> Any:
+    """The filter of variables that are no parameters, trained or frozen."""
+    return nnx.Not(nnx.Any(wrt, nnx.Param))
+
+
 def _rest_of(model: nnx.Module, wrt: Any) -> Any:
-    return nnx.state(model, nnx.Not(wrt))
+    return nnx.state(model, _is_rest(wrt))
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -99,13 +110,14 @@ def adapt_nnx(state: Any) -> Adapted | None:
     if optimizer is None:
         return None
     wrt = optimizer.wrt
-    parts: Any = nnx.split(model, wrt, ...)
-    graphdef, params, rest = parts
+    parts: Any = nnx.split(model, wrt, nnx.Param, ...)
+    graphdef, params, frozen, rest = parts
     whole: Any = nnx.split(state)
     train_state = NnxTrainState(
         step=optimizer.step[...],
         params=nnx.as_pure(params),
         opt_state=nnx.as_pure(optimizer.opt_state),
+        frozen=nnx.as_pure(frozen),
         rest=nnx.as_pure(rest),
         tx=optimizer.tx,
         graphdef=graphdef,
@@ -117,8 +129,9 @@ def adapt_nnx(state: Any) -> Adapted | None:
         made = nnx.merge(whole[0], nnx.as_pure(whole[1]))
         new_model, new_optimizer = _parts(made)
         nnx.update(new_model, new.params)
+        nnx.update(new_model, new.frozen)
         nnx.update(new_model, new.rest)
-        nnx.update(new_optimizer.opt_state, nnx.state(new.opt_state))
+        new_optimizer.opt_state = nnx.data(jax.tree.map(OptArray, new.opt_state))
         new_optimizer.step.set_value(new.step)
         new_optimizer.tx = new.tx
         return made

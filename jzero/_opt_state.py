@@ -1,0 +1,90 @@
+"""The optimizer state of a precision policy: the optimizer's own, master weights, the loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero._precision import DynamicLossScale
+
+__all__ = ["LossScaleState", "ZeroOptState", "initial_loss_scale", "next_loss_scale"]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScaleState:
+    """State of a dynamic loss scale.
+
+    Attributes:
+      scale: What the loss is multiplied with, float32.
+      good_steps: Steps without overflow since the last one that had one, int32.
+      hysteresis: Overflows left before the scale is halved, plus one, int32.
+      exhausted: Whether the last step overflowed at the minimum scale, with no hysteresis left.
+      overflowed: One boolean per parameter leaf: whether its gradient was not finite in the last step.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    hysteresis: jax.Array
+    exhausted: jax.Array
+    overflowed: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZeroOptState:
+    """Takes the place of `opt_state` where a precision policy has state of its own.
+
+    Attributes:
+      inner: The state of the user's optax transformation.
+      masters: The master copy of each parameter that is stored in 16 bits, in the structure of the parameters;
+        `None` where the parameter as stored is its own master (stage 3) or is not trained.
+      loss_scale: State of a dynamic loss scale, else `None`.
+      num_updates: Optimizer steps taken, int32; drives stochastic rounding. `None` where nothing is rounded so.
+    """
+
+    inner: PyTree
+    masters: PyTree
+    loss_scale: LossScaleState | None
+    num_updates: jax.Array | None
+
+
+def initial_loss_scale(rules: DynamicLossScale, num_leaves: int) -> LossScaleState:
+    """Returns the loss scale of the first step, as host arrays."""
+    return LossScaleState(
+        scale=np.float32(rules.initial),  # type: ignore[arg-type]  # placed with the rest of the state
+        good_steps=np.int32(0),  # type: ignore[arg-type]
+        hysteresis=np.int32(rules.hysteresis),  # type: ignore[arg-type]
+        exhausted=np.bool_(False),  # type: ignore[arg-type]
+        overflowed=np.zeros(num_leaves, bool),  # type: ignore[arg-type]
+    )
+
+
+def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: jax.Array) -> LossScaleState:
+    """Returns the loss scale after a step, by DeepSpeed's rules, see `DynamicLossScale`.
+
+    Args:
+      state: The loss scale that the step had.
+      rules: How it changes.
+      overflowed: One boolean per parameter leaf.
+    """
+    overflow = jnp.any(overflowed)
+    good_steps = jnp.where(overflow, 0, state.good_steps + 1)
+    grow = ~overflow & (good_steps % rules.window == 0)
+    halve = overflow & (state.hysteresis <= 1)
+    restore = ~overflow if rules.consecutive_hysteresis else grow
+    hysteresis = jnp.where(overflow & ~halve, state.hysteresis - 1, state.hysteresis)
+    scale = jnp.where(halve, jnp.maximum(state.scale / 2, rules.minimum), state.scale)
+    return LossScaleState(
+        scale=jnp.where(grow, scale * 2, scale),
+        good_steps=good_steps,
+        hysteresis=jnp.where(restore, rules.hysteresis, hysteresis),
+        exhausted=halve & (state.scale <= rules.minimum),
+        overflowed=overflowed,
+    )

@@ -1,0 +1,194 @@
+"""Which dtype each thing has: what is computed, reduced, accumulated and kept between steps; loss scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_precision"]
+
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+DTYPES = ("float32", "bfloat16", "float16")
+PRESETS = ("fp32", "bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """A loss scale that follows overflows, by DeepSpeed's rules.
+
+    An overflow skips the step. The first `hysteresis - 1` of them only use up hysteresis, later ones halve the scale,
+    never below `minimum`, where one more raises. After `window` steps in a row without overflow the scale doubles,
+    which also restores the hysteresis.
+
+    Attributes:
+      initial: The scale of the first step.
+      window: Steps without overflow after which the scale doubles.
+      hysteresis: Overflows that it takes to halve the scale.
+      minimum: The smallest scale.
+      consecutive_hysteresis: Every good step restores the hysteresis, so that only overflows in a row count.
+
+    Raises:
+      ValueError: A field is out of range.
+
+    Example:
+      >>> jzero.Precision(compute_dtype="float16", loss_scale=jzero.DynamicLossScale(window=500)).loss_scale.initial
+      65536.0
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "minimum"):
+            if not _is_positive(getattr(self, name)):
+                raise ValueError(f"`DynamicLossScale.{name}` must be a number > 0: got {getattr(self, name)!r}.")
+        for name in ("window", "hysteresis"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`DynamicLossScale.{name}` must be an integer >= 1: got {value!r}.")
+        if self.minimum > self.initial:
+            raise ValueError(
+                f"`DynamicLossScale.minimum` ({self.minimum}) is above `initial` ({self.initial}): lower one of them."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of a training run. `None` throughout leaves every leaf in the dtype that it has.
+
+    Only floating-point leaves are ever cast. `LeafRule(compute_dtype=...)` overrules `compute_dtype` by path.
+
+    Attributes:
+      compute_dtype: What the loss sees of the parameters, and what travels when they are gathered. Stages 0-2 hold
+        the parameters in it; stage 3 casts each shard before its gather. `None`: as they are. The batch is not
+        cast.
+      reduce_dtype: What gradients are reduced in over devices. `None`: as the loss makes them (`compute_dtype`).
+      accumulate_dtype: What reduced gradients are kept and summed in over micro-batches. `None`: `reduce_dtype`.
+      master_dtype: What is kept between steps and updated by the optimizer. `None`: float32 if `compute_dtype` is
+        set. "bfloat16" keeps no wider copy anywhere: updates are rounded stochastically.
+      state_dtype: "bfloat16" stores optimizer state of a parameter's shape (moments) in 16 bits, rounded
+        stochastically; the optimizer computes in its own dtype. `None`: as the optimizer makes it.
+        `LeafRule(state_dtype=...)` does it by path.
+      loss_scale: `None`, a number (static), "dynamic" or a `DynamicLossScale`. A step that overflows is skipped.
+      skip_nonfinite: Skip steps with a gradient that is not finite. Always so with a loss scale.
+
+    Raises:
+      ValueError: A field has an impossible value, or two contradict each other.
+
+    Example:
+      >>> jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32").master
+      dtype('float32')
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018. DeepSpeed's `bf16`, `fp16` and `data_types`.
+    """
+
+    compute_dtype: DtypeName | None = None
+    reduce_dtype: DtypeName | None = None
+    accumulate_dtype: DtypeName | None = None
+    master_dtype: DtypeName | None = None
+    state_dtype: Literal["bfloat16"] | None = None
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"):
+            object.__setattr__(self, name, check_dtype(f"Precision.{name}", getattr(self, name)))
+        check_state_dtype("Precision.state_dtype", self.state_dtype)
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ValueError(f"`Precision.skip_nonfinite` must be True or False: got {self.skip_nonfinite!r}.")
+        if self.loss_scale == "dynamic":
+            object.__setattr__(self, "loss_scale", DynamicLossScale())
+        scale = self.loss_scale
+        if scale is not None and not isinstance(scale, DynamicLossScale) and not _is_positive(scale):
+            raise ValueError(
+                f'`Precision.loss_scale` must be None, a number > 0, "dynamic" or a `DynamicLossScale`: got {scale!r}.'
+            )
+        if self.master_dtype is not None and self.compute_dtype is None:
+            raise ValueError(
+                f"`Precision.master_dtype` is {self.master_dtype!r} but `compute_dtype` is None, which leaves all "
+                "parameters as they are: set `compute_dtype` too."
+            )
+        if self.master_dtype == "float16":
+            raise ValueError("`Precision.master_dtype` must be 'float32' or 'bfloat16': float16 loses small updates.")
+        if self.master_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
+            raise ValueError(
+                "`Precision.master_dtype='bfloat16'` goes with `compute_dtype='bfloat16'` only: got "
+                f"{self.compute_dtype!r}."
+            )
+
+    @property
+    def compute(self) -> np.dtype | None:
+        """`compute_dtype` as a dtype."""
+        return None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+
+    @property
+    def master(self) -> np.dtype | None:
+        """The dtype that masters have; `None` if parameters stay as they are."""
+        return None if self.compute_dtype is None else jnp.dtype(self.master_dtype or "float32")
+
+    @property
+    def reduce(self) -> np.dtype | None:
+        """`reduce_dtype` as a dtype."""
+        return None if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+    @property
+    def accumulate(self) -> np.dtype | None:
+        """The dtype of reduced gradients; `None` if it is that of the parameter as the loss sees it."""
+        name = self.accumulate_dtype or self.reduce_dtype
+        return None if name is None else jnp.dtype(name)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with a gradient that is not finite is skipped."""
+        return self.skip_nonfinite or self.loss_scale is not None
+
+
+def resolve_precision(precision: Any) -> Precision:
+    """Returns the policy that a name stands for, or the policy itself."""
+    if isinstance(precision, Precision):
+        return precision
+    presets = {
+        "fp32": Precision(),
+        "bf16": Precision(compute_dtype="bfloat16"),
+        "fp16": Precision(compute_dtype="float16", loss_scale="dynamic"),
+    }
+    if not isinstance(precision, str) or precision not in presets:
+        raise ValueError(f"`precision` must be one of {PRESETS} or a `jzero.Precision`: got {precision!r}.")
+    return presets[precision]
+
+
+def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
+    """Returns `to` for real floating-point dtypes, `dtype` for all others or if `to` is `None`."""
+    return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def check_dtype(field: str, value: Any) -> DtypeName | None:
+    """Returns the name of a dtype that a policy may have; raises a `ValueError` for any other."""
+    if value is None:
+        return None
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = repr(value)
+    if name not in DTYPES:
+        raise ValueError(f"`{field}` must be None or one of {DTYPES}: got {value!r}.")
+    return name
+
+
+def check_state_dtype(field: str, value: Any) -> None:
+    """Raises unless `value` is a dtype that optimizer state can be stored in."""
+    if value not in (None, "bfloat16", "float32"):
+        raise ValueError(f"`{field}` must be None, 'bfloat16' or 'float32': got {value!r}.")
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0

@@ -1,0 +1,41 @@
+"""Casts to 16 bits that stay where they are written, and stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["narrow", "round_stochastically", "same_bits"]
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Casts `x`, so that the compiler neither skips the rounding nor moves the cast behind what comes next.
+
+    Compilers may keep more precision than asked for, and may swap a cast and a gather (jax issue 23543).
+    """
+    if x.dtype == dtype:
+        return x
+    if dtype == jnp.float16:  # `reduce_precision` would flush its subnormal numbers to zero
+        bits = lax.bitcast_convert_type(x.astype(dtype), jnp.uint16)
+        return lax.bitcast_convert_type(lax.optimization_barrier(bits), dtype)
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return lax.optimization_barrier(x.astype(dtype))
+
+
+def same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Whether elements of two floating-point arrays of one dtype are the same to the bit."""
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x, bits) == lax.bitcast_convert_type(y, bits)
+
+
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds fp32 to bf16, up or down with probabilities such that the expected value is `x`."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    # bf16 is the upper half of fp32: a random lower half is added, and the carry is the rounding.
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)

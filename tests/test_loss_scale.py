@@ -1,0 +1,264 @@
+"""fp16 loss scaling: DeepSpeed's rules by hand, one decision for all devices, skipped steps change nothing."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training import train_state
+
+import jzero
+from tests import models
+
+ROWS = 16
+
+
+def make_state(stage, *, tx=None, precision="fp16", mesh=None, **config):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx or optax.adamw(1e-3))
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, **config)
+    return jzero.shard_train_state(state, config=config, mesh=mesh)
+
+
+def loss_fn(params, batch):
+    """The factor of one row overflows fp16 in the gradient, whatever the scale, if it is infinite."""
+    return models.mlp_loss(params, batch) + 0 * params["layer_1"]["bias"].sum() * batch["poison"].sum()
+
+
+def batch(seed, poisoned=None):
+    poison = np.zeros(ROWS, np.float32)
+    if poisoned is not None:
+        poison[poisoned] = np.inf  # 0 * inf is NaN, on the device that holds this row
+    return {**models.mlp_batch(ROWS, seed), "poison": poison}
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)  # a copy: the step reuses the buffers
+
+
+def parts(tree):
+    """Each device's part of each array."""
+    return jax.tree.map(lambda x: [np.array(s.data) for s in x.addressable_shards], tree)
+
+
+def assert_same_bits(a, b):
+    a, b = host(a), host(b)
+    assert jax.tree.map(lambda x: x.tobytes(), a) == jax.tree.map(lambda x: x.tobytes(), b)
+
+
+def expected_scales(overflows, num_steps, *, initial, window, hysteresis, minimum, consecutive):
+    """DeepSpeed's rules written from their description, in plain Python."""
+    scale, left, good, scales = initial, hysteresis, 0, []
+    for step in range(num_steps):
+        scales.append(scale)
+        if step in overflows:
+            good = 0
+            if left == 1:
+                scale = max(scale / 2, minimum)
+            else:
+                left -= 1
+            continue
+        good += 1
+        if consecutive:
+            left = hysteresis
+        if good % window == 0:
+            left, scale = hysteresis, scale * 2
+    return scales
+
+
+# Chosen by hand: two in a row, one after a growth (hysteresis restored), three in a row, one just before the window ends.
+OVERFLOWS = {3, 4, 12, 13, 14, 20, 28, 35, 44, 45}
+
+
+@pytest.mark.parametrize(("stage", "consecutive"), [(1, True), (3, False)])
+def test_fifty_steps_follow_deepspeeds_rules(stage, consecutive):
+    rules = jzero.DynamicLossScale(initial=2.0**10, window=5, consecutive_hysteresis=consecutive)
+    precision = jzero.Precision(compute_dtype="float16", loss_scale=rules)
+    state, step = make_state(stage, precision=precision), jzero.make_train_step(loss_fn)
+    scales, applied, losses = [], [], []
+    for i in range(50):
+        state, metrics = step(state, batch(i, poisoned=i % ROWS if i in OVERFLOWS else None))
+        scales.append(float(metrics["loss_scale"]))
+        applied.append(bool(metrics["step_applied"]))
+        losses.append(float(metrics["loss"]))
+    options = {"initial": 2.0**10, "window": 5, "hysteresis": 2, "minimum": 1.0, "consecutive": consecutive}
+    assert scales == expected_scales(OVERFLOWS, 50, **options)
+    assert [i for i, a in enumerate(applied) if not a] == sorted(OVERFLOWS)
+    assert int(state.step) == 50 - len(OVERFLOWS)
+    good = [loss for i, loss in enumerate(losses) if i not in OVERFLOWS]
+    assert np.mean(good[-10:]) < np.mean(good[:10])  # training recovers
+
+
+def test_the_first_scales_by_hand():
+    """Hysteresis 2, window 4, from 2^10: the values are written out, not computed."""
+    rules = jzero.DynamicLossScale(initial=1024.0, window=4)
+    state = make_state(2, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
+    step, scales = jzero.make_train_step(loss_fn), []
+    for i in range(12):
+        state, metrics = step(state, batch(i, poisoned=0 if i in (1, 2, 8) else None))
+        scales.append(int(metrics["loss_scale"]))
+    #                 overflow uses hysteresis, then halves; 4 good steps double and restore; hysteresis again
+    assert scales == [1024, 1024, 1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 1024]
+
+
+@pytest.mark.parametrize(("stage", "row"), [(0, 7), (1, 0), (2, 15), (3, 8)])
+def test_a_skipped_step_changes_nothing_but_the_scale(stage, row):
+    """The overflow is on one device only; all devices skip, and every copy of every leaf stays as it was."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 9)))
+    state, step = make_state(stage, tx=tx), jzero.make_train_step(loss_fn, clip_norm=1.0)
+    state, metrics = step(state, batch(0))
+    assert bool(metrics["step_applied"])
+    before = parts(state)
+    after, metrics = step(state, batch(1, poisoned=row))
+    assert not bool(metrics["step_applied"])
+    after_parts = parts(after)
+    assert_same_bits(before.params, after_parts.params)
+    assert_same_bits(before.opt_state.inner, after_parts.opt_state.inner)
+    assert_same_bits(before.opt_state.masters, after_parts.opt_state.masters)
+    assert_same_bits(before.step, after_parts.step)
+    assert int(after.opt_state.loss_scale.hysteresis) == 1
+
+
+@pytest.mark.parametrize("precision", [jzero.Precision(skip_nonfinite=True), "bf16"])
+def test_other_precisions_skip_where_asked(precision):
+    if precision == "bf16":
+        precision = jzero.Precision(compute_dtype="bfloat16", skip_nonfinite=True)
+    state, step = make_state(3, precision=precision), jzero.make_train_step(loss_fn)
+    before = host(jzero.gather_params(state, masters=True))
+    state, metrics = step(state, batch(0, poisoned=5))
+    assert not bool(metrics["step_applied"])
+    assert "loss_scale" not in metrics
+    assert_same_bits(before, jzero.gather_params(state, masters=True))
+    state, metrics = step(state, batch(1))
+    assert bool(metrics["step_applied"])
+
+
+def test_without_skipping_the_numbers_show_it():
+    state, metrics = jzero.make_train_step(loss_fn)(make_state(3, precision="bf16"), batch(0, poisoned=5))
+    assert bool(metrics["step_applied"])
+    assert np.isnan(float(metrics["grad_norm"]))
+
+
+def test_static_scale_skips_and_stays():
+    precision = jzero.Precision(compute_dtype="float16", loss_scale=256.0)
+    state, step = make_state(2, precision=precision), jzero.make_train_step(loss_fn)
+    for i in range(3):
+        state, metrics = step(state, batch(i, poisoned=3 if i == 1 else None))
+        assert float(metrics["loss_scale"]) == 256.0
+        assert bool(metrics["step_applied"]) == (i != 1)
+
+
+def test_carried_state_of_a_skipped_step_stays():
+    class State(train_state.TrainState):
+        batch_stats: dict
+
+    model = nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False), nn.Dense(8)])
+    variables = model.init(jax.random.key(0), jnp.ones((4, 16)))
+    plain = State.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=optax.sgd(0.1),
+        batch_stats=variables["batch_stats"],
+    )
+
+    def loss(params, x, batch_stats):
+        y, new = model.apply({"params": params, "batch_stats": batch_stats}, x, mutable=["batch_stats"])
+        return jnp.square(y.astype(jnp.float32)).mean(), dict(new)
+
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, precision="fp16"))
+    step = jzero.make_train_step(loss, has_aux=True, mutable=("batch_stats",))
+    before = host(state.batch_stats)
+    x = np.ones((16, 16), np.float32)
+    x[3] = np.inf
+    state, metrics = step(state, x)
+    assert not bool(metrics["step_applied"])
+    assert_same_bits(before, state.batch_stats)
+
+
+def test_overflow_at_the_minimum_raises_with_step_and_leaves():
+    rules = jzero.DynamicLossScale(initial=2.0, hysteresis=1)
+    state = make_state(3, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
+    step = jzero.make_train_step(loss_fn)
+    for i in range(3):
+        state, _ = step(state, batch(i))
+    before = host(jzero.gather_params(state))
+    state, metrics = step(state, batch(3, poisoned=9))  # 2 -> 1
+    assert float(metrics["loss_scale"]) == 2.0
+    with pytest.raises(
+        jzero.LossScaleError, match=r"Step 3: .*minimum loss scale \(1.0\)[\s\S]*layer_1/bias"
+    ) as caught:
+        step(state, batch(4, poisoned=9))
+    assert caught.value.step == 3
+    assert "layer_1/bias" in caught.value.leaves
+    assert_same_bits(before, jzero.gather_params(caught.value.state))  # nothing is lost: the error holds the state
+    state, metrics = step(caught.value.state, batch(5))
+    assert bool(metrics["step_applied"])
+
+
+def test_hysteresis_counts_at_the_minimum_too():
+    rules = jzero.DynamicLossScale(initial=1.0, hysteresis=3)
+    state = make_state(1, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
+    step = jzero.make_train_step(loss_fn)
+    for i in range(2):
+        state, _ = step(state, batch(i, poisoned=0))
+    with pytest.raises(jzero.LossScaleError):
+        step(state, batch(2, poisoned=0))
+
+
+def test_only_the_leaves_that_overflowed_are_named():
+    def one_leaf(params, batch):
+        return models.mlp_loss(jax.lax.stop_gradient(params), batch) + 0 * params["layer_0"]["bias"].sum() * (
+            batch["poison"].sum()
+        )
+
+    rules = jzero.DynamicLossScale(initial=1.0, hysteresis=1)
+    state = make_state(2, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
+    with pytest.raises(jzero.LossScaleError) as caught:
+        jzero.make_train_step(one_leaf)(state, batch(0, poisoned=2))
+    assert caught.value.leaves == ["layer_0/bias"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_own_loop_with_value_and_grad_skips_too(stage):
+    """`apply_gradients` decides by itself; gradients come back unscaled, in fp32."""
+    state, loss_and_grads = make_state(stage), jzero.value_and_grad(loss_fn)
+    loss, grads = loss_and_grads(state, batch(0))
+    assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+    plain = jax.grad(models.mlp_loss)(models.mlp_params(jnp.float16), batch(0))
+    reference = float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), plain)))
+    assert float(optax.tree.norm(grads)) == pytest.approx(
+        reference, rel=2e-2
+    )  # fp16 without a scale underflows a little
+    state = state.apply_gradients(grads=grads)
+    before = host((state.params, state.opt_state.inner, state.opt_state.masters))
+    loss, grads = loss_and_grads(state, batch(1, poisoned=4))
+    state = state.apply_gradients(grads=grads)
+    assert_same_bits(before, (state.params, state.opt_state.inner, state.opt_state.masters))
+    assert int(state.opt_state.loss_scale.hysteresis) == 1
+    assert int(state.opt_state.loss_scale.overflowed.sum()) > 0
+
+
+def test_scaling_saves_small_gradients():
+    """Gradients of 1e-6 vanish in fp16; with the scale they come out as in fp32."""
+    small = lambda params, batch: 1e-7 * models.mlp_loss(params, batch).astype(jnp.float32)
+    norms = {}
+    for name, scale in (("with", "dynamic"), ("without", 1.0)):
+        precision = jzero.Precision(compute_dtype="float16", loss_scale=scale)
+        _, metrics = jzero.make_train_step(small)(make_state(3, precision=precision), models.mlp_batch(ROWS))
+        norms[name] = float(metrics["grad_norm"])
+    reference = jax.grad(lambda p: 1e-7 * models.mlp_loss(p, models.mlp_batch(ROWS)))(models.mlp_params())
+    want = float(optax.tree.norm(reference))
+    assert norms["with"] == pytest.approx(want, rel=1e-2)
+    assert abs(norms["without"] / want - 1) > 0.05
+
+
+def test_the_scale_survives_another_layout():
+    state, step = make_state(1), jzero.make_train_step(loss_fn)
+    for i in range(2):
+        state, _ = step(state, batch(i, poisoned=1))
+    config = jzero.ZeroConfig(stage=3, precision="fp16", persistence_threshold=0)
+    moved = jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
+    assert float(moved.opt_state.loss_scale.scale) == 2.0**15
+    assert_same_bits(jzero.gather_params(state, masters=True), jzero.gather_params(moved, masters=True))
