@@ -5,7 +5,14 @@ from jzero._aux import Summed as Summed
 from jzero._aux import Weighted as Weighted
 from jzero._config import LeafRule as LeafRule
 from jzero._config import ZeroConfig as ZeroConfig
+from jzero._equivalence import EquivalenceReport as EquivalenceReport
+from jzero._equivalence import check_equivalence as check_equivalence
 from jzero._init import init_train_state as init_train_state
+from jzero._inspect import get_full_grad as get_full_grad
+from jzero._inspect import get_full_opt_state as get_full_opt_state
+from jzero._inspect import get_full_param as get_full_param
+from jzero._inspect import set_full_opt_state as set_full_opt_state
+from jzero._inspect import set_full_param as set_full_param
 from jzero._mesh import make_mesh as make_mesh
 from jzero._opt_state import ZeroOptState as ZeroOptState
 from jzero._overflow import LossScaleError as LossScaleError
@@ -27,6 +34,7 @@ from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX st
 
 __all__ = [
     "DynamicLossScale",
+    "EquivalenceReport",
     "LeafRule",
     "LossScaleError",
     "PerExample",
@@ -37,7 +45,11 @@ __all__ = [
     "ZeroConfig",
     "ZeroOptState",
     "ZeroPlan",
+    "check_equivalence",
     "gather_params",
+    "get_full_grad",
+    "get_full_opt_state",
+    "get_full_param",
     "init_train_state",
     "make_eval_step",
     "make_mesh",
@@ -45,6 +57,8 @@ __all__ = [
     "natural_params",
     "plan_of",
     "plan_train_state",
+    "set_full_opt_state",
+    "set_full_param",
     "shard_train_state",
     "unshard_train_state",
     "update_params",

@@ -30,7 +30,7 @@ class Block(nn.Module):
         y = nn.LayerNorm(param_dtype=self.dtype)(x)
         q, v = (heads(dense(self.d_model, name=name)(y)) for name in ("query", "value"))
         k = heads(dense(self.d_model, use_bias=False, name="key")(y))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / float(np.sqrt(q.shape[-1]))
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
         y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
         x = x + dense(self.d_model, name="out")(y)

@@ -4,9 +4,10 @@ The compilers of both accelerators run without one. The TPU compiler knows its c
 told what it compiles for, in a text that `target_config` writes from the table of facts below.
 
 [Note: What compile-only devices leave out]
-Without a GPU nothing is measured: products get the tiling that the compiler guesses, which can cost temporary memory
-that a tuned one does not. GPU devices list no kinds of memory, so jax drops those of a program and buffers on the host
-count as device memory; TPU devices have them. A program that needs cuDNN (convolutions) needs it installed to compile.
+Without a GPU nothing is measured: products get the tiling that the compiler guesses, which can take more or less
+temporary memory than a tuned one, and convolutions count without the workspace that cuDNN will ask for. GPU devices
+list no kinds of memory, so jax drops those of a program, and buffers on the host count as device memory; TPU devices
+have them. The GPU compiler compiles programs that do not fit, the TPU compiler refuses them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,249 @@
+"""Single parameters, gradients and optimizer leaves, whole, by path: for debugging and for edits."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero._placement import gather_leaves, place_leaf
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._state import adapt_sharded, check_alive
+from jzero._train_state import write_params
+
+__all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]
+
+PyTree = Any
+State = Any
+
+DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
+
+def get_full_param(state: State, path: str) -> jax.Array:
+    """Returns one parameter as the optimizer keeps it, whole on every device.
+
+    Peak memory per device is the shards plus this leaf. In several processes each must call it.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+
+    Returns:
+      The master copy where the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
+      replicated.
+
+    Raises:
+      ValueError: `path` names no parameter.
+
+    Example:
+      >>> w = jzero.get_full_param(state, "w")
+      >>> w.shape, w.sharding.is_fully_replicated
+      ((512, 512), True)
+
+    References:
+      DeepSpeed's `safe_get_full_fp32_param`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    i = _index(plan, path)
+    leaf = plan.leaves[i]
+    tree = train_state.params if leaf.master is None else train_state.opt_state.masters
+    return _gather(plan.params_treedef.flatten_up_to(tree)[i], leaf.updated, plan)
+
+
+def set_full_param(state: State, path: str, *, value: Any) -> State:
+    """Replaces one parameter, its master copy included. The optimizer state stays as it is.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter.
+      value: Its new value in its natural shape, cast to the dtype of the master; in several processes each must pass
+        the same.
+
+    Returns:
+      The new state, which shares its other arrays with `state`.
+
+    Raises:
+      ValueError: `path` names no parameter, or `value` has another shape.
+
+    Example:
+      >>> zeroed = jzero.set_full_param(state, "w", value=np.zeros((512, 512)))
+      >>> float(jzero.get_full_param(zeroed, "w").max())
+      0.0
+
+    References:
+      DeepSpeed's `safe_set_full_fp32_param`.
+    """
+    adapted = adapt_sharded(state)
+    plan = adapted.state.tx.plan
+    i = _index(plan, path)
+    check_alive(adapted.state)
+    # First to the master's dtype: a parameter that is not the rounded master counts as edited.
+    value = _as_leaf(value, plan.leaves[i].updated)
+    return adapted.rebuild(write_params(adapted.state, {i: value}, [i == j for j in range(len(plan.leaves))]))
+
+
+def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
+    """Returns what the optimizer keeps for one parameter under a name, whole on every device.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+      name: The key before the path of the parameter: "mu" and "nu" for Adam, "trace" for momentum. Where a chain has
+        it twice, more of the keys: "0/mu". DeepSpeed's "exp_avg" and "exp_avg_sq" stand for "mu" and "nu".
+
+    Returns:
+      The leaf in its natural shape, in the dtype that the optimizer computes in, replicated.
+
+    Raises:
+      ValueError: `path` names no parameter, the optimizer keeps nothing of that name for it, or several things; the
+        message lists the names.
+
+    Example:
+      >>> mu = jzero.get_full_opt_state(state, "w", name="mu")
+      >>> mu.shape, mu.sharding.is_fully_replicated
+      ((512, 512), True)
+
+    References:
+      DeepSpeed's `safe_get_full_optimizer_state`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    i = _opt_index(plan, path, name)
+    leaf = plan.inner_leaves[i]
+    whole = _gather(plan.inner_treedef.flatten_up_to(_inner(train_state, plan))[i], leaf, plan)
+    return whole if leaf.wide is None else whole.astype(leaf.wide)
+
+
+def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
+    """Replaces what the optimizer keeps for one parameter under a name.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter.
+      name: As for `get_full_opt_state`.
+      value: Its new value in its natural shape, cast (rounded to nearest) to the dtype that it is stored in; in several
+        processes each must pass the same.
+
+    Returns:
+      The new state, which shares its other arrays with `state`.
+
+    Raises:
+      ValueError: As for `get_full_opt_state`, or `value` has another shape.
+
+    Example:
+      >>> ones = jzero.set_full_opt_state(state, "w", name="mu", value=jnp.ones((512, 512)))
+      >>> float(jzero.get_full_opt_state(ones, "w", name="mu").min())
+      1.0
+
+    References:
+      DeepSpeed's `safe_set_full_optimizer_state`.
+    """
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    i = _opt_index(plan, path, name)
+    check_alive(train_state)
+    leaf = plan.inner_leaves[i]
+    leaves = plan.inner_treedef.flatten_up_to(_inner(train_state, plan))
+    leaves[i] = place_leaf(_as_leaf(value, leaf), leaf, plan)
+    inner = plan.inner_treedef.unflatten(leaves)
+    opt_state = dataclasses.replace(train_state.opt_state, inner=inner) if plan.has_opt_state else inner
+    return adapted.rebuild(train_state.replace(opt_state=opt_state))
+
+
+def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
+    """Returns the gradient of one parameter, reduced over all devices, whole on every device.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+      grads: The gradients that `jzero.value_and_grad` returned for `state`.
+
+    Returns:
+      The gradient in the natural shape of the parameter, in float32 or wider, replicated.
+
+    Raises:
+      ValueError: `path` names no parameter or one that is not trained, or `grads` are not those of `state`.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> _, grads = jzero.value_and_grad(loss_fn)(state, jnp.ones((8, 512)))
+      >>> jzero.get_full_grad(state, "w", grads=grads).shape
+      (512, 512)
+
+    References:
+      DeepSpeed's `safe_get_full_grad`.
+    """
+    plan = adapt_sharded(state).state.tx.plan
+    i = _index(plan, path)
+    if not plan.leaves[i].trained:
+        raise ValueError(f"{path!r} is not trained: it has no gradient.")
+    leaves = jax.tree.leaves(grads)
+    if len(leaves) != len(plan.leaves):
+        raise ValueError(
+            f"`grads` has {len(leaves)} leaves, but the state has {len(plan.leaves)} parameters: hand over what "
+            "`jzero.value_and_grad` returned for this state."
+        )
+    leaf = plan.leaves[i].grad
+    if tuple(leaves[i].shape) != leaf.stored_shape:
+        raise ValueError(
+            f"The gradient of {path!r} has shape {tuple(leaves[i].shape)}, but the plan stores it as "
+            f"{leaf.stored_shape}: hand over what `jzero.value_and_grad` returned for this state."
+        )
+    whole = _gather(leaves[i], leaf, plan)
+    return whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+
+
+def _index(plan: ZeroPlan, path: str) -> int:
+    """Returns which parameter has this path."""
+    paths = [leaf.path for leaf in plan.leaves]
+    if path not in paths:
+        near = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
+        listed = f"The nearest are {near}." if near else f"The first paths are {paths[:5]}."
+        raise ValueError(f"`path` {path!r} names no parameter: it must be a whole key path. {listed}")
+    return paths.index(path)
+
+
+def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
+    """Returns which leaf of the optimizer's own state follows a parameter under a name."""
+    owner = _index(plan, path)
+    names = {
+        leaf.path.removesuffix(path).removesuffix("/"): i
+        for i, leaf in enumerate(plan.inner_leaves)
+        if leaf.owner == owner
+    }
+    if not names:
+        why = "" if plan.leaves[owner].trained else ", which is not trained"
+        raise ValueError(f"The optimizer keeps nothing for {path!r}{why}.")
+    *front, last = name.split("/")
+    found = _matching(name, names) or _matching("/".join([*front, DEEPSPEED_NAMES.get(last, last)]), names)
+    if not found:
+        raise ValueError(f"The optimizer keeps no {name!r} for {path!r}: it has {list(names)}.")
+    if len(found) > 1:
+        raise ValueError(f"`name` {name!r} stands for several things that the optimizer keeps for {path!r}: {found}.")
+    return names[found[0]]
+
+
+def _matching(name: str, names: dict[str, int]) -> list[str]:
+    """Returns the names that `name` is, or else those that end with it."""
+    return [name] if name in names else [full for full in names if full.endswith(f"/{name}")]
+
+
+def _inner(train_state: Any, plan: ZeroPlan) -> PyTree:
+    return train_state.opt_state.inner if plan.has_opt_state else train_state.opt_state
+
+
+def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    check_alive(x)
+    return gather_leaves([x], [leaf], plan.mesh)[0]
+
+
+def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
+    """Returns a value in the dtype of a leaf; raises unless it has its natural shape."""
+    if tuple(np.shape(value)) != leaf.shape:
+        raise ValueError(f"`value` has shape {tuple(np.shape(value))}, but {leaf.path!r} has shape {leaf.shape}.")
+    return (value if isinstance(value, jax.Array) else np.asarray(value)).astype(leaf.dtype)
