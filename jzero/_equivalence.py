@@ -129,7 +129,7 @@ class EquivalenceReport:
         The defaults suit float32 and some tens of steps; summation in another order costs about 1e-6. In 16 bits 2e-2
         is usual. Adam does not see a constant factor in the gradients: that shows in the loss and in the gradient norm
         alone. It also makes full steps of pure rounding noise, so parameters whose gradient is zero but for rounding (a
-        bias before a normalisation) deviate, and say nothing: leave them out of the model.
+        bias before a normalisation) deviate, and say nothing: switch them off (`use_bias=False`).
 
         Args:
           loss: Largest relative deviation of the loss that is allowed.

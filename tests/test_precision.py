@@ -212,7 +212,10 @@ def test_integers_and_wide_floats():
     for stage in (2, 3):
         state, losses = train(mlp_state(make_config(stage), tx=tx, params=params), 3, loss)
         assert losses[-1] < losses[0]
-        assert_same({"table": params["table"], "flag": params["flag"]}, {k: jzero.gather_params(state)[k] for k in ("table", "flag")})
+        assert_same(
+            {"table": params["table"], "flag": params["flag"]},
+            {k: jzero.gather_params(state)[k] for k in ("table", "flag")},
+        )
 
 
 def test_parameters_that_come_in_16_bits_get_masters_and_fp32_moments():
@@ -279,7 +282,9 @@ def test_layouts_and_precisions_into_each_other():
     for config in (make_config(3), make_config(3, "fp32"), make_config(1, "fp16"), make_config(2)):
         state = jzero.shard_train_state(state, config=config, donate=True)
         assert_same(jzero.gather_params(state, masters=True), masters)
-    assert_same(jax.tree.map(lambda x, m: x[tuple(map(slice, m.shape))], host(state.opt_state.inner[0].nu), moments), moments)
+    assert_same(
+        jax.tree.map(lambda x, m: x[tuple(map(slice, m.shape))], host(state.opt_state.inner[0].nu), moments), moments
+    )
     again, _ = train(jzero.shard_train_state(whole, config=make_config(2)), 2)
     on, _ = train(state, 2)
     assert_same(jzero.gather_params(again, masters=True), jzero.gather_params(on, masters=True))
@@ -291,7 +296,13 @@ def test_layouts_and_precisions_into_each_other():
 def large_state(layers=4, d=256, vocab=8192):
     """Abstract; sizes as of a decoder, so that biases and norms weigh what they do in one."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-    block = {"qkv": shape(d, 3 * d), "out": shape(d, d), "up": shape(d, 4 * d), "down": shape(4 * d, d), "norm": shape(d)}
+    block = {
+        "qkv": shape(d, 3 * d),
+        "out": shape(d, d),
+        "up": shape(d, 4 * d),
+        "down": shape(4 * d, d),
+        "norm": shape(d),
+    }
     params = {"embed": shape(vocab, d), **{f"layer_{i}": block for i in range(layers)}}
     return jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=optax.adamw(1e-3)), params)
 

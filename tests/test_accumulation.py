@@ -1,0 +1,186 @@
+"""Micro-batches inside one step: the numbers of one large batch, and the communication of the stage."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+from jzero.analysis.hlo import find_collectives
+from tests import models
+
+ROWS, K = 48, 3
+
+
+def make_state(stage, precision="fp32", tx=None):
+    plain = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
+    return jzero.shard_train_state(plain, config=config)
+
+
+def weighted_loss(params, batch):
+    """A token-weighted mean: rows count very differently, so that a mean of means is far off."""
+    x = batch["x"]
+    for i in range(3):
+        x = x @ params[f"layer_{i}"]["kernel"] + params[f"layer_{i}"]["bias"][None]
+        x = jnp.tanh(x) if i < 2 else x
+    losses = jnp.square(x - batch["y"]).mean(-1)
+    return jzero.Weighted((losses * batch["w"]).sum(), batch["w"].sum())
+
+
+def batch(seed=0):
+    weights = np.random.default_rng(seed).integers(0, 2, ROWS) * np.arange(ROWS)
+    return {**models.mlp_batch(ROWS, seed), "w": weights.astype(np.float32)}
+
+
+def plain_run(steps, tx):
+    def mean(params, batch):
+        whole = weighted_loss(params, batch)
+        return whole.sum / whole.weight
+
+    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=tx)
+    losses, norms = [], []
+    for i in range(steps):
+        loss, grads = jax.value_and_grad(mean)(state.params, batch(i))
+        state = state.apply_gradients(grads=grads)
+        losses.append(float(loss))
+        norms.append(float(optax.tree.norm(grads)))
+    return losses, norms, state.params
+
+
+@pytest.mark.parametrize("reduce", ["each", "last"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_equals_one_large_weighted_batch(stage, reduce):
+    step = jzero.make_train_step(weighted_loss, accumulate_steps=K, reduce=reduce)
+    state, losses, norms = make_state(stage), [], []
+    for i in range(3):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    want = plain_run(3, optax.adam(1e-3, eps=1e-6))
+    np.testing.assert_allclose(losses, want[0], rtol=1e-6)
+    np.testing.assert_allclose(norms, want[1], rtol=1e-6)
+    # Adam divides by the root of the gradient's square, which amplifies the order of summation where both are small.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), want[2])
+
+
+def reduced_elements(stage, reduce, accumulate_steps):
+    model = models.GPT(layers=6)
+    state = models.gpt_state(model, optax.sgd(1e-3))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(state, config=config)
+    step = jzero.make_train_step(models.gpt_loss(model), accumulate_steps=accumulate_steps, reduce=reduce)
+    compiled = step.lower(state, models.tokens(8 * accumulate_steps)).compile()
+    found = find_collectives(compiled.as_text())
+    scattered = sum(c.elements for c in found if c.kind == "reduce-scatter")
+    return scattered / sum(x.size for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(
+    ("stage", "reduce", "times"), [(1, "each", 1), (2, "each", 3), (2, "last", 1), (3, "each", 3), (3, "last", 1)]
+)
+def test_how_often_gradients_are_reduced(stage, reduce, times):
+    """Stage 1 communicates once per step, stages 2 and 3 once per micro-batch unless told to wait."""
+    assert reduced_elements(stage, reduce, 3) == pytest.approx(times, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("bf16", jnp.bfloat16),
+        (jzero.Precision(compute_dtype="bfloat16", accumulate_dtype="float32"), jnp.float32),
+        (jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32"), jnp.float32),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_dtype_of_the_accumulators(stage, precision, dtype):
+    """The loop carries sums in the accumulate dtype: whole ones at stage 1, shards at stages 2 and 3."""
+    step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
+    jaxpr = step.trace(make_state(stage, precision), models.mlp_batch(ROWS)).jaxpr
+    carried = [v.aval for eqn in _equations(jaxpr) if eqn.primitive.name == "scan" for v in eqn.outvars]
+    shape = (127, 61) if stage == 1 else (16, 61)
+    assert [x.dtype for x in carried if x.shape == shape] == [jnp.dtype(dtype)]
+
+
+def _equations(jaxpr):
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def test_fp32_accumulation_is_closer():
+    """Sums of many bf16 gradients: fp32 accumulators lose less than 16-bit ones, against fp32 gradients."""
+    want = optax.tree.norm(jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(8 * 64)))
+    errors = {}
+    for name in ("bfloat16", "float32"):
+        policy = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype=name)
+        step = jzero.make_train_step(models.mlp_loss, accumulate_steps=64)
+        _, metrics = step(make_state(3, policy), models.mlp_batch(8 * 64))
+        errors[name] = abs(float(metrics["grad_norm"]) / float(want) - 1)
+    assert errors["float32"] < 3e-3
+    assert errors["float32"] < errors["bfloat16"]
+
+
+def test_a_batch_that_does_not_divide_says_which_sizes_would_do():
+    step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
+    with pytest.raises(
+        ValueError, match=r"divisible by 24[\s\S]*accumulate_steps=3[\s\S]*'x'\]: shape \(40, 37\)[\s\S]*24 or 48"
+    ):
+        step(make_state(2), models.mlp_batch(40))
+
+
+@pytest.mark.parametrize("reduce", ["never", None, True])
+def test_bad_reduce(reduce):
+    with pytest.raises(ValueError, match="'each' or 'last'"):
+        jzero.make_train_step(models.mlp_loss, reduce=reduce)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_overflow_in_one_micro_batch_skips_the_step(stage):
+    def loss(params, batch):
+        return models.mlp_loss(params, batch) + 0 * params["layer_1"]["bias"].sum() * batch["poison"].sum()
+
+    poison = np.zeros(ROWS, np.float32)
+    poison[7] = np.inf
+    step = jzero.make_train_step(loss, accumulate_steps=K)
+    state, metrics = step(make_state(stage, "fp16"), {**models.mlp_batch(ROWS), "poison": poison})
+    assert not bool(metrics["step_applied"])
+    assert int(state.step) == 0
+
+
+# Clipping.
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clip_norm_equals_optax_clipping(stage):
+    """DeepSpeed's `clip / (norm + 1e-6)` and optax's `clip / norm` differ by 1e-6 / norm, relative."""
+    clip = 0.01
+    ours, theirs = (
+        make_state(stage, tx=optax.sgd(1.0)),
+        make_state(stage, tx=optax.chain(optax.clip_by_global_norm(clip), optax.sgd(1.0))),
+    )
+    ours, metrics = jzero.make_train_step(models.mlp_loss, clip_norm=clip)(ours, models.mlp_batch(ROWS))
+    theirs, also = jzero.make_train_step(models.mlp_loss)(theirs, models.mlp_batch(ROWS))
+    grads = jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS))
+    norm = float(optax.tree.norm(grads))
+    assert norm > 10 * clip
+    for m in (metrics, also):
+        assert float(m["grad_norm"]) == pytest.approx(norm, rel=1e-6)  # before clipping
+    want = jax.tree.map(lambda p, g: p - g * clip / norm, models.mlp_params(), grads)
+    for state in (ours, theirs):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), jzero.gather_params(state), want)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_norm_of_16_bit_gradients_is_summed_in_fp32(stage):
+    """100,000 squares in bf16 would stop growing at 256 times the largest."""
+    loss = lambda p, batch: (p["w"].astype(jnp.float32) * batch.mean()).sum()
+    plain = jzero.TrainState.create(params={"w": jnp.ones((500, 200))}, tx=optax.sgd(0.0))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision="bf16"))
+    _, metrics = jzero.make_train_step(loss)(state, jnp.ones((8,)))
+    assert float(metrics["grad_norm"]) == pytest.approx(np.sqrt(100_000), rel=1e-6)

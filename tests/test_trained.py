@@ -1,0 +1,273 @@
+"""Frozen parameters: no gradient, no master, no moments, still partitioned; equal to plain optax on the rest."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models
+
+D, R, ROWS = 256, 4, 16
+
+
+def lora_params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), dtype)
+    layer = lambda: {"kernel": make(D, D), "lora_a": make(D, R), "lora_b": make(R, D)}
+    return {f"layer_{i}": layer() for i in range(3)}
+
+
+def lora_loss(params, batch):
+    x = batch.astype(params["layer_0"]["kernel"].dtype)
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + (x @ layer["lora_a"]) @ layer["lora_b"])
+    return jnp.square(x.astype(jnp.float32) - 0.1).mean()
+
+
+def batch(seed=0):
+    return np.random.default_rng(seed).normal(size=(ROWS, D)).astype(np.float32)
+
+
+LORA = r".*/lora_[ab]"
+
+
+def labels(params):
+    return jax.tree_util.tree_map_with_path(lambda p, _: "train" if "lora" in str(p[-1]) else "freeze", params)
+
+
+WAYS = {
+    "trainable": (lambda: optax.adam(1e-2), {"trainable": LORA}),
+    "multi_transform": (
+        lambda: optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels),
+        {},
+    ),
+    "masked": (
+        lambda: optax.chain(
+            optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x == "train", labels(p))),
+            optax.masked(optax.set_to_zero(), lambda p: jax.tree.map(lambda x: x == "freeze", labels(p))),
+        ),
+        {},
+    ),
+}
+
+
+def make_state(way, stage, precision="fp32", params=None):
+    make_tx, options = WAYS[way]
+    plain = TrainState.create(apply_fn=None, params=params or lora_params(), tx=make_tx())
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
+    return jzero.shard_train_state(plain, config=config, **options)
+
+
+def plain_run(steps):
+    """One device, plain optax: gradients of the adapters alone, so that nothing but them can move."""
+    split = lambda p: ({k: {n: x for n, x in v.items() if "lora" in n} for k, v in p.items()}, p)
+    adapters, params = split(lora_params())
+    tx = optax.adam(1e-2)
+    opt_state = tx.init(adapters)
+    merge = lambda a: {k: {**v, **a[k]} for k, v in params.items()}
+    losses = []
+    for i in range(steps):
+        loss, grads = jax.value_and_grad(lambda a, i=i: lora_loss(merge(a), batch(i)))(adapters)
+        updates, opt_state = tx.update(grads, opt_state)
+        adapters = optax.apply_updates(adapters, updates)
+        losses.append(float(loss))
+    return losses, merge(adapters)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_training_the_adapters_alone(way, stage):
+    state, step, losses = make_state(way, stage), jzero.make_train_step(lora_loss), []
+    for i in range(4):
+        state, metrics = step(state, batch(i))
+        losses.append(float(metrics["loss"]))
+    want, params = plain_run(4)
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    have = jzero.gather_params(state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), have, params)
+    for name, layer in lora_params().items():  # to the bit
+        np.testing.assert_array_equal(have[name]["kernel"], layer["kernel"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_frozen_leaves_cost_their_shard_alone(way):
+    """Ψ frozen weights cost 4Ψ/N (2Ψ/N in bf16) and nothing else; the adapters their full state."""
+    frozen = 3 * D * D
+    adapters = 3 * 2 * D * R
+    for precision, width in (("fp32", 4), ("bf16", 2)):
+        plan = jzero.plan_of(make_state(way, 3, precision))
+        have = plan.bytes_per_device
+        masters = 4 * adapters / 8
+        assert have.params == width * frozen / 8 + masters
+        assert have.grads == width * adapters / 8
+        assert have.opt_state == pytest.approx(8 * adapters / 8, abs=16)
+    # Stage 2 holds them whole, without a master.
+    plan = jzero.plan_of(make_state(way, 2, "bf16"))
+    assert plan.bytes_per_device.params == 2 * (frozen + adapters)
+    assert plan.bytes_per_device.opt_state == pytest.approx(12 * adapters / 8, abs=16)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_gradient_is_computed_or_communicated(way):
+    """Nothing of a frozen kernel's size is reduced, nor made in the backward pass."""
+    lowered = jzero.make_train_step(lora_loss).lower(make_state(way, 3), batch())
+    reduced = re.findall(r'"stablehlo\.reduce_scatter".*?\) : \(tensor<([^>]*)>\)', lowered.as_text(), flags=re.DOTALL)
+    assert sorted(reduced) == sorted([f"{D}x{R}xf32", f"{R}x{D}xf32"] * 3)
+    gathered = re.findall(r'"stablehlo\.all_gather".*?-> tensor<([^>]*)>', lowered.as_text(), flags=re.DOTALL)
+    # Forward all three; backward all but the first, whose input needs no gradient.
+    assert gathered.count(f"{D}x{D}xf32") == 5
+
+
+def test_gradients_of_frozen_leaves_are_scalar_zeros():
+    state = make_state("trainable", 3)
+    _, grads = jzero.value_and_grad(lora_loss)(state, batch())
+    assert grads["layer_0"]["kernel"].shape == ()
+    assert grads["layer_0"]["lora_a"].shape == (D, R)
+    want = jax.grad(lora_loss)(lora_params(), batch())
+    np.testing.assert_allclose(grads["layer_1"]["lora_b"], want["layer_1"]["lora_b"], atol=1e-7)
+    norm = optax.tree.norm({k: {n: g for n, g in v.items() if "lora" in n} for k, v in want.items()})
+    _, metrics = jzero.make_train_step(lora_loss)(state, batch())
+    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_plain_jit_loop(way):
+    state = make_state(way, 3)
+
+    @jax.jit
+    def step(state, batch):
+        return state.apply_gradients(grads=jax.grad(lora_loss)(jzero.natural_params(state), batch))
+
+    for i in range(4):
+        state = step(state, batch(i))
+    _, params = plain_run(4)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), params)
+
+
+def test_an_optimizer_that_reads_all_gradients_keeps_them():
+    """Clipping by the norm of all gradients, then freezing: on one device the frozen ones count, so they do here."""
+    tx = lambda: optax.chain(optax.clip_by_global_norm(1e-2), WAYS["multi_transform"][0]())
+    plain = TrainState.create(apply_fn=None, params=lora_params(), tx=tx())
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    assert all(leaf.trained for leaf in jzero.plan_of(state).leaves)
+    step = jzero.make_train_step(lora_loss)
+    for i in range(3):
+        state, _ = step(state, batch(i))
+        plain = plain.apply_gradients(grads=jax.grad(lora_loss)(plain.params, batch(i)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), plain.params)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.chain(optax.masked(optax.set_to_zero(), labels and (lambda p: jax.tree.map(lambda _: False, p)))),
+        optax.chain(
+            optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, labels),
+            optax.add_decayed_weights(-1e-3),
+        ),
+        optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x == "train", labels(p))),
+    ],
+    ids=["no state", "masked nothing", "decay after freezing", "masked passes gradients on"],
+)
+def test_what_is_not_frozen_is_trained(tx):
+    plain = TrainState.create(apply_fn=None, params=lora_params(), tx=tx)
+    assert all(leaf.trained for leaf in jzero.plan_train_state(plain, stage=3).leaves)
+
+
+def test_trees_of_booleans_and_prefixes_select():
+    params = lora_params()
+    plain = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+    by_tree = jzero.plan_train_state(plain, stage=3, trainable=jax.tree.map(lambda x: x == "train", labels(params)))
+    by_path = jzero.plan_train_state(plain, stage=3, trainable=LORA)
+    assert by_tree == by_path
+    prefix = {"layer_0": True, "layer_1": False, "layer_2": False}
+    trained = [leaf.path for leaf in jzero.plan_train_state(plain, stage=3, trainable=prefix).leaves if leaf.trained]
+    assert trained == ["layer_0/kernel", "layer_0/lora_a", "layer_0/lora_b"]
+    assert jzero.plan_train_state(plain, stage=3, trainable=".*") == jzero.plan_train_state(plain, stage=3)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        ("nothing", "selects no parameter. The first paths are 'layer_0/kernel'"),
+        ("(", "not a regular expression"),
+        ({"layer_0": True}, "structure of the parameters"),
+        ({"layer_0": 1.0, "layer_1": True, "layer_2": True}, "layer_0: 1.0"),
+    ],
+)
+def test_bad_masks(trainable, message):
+    plain = TrainState.create(apply_fn=None, params=lora_params(), tx=optax.adam(1e-2))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jzero.shard_train_state(plain, stage=3, trainable=trainable)
+
+
+def test_laid_out_anew_and_whole_again():
+    state, step = make_state("trainable", 3), jzero.make_train_step(lora_loss)
+    state, _ = step(state, batch(0))
+    for config in (jzero.ZeroConfig(stage=1), jzero.ZeroConfig(stage=3, persistence_threshold=0)):
+        state = jzero.shard_train_state(state, config=config)
+    with pytest.raises(ValueError, match="keeps no state"):
+        jzero.shard_train_state(state, stage=3, trainable=".*/lora_a")
+    state, _ = step(state, batch(1))
+    whole = jzero.unshard_train_state(state)
+    whole = whole.apply_gradients(grads=jax.grad(lora_loss)(whole.params, batch(2)))  # plain optax goes on
+    _, params = plain_run(3)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), whole.params, params)
+
+
+def test_born_sharded():
+    make = lambda key: TrainState.create(apply_fn=None, params=lora_params(), tx=optax.adam(1e-2))
+    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
+    born = jzero.init_train_state(make, jax.random.key(0), config=config, trainable=LORA)
+    later = jzero.shard_train_state(make(None), config=config, trainable=LORA)
+    kinds = [[(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(state)] for state in (born, later)]
+    assert kinds[0] == kinds[1]
+
+
+class LoraNet(nnx.Module):
+    def __init__(self, rngs):
+        for i, (name, layer) in enumerate(lora_params().items()):
+            setattr(self, f"kernel_{i}", nnx.Param(layer["kernel"]))
+            setattr(self, f"a_{i}", nnx.LoRAParam(layer["lora_a"]))
+            setattr(self, f"b_{i}", nnx.LoRAParam(layer["lora_b"]))
+        self.dropout = nnx.Dropout(0.0, rngs=rngs)
+
+    def params(self):
+        layer = lambda i: {
+            "kernel": getattr(self, f"kernel_{i}")[...],
+            "lora_a": getattr(self, f"a_{i}")[...],
+            "lora_b": getattr(self, f"b_{i}")[...],
+        }
+        return {f"layer_{i}": layer(i) for i in range(3)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nnx_parameters_outside_wrt_are_partitioned(stage):
+    model = LoraNet(nnx.Rngs(0))
+    pair = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    pair = jzero.shard_train_state(pair, config=config)
+    frozen, adapters = 3 * D * D, 3 * 2 * D * R
+    have = jzero.plan_of(pair).bytes_per_device
+    assert have.params == 4 * (frozen + adapters) / (8 if stage == 3 else 1)
+    kernel = pair[0].kernel_0[...]
+    assert kernel.addressable_shards[0].data.size == D * D / (8 if stage == 3 else 1)
+    loss = lambda model, batch: lora_loss(model.params(), batch)
+    step, losses = jzero.make_train_step(loss), []
+    for i in range(4):
+        pair, metrics = step(pair, batch(i))
+        losses.append(float(metrics["loss"]))
+    want, params = plain_run(4)
+    np.testing.assert_allclose(losses, want, rtol=1e-6)
+    whole, _ = jzero.unshard_train_state(pair)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), whole.params(), params)
+    np.testing.assert_array_equal(whole.kernel_1[...], lora_params()["layer_1"]["kernel"])
