@@ -43,6 +43,8 @@ class Wire:
       reduce_dtype: What gradients are cast to before; `None`: nothing.
       reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all
         micro-batches.
+      predivide: What gradients are divided by before they are reduced, so that a sum over many devices does not
+        overflow fp16.
     """
 
     axis: str
@@ -50,10 +52,12 @@ class Wire:
     reduce_scatter: bool
     reduce_dtype: Any = None
     reduce_last: bool = False
+    predivide: int = 1
 
     def to_reduce(self, x: jax.Array) -> jax.Array:
         """Returns a gradient in the dtype that it is reduced in."""
-        return x if self.reduce_dtype is None else x.astype(cast_dtype(x.dtype, self.reduce_dtype))
+        x = x.astype(cast_dtype(x.dtype, self.reduce_dtype))
+        return x if self.predivide == 1 else x / self.predivide
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
-from jzero._collectives import Wire, batch_index, reduce_shard, reduce_whole, sum_over
+from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
@@ -289,7 +289,13 @@ class _LocalStep:
     def wire(self) -> Wire:
         config, policy = self.plan.config, self.plan.config.policy
         reduce_last = self.micro.reduce_last and self.micro.steps > 1
-        return Wire(config.axis, config.replica_axis, config.reduce_scatter, policy.reduce, reduce_last)
+        return Wire(config.axis, config.replica_axis, config.reduce_scatter, policy.reduce, reduce_last, self.predivide)
+
+    @property
+    def predivide(self) -> int:
+        """What gradients are divided by before they are reduced."""
+        config = self.plan.config
+        return 1 if config.policy.loss_scale is None else num_batch_shards(self.plan.mesh, config)
 
     def __call__(self, *leaves: list[jax.Array]) -> LossResult:
         params, carried, batch, key, loss_scale = leaves
@@ -302,13 +308,13 @@ class _LocalStep:
         if self.differentiate:
             variables = {i: role.variable(x) for i, (role, x) in enumerate(zip(roles, params, strict=True))}
             diff = {i: x for i, x in variables.items() if x is not None}
-            (total, weight), aux, local = _accumulated(forward, diff, batch, key, self.micro, plan)
+            (total, weight), divisor, aux, local = _accumulated(forward, diff, batch, key, self.micro, plan)
         else:
-            _, ((total, weight), aux) = forward({}, batch, key)
+            _, ((total, weight), divisor, aux) = forward({}, batch, key, jnp.zeros(()))
             local = {}
         weight = sum_over(weight, wire)
         inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
-        unscale = inverse / loss_scale[0] if loss_scale else inverse
+        unscale = inverse * divisor * self.predivide / loss_scale[0] if loss_scale else inverse
         grads = [role.finish(local.get(i), unscale) for i, role in enumerate(roles)] if self.differentiate else []
         norm, overflowed = _grad_norm(grads, plan)
         loss = sum_over(total, wire) * inverse
@@ -323,22 +329,29 @@ class _LocalStep:
     def _forward(
         self, roles: list[_Role], params: list[jax.Array], carried: list[Any], loss_scale: list[jax.Array]
     ) -> Callable[..., Any]:
-        """Returns `fn(variables, batch, key) -> (scaled sum, ((sum, weight), aux))`."""
-        config = self.plan.config
-        walk = Walk(frozenset(self.wire.batch_axes), regather=self.differentiate and config.reshard_after_forward)
+        """Returns `fn(variables, batch, key, divisor) -> (scaled sum, ((sum, weight), divisor, aux))`.
 
-        def forward(diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array]) -> Any:
+        With a loss scale, what is differentiated is the sum over `divisor`, which makes about a mean of it: fp16 holds
+        the gradients of a mean, not those of a sum over many tokens. It is the same for all devices and micro-batches.
+        """
+        config, wire = self.plan.config, self.wire
+        walk = Walk(frozenset(wire.batch_axes), regather=self.differentiate and config.reshard_after_forward)
+
+        def forward(
+            diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array
+        ) -> tuple[jax.Array, Any]:
             inputs = [role.value(diff.get(i), x) for i, (role, x) in enumerate(zip(roles, params, strict=True))]
             outputs = [make_whole(y) for y in walk(self.traced.jaxpr, [*inputs, *carried, *batch, *key])]
             loss, aux = jax.tree.unflatten(jax.tree.structure(self.traced.out_shape), outputs)
-            if isinstance(loss, Weighted):
-                total, weight = _widen(loss.sum), lax.stop_gradient(loss.weight)
-                weight = weight.astype(total.dtype)
-            else:
-                total = _widen(loss)
-                weight = jnp.ones((), total.dtype)
-            scaled = total * loss_scale[0].astype(total.dtype) if loss_scale else total
-            return scaled, ((total, weight), aux)
+            total = _widen(loss.sum if isinstance(loss, Weighted) else loss)
+            weight = lax.stop_gradient(loss.weight) if isinstance(loss, Weighted) else jnp.ones(())
+            weight = weight.astype(total.dtype)
+            if not loss_scale:
+                return total, ((total, weight), divisor, aux)
+            mean_weight = mean(weight, wire) if isinstance(loss, Weighted) else weight
+            first = jnp.where(mean_weight > 0, mean_weight, 1).astype(jnp.float32) * self.micro.steps
+            divisor = jnp.where(divisor > 0, divisor, first)
+            return total * (loss_scale[0] / divisor).astype(total.dtype), ((total, weight), divisor, aux)
 
         return forward
 
@@ -380,32 +393,37 @@ def _accumulated(
     key: list[jax.Array],
     micro: MicroBatches,
     plan: ZeroPlan,
-) -> tuple[Any, PyTree, dict[int, jax.Array]]:
-    """Sums loss, weight and gradients over micro-batches; `aux` is stacked for `reduce_aux`."""
+) -> tuple[Any, jax.Array, PyTree, dict[int, jax.Array]]:
+    """Sums loss, weight and gradients over micro-batches.
+
+    Returns:
+      `((sum, weight), divisor, aux, grads)`; `aux` is stacked for `reduce_aux`.
+    """
     grad = jax.value_and_grad(forward, has_aux=True)
+    none_yet = jnp.zeros(())
     if micro.steps == 1:
-        (_, (sums, aux)), grads = grad(diff, batch, key)
-        return sums, aux, grads
+        (_, (sums, divisor, aux)), grads = grad(diff, batch, key, none_yet)
+        return sums, divisor, aux, grads
     whole = [x.ndim == 0 for x in batch]
     parts = [
         x if w else x.reshape(micro.steps, x.shape[0] // micro.steps, *x.shape[1:])
         for x, w in zip(batch, whole, strict=True)
     ]
 
-    def one(i: jax.Array) -> tuple[Any, Any]:
+    def one(i: jax.Array, divisor: jax.Array) -> tuple[Any, jax.Array, Any]:
         part = [x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)]
-        (_, (sums, aux)), grads = grad(diff, part, [jax.random.fold_in(k, i) for k in key])
+        (_, (sums, divisor, aux)), grads = grad(diff, part, [jax.random.fold_in(k, i) for k in key], divisor)
         kept = {j: x.astype(cast_dtype(x.dtype, plan.leaves[j].grad.dtype)) for j, x in grads.items()}
-        return (sums, kept), aux
+        return (sums, kept), divisor, aux
 
-    def body(sums: Any, i: jax.Array) -> tuple[Any, Any]:
-        part, aux = one(i)
-        return jax.tree.map(jnp.add, sums, part), aux
+    def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+        part, divisor, aux = one(i, carry[1])
+        return (jax.tree.map(jnp.add, carry[0], part), divisor), aux
 
-    shapes, _ = jax.eval_shape(one, jnp.zeros((), jnp.int32))
+    shapes, _, _ = jax.eval_shape(one, jnp.zeros((), jnp.int32), none_yet)
     start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (sums, grads), aux = lax.scan(body, start, jnp.arange(micro.steps))
-    return sums, aux, grads
+    ((sums, grads), divisor), aux = lax.scan(body, (start, none_yet), jnp.arange(micro.steps))
+    return sums, divisor, aux, grads
 
 
 @dataclasses.dataclass(frozen=True)

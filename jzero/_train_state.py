@@ -23,6 +23,7 @@ from jzero._trained import restrict_opt_state, restrict_optimizer
 from jzero._tree import path_str
 
 __all__ = [
+    "abstract_train_state",
     "gather_params",
     "natural_params",
     "plan_train_state",
@@ -151,6 +152,27 @@ def shard_train_state(
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
     return adapted.rebuild(placed)
+
+
+def abstract_train_state(
+    state: State, *, config: ZeroConfig, mesh: Mesh, trainable: PyTree | str | None = None
+) -> State:
+    """Returns what `shard_train_state` would return, as shapes with shardings: for steps lowered without devices.
+
+    Args:
+      state: A plain train state, concrete or abstract.
+      config: What to partition, and how.
+      mesh: Over which devices; they may be of a machine that is not there.
+      trainable: Which parameters are trained, as for `shard_train_state`.
+    """
+    adapted = adapt(state)
+    natural, tx = restrict(adapted.state, adapted.state.tx, trainable)
+    plan = make_plan(natural, tx, config, mesh)
+
+    def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=plan.sharding(leaf))
+
+    return adapted.rebuild(map_state(shape, plan, to_stored(natural, plan), tx=ZeroTransformation(tx, plan)))
 
 
 def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:

@@ -28,6 +28,7 @@ def train() -> dict[str, Any]:
     for stage in (1, 2, 3):
         state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(stage))
         state, results[f"stage {stage}"] = train_from(state, loss_of)
+        results[f"fp16, stage {stage}"] = overflows(stage)
     results["end of stage 3"] = whole_values(state)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
     _, results["born"] = train_from(born, noisy_loss, rng=jax.random.key(7))
@@ -77,6 +78,26 @@ def train_from(state: Any, loss_fn: Any, **rng: jax.Array) -> tuple[Any, dict[st
         state, metrics = step(state, models.mlp_batch(ROWS, seed=i), **rng)
         numbers |= {f"loss {i}": float(metrics["loss"]), f"norm {i}": float(metrics["grad_norm"])}
     return state, numbers
+
+
+def overflows(stage: int) -> dict[str, float]:
+    """Trains in fp16 with overflows in rows of the first process alone, then of the second."""
+    poisoned = {1: 0, 3: ROWS - 1}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return loss_of(params, batch) + 0 * params["shift"].sum() * batch["poison"].sum()
+
+    fp16 = jzero.ZeroConfig(stage=stage, persistence_threshold=50, precision="fp16")
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=fp16)
+    step = jzero.make_train_step(loss)
+    numbers = {}
+    for i in range(NUM_STEPS):
+        poison = np.zeros(ROWS, np.float32)
+        if i in poisoned:
+            poison[poisoned[i]] = np.inf
+        state, metrics = step(state, {**models.mlp_batch(ROWS, seed=i), "poison": poison})
+        numbers |= {f"scale {i}": float(metrics["loss_scale"]), f"applied {i}": float(metrics["step_applied"])}
+    return {**numbers, "steps": float(state.step)}
 
 
 def whole_values(state: Any) -> dict[str, float]:

@@ -184,8 +184,9 @@ for z in (1, 2, 3):
 def test_bf16(precision, stage, accumulate_steps, peers, record_property):
     run = run_jzero(precision, stage, accumulate_steps)
     # Rounding noise: DeepSpeed's and FSDP2's runs are up to 8e-4 and 9e-3 from each other and from fp32, and the
-    # norm of a control that sums other slices up to 1.2e-2. Forgetting to clip would cost 2e-2 and 1.3e-1.
-    check(run, run_control("bf16"), peers, Deviation(1e-3, 1.5e-2), record_property)
+    # norm of a control that sums other slices up to 1.2e-2; jzero's are up to 7e-4 and 8e-3. Forgetting to clip would
+    # cost 2e-2 and 1.3e-1.
+    check(run, run_control("bf16"), peers, Deviation(1e-3, 1e-2), record_property)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -194,3 +195,19 @@ def test_fp16(stage, record_property):
     # Three bits more than bf16: DeepSpeed's run is 1e-4 and 2e-3 from fp32.
     check(run, run_control("fp16"), (peer,), Deviation(3e-4, 6e-3), record_property)
     np.testing.assert_array_equal(run.loss_scales, recorded(peer).loss_scales)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_beside_deepspeeds(stage):
+    """What one rank of the recorded bf16 runs held between backward and step, term by term, against the plan."""
+    theirs = json.loads(RUNS.read_text())[f"ds_main_z{stage}_bf16_g1"]["memory_bytes_rank0"]
+    config = jzero.ZeroConfig(stage=stage, precision="bf16", persistence_threshold=0)
+    mesh = jzero.make_mesh(devices=jax.devices()[:NUM_DEVICES])
+    ours = jzero.plan_train_state(initial_state("bf16"), config=config, mesh=mesh).bytes_per_device
+    deepspeeds_state = theirs["params"] + theirs["master"] + theirs["optimizer_state"]
+    if stage < 3:
+        assert ours.params == theirs["params"]
+        assert ours.params + ours.opt_state == pytest.approx(deepspeeds_state, rel=0.01)
+    else:  # no 16-bit copy of the shard: 12 bytes per parameter where DeepSpeed holds 14, then 2 of gradients each
+        assert (ours.params + ours.opt_state) / deepspeeds_state == pytest.approx(12 / 14, rel=0.01)
+        assert ours.total / (deepspeeds_state + theirs["grads_before_step"]) == pytest.approx(14 / 16, rel=0.01)

@@ -262,3 +262,33 @@ def test_the_scale_survives_another_layout():
     moved = jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:4]))
     assert float(moved.opt_state.loss_scale.scale) == 2.0**15
     assert_same_bits(jzero.gather_params(state, masters=True), jzero.gather_params(moved, masters=True))
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_weighted_sums_are_scaled_as_means(accumulate_steps):
+    """The gradient of a sum over 10^5 weights would overflow fp16 at any useful scale; that of the mean does not."""
+
+    def weighted(params, batch):
+        mean = models.mlp_loss(params, batch)
+        return jzero.Weighted(mean * batch["weight"].sum(), batch["weight"].sum())
+
+    weight = np.full(ROWS, 1e5, np.float32)
+    step = jzero.make_train_step(weighted, accumulate_steps=accumulate_steps)
+    _, metrics = step(make_state(2), {**models.mlp_batch(ROWS), "weight": weight})
+    assert bool(metrics["step_applied"])
+    want = jax.grad(lambda p: models.mlp_loss(p, models.mlp_batch(ROWS)))(models.mlp_params())
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(want)), rel=5e-3)
+
+
+def test_sums_over_devices_do_not_overflow():
+    """Each device's gradient fits fp16 (30,000), their sum over eight would not: it is divided before."""
+    loss = lambda params, batch: (params["w"].astype(jnp.float32) * batch.mean()).sum()
+    plain = jzero.TrainState.create(params={"w": jnp.ones((64, 64))}, tx=optax.sgd(1.0))
+    for stage in (0, 1, 3):
+        config = jzero.ZeroConfig(
+            stage=stage, precision=jzero.Precision(compute_dtype="float16", loss_scale=1.0), persistence_threshold=0
+        )
+        state = jzero.shard_train_state(plain, config=config)
+        _, metrics = jzero.make_train_step(loss)(state, np.full(8, 30_000, np.float32))
+        assert bool(metrics["step_applied"])
+        assert float(metrics["grad_norm"]) == pytest.approx(64 * 30_000, rel=1e-3)

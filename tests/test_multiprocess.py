@@ -63,6 +63,10 @@ def assert_worth_comparing_with(results):
             results["stage 1"]["loss 0"], rel=1e-6 if name != "born" else 0.1
         )
     assert results["born"]["loss 0"] != pytest.approx(results["stage 3"]["loss 0"], rel=1e-5)
+    for stage in (1, 2, 3):
+        fp16 = results[f"fp16, stage {stage}"]
+        assert [fp16[f"applied {i}"] for i in range(5)] == [1, 0, 1, 0, 1]
+        assert [fp16[f"scale {i}"] for i in range(5)] == [2.0**16] * 4 + [2.0**15]
     end = results["end of stage 3"]
     assert end["rows"] == multiprocess_worker.ROWS
     assert end["halved['layer_0']['kernel']"] == pytest.approx(end["params['layer_0']['kernel']"] / 2, rel=1e-6)

@@ -1,0 +1,88 @@
+"""What the GPU and TPU compilers make of the steps: run without hardware, with the extra `gpu` or `tpu` installed.
+
+python -m pytest -m slow tests/test_accelerators.py -k h200     # needs jzero[gpu]
+python -m pytest -m slow tests/test_accelerators.py -k v5e      # needs jzero[tpu]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jzero
+from jzero._train_state import abstract_train_state
+from jzero.analysis.topologies import topology_devices
+from tests import models
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def compiled_text(topology, stage, precision, *, scan, cast=False):
+    mesh = jzero.make_mesh(devices=topology_devices(topology))
+    model = models.GPT(vocab=1024, d_model=256, heads=4, layers=4, scan=scan)
+    plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
+    state = abstract_train_state(plain, config=config, mesh=mesh)
+    loss_fn = models.gpt_loss(model)
+    if cast:
+        whole = loss_fn
+        loss_fn = lambda params, batch: whole(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+    batch = jax.ShapeDtypeStruct((2 * mesh.size, models.SEQ + 1), jnp.int32)
+    return jzero.make_train_step(loss_fn).lower(state, batch).compile().as_text()
+
+
+compiled_text = functools.cache(compiled_text)
+
+
+def results(text, kind):
+    """`(dtype, elements)` of every array that collectives of this kind return, async ones included."""
+    found = []
+    for line in text.splitlines():
+        match = re.search(rf"= (.*?) {kind}(?:-start)?\(", line)
+        if match:
+            found += [
+                (dtype, math.prod(map(int, dims.split(","))) if dims else 1)
+                for dtype, dims in re.findall(r"\b(f32|bf16|f16|f64)\[([\d,]*)\]", match[1])
+            ]
+    return found
+
+
+CASES = [
+    (1, "bf16", False, False),
+    (2, "bf16", True, False),
+    (3, "bf16", True, False),
+    (3, "bf16", False, False),
+    (3, "fp16", True, False),
+    (3, "fp32", True, True),  # the model casts by itself
+    (3, "fp32", False, True),
+]
+
+
+@pytest.mark.parametrize(("stage", "precision", "scan", "cast"), CASES)
+@pytest.mark.parametrize("topology", ["h200:8", "v5e:2x4"])
+def test_no_parameter_is_gathered_in_fp32(topology, stage, precision, scan, cast):
+    """XLA may move a cast behind the gather (jax issue 23543); what it compiled here did not."""
+    text = compiled_text(topology, stage, precision, scan=scan, cast=cast)
+    gathered = [(dtype, size) for dtype, size in results(text, "all-gather") if size > 1024]
+    assert sum(size for _, size in gathered) > 1_000_000
+    assert {dtype for dtype, _ in gathered} <= {"bf16", "f16"}, gathered
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_reduced_in_16_bits(stage):
+    text = compiled_text("h200:8", stage, "bf16", scan=stage != 1)
+    reduced = [(dtype, size) for dtype, size in results(text, "reduce-scatter") if size > 1024]
+    assert reduced
+    assert {dtype for dtype, _ in reduced} == {"bf16"}, reduced
+
+
+def test_fp32_gathers_are_seen():
+    """The check can fail: without a policy the same program gathers fp32."""
+    gathered = results(compiled_text("h200:8", 3, "fp32", scan=True), "all-gather")
+    assert "f32" in {dtype for dtype, size in gathered if size > 1024}, gathered

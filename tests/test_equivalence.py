@@ -1,0 +1,367 @@
+"""`check_equivalence`: its reference is training without jzero, and it finds what is no equal training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+from jzero import _grads
+from tests import models
+
+ROWS = 16
+BATCHES = [models.mlp_batch(ROWS, seed) for seed in range(2)]
+
+
+def make_config(stage, precision="fp32", **options):
+    return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
+
+
+def mlp_state(tx=None, cls=TrainState):
+    return cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adamw(1e-3, eps=1e-6))
+
+
+def compare(loss_fn=models.mlp_loss, state=None, *, stage=2, batches=BATCHES, **options):
+    options.setdefault("config", make_config(stage))
+    return jzero.check_equivalence(loss_fn, mlp_state() if state is None else state, batches=batches, **options)
+
+
+def plain_run(loss_fn, state, batches, clip_norm=None):
+    """The loop that anyone would write on one device."""
+    losses, norms = [], []
+    for batch in batches:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        norm = optax.global_norm(grads)
+        if clip_norm is not None:
+            grads = jax.tree.map(lambda g, norm=norm: g * jnp.minimum(1, clip_norm / (norm + 1e-6)), grads)
+        state = state.apply_gradients(grads=grads)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return state, losses, norms
+
+
+def assert_reference(report, losses, norms):
+    np.testing.assert_allclose([x.reference_loss for x in report.steps], losses, rtol=1e-6)
+    np.testing.assert_allclose([x.reference_grad_norm for x in report.steps], norms, rtol=1e-5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_honest_training_passes(stage):
+    state = mlp_state()
+    report = compare(state=state, stage=stage, clip_norm=0.5, accumulate_steps=2)
+    report.check()
+    assert (report.stage, report.num_shards, len(report.steps)) == (stage, 8, 2)
+    assert all(leaf.drift < 1e-3 for leaf in report.leaves)
+    assert [leaf.path for leaf in report.leaves] == [
+        leaf.path for leaf in jzero.plan_train_state(state, stage=0).leaves
+    ]
+    assert_reference(report, *plain_run(models.mlp_loss, state, BATCHES, clip_norm=0.5)[1:])
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize(
+    "precision", ["bf16", "fp16", jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")]
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_mixed_precision_against_wide_masters(stage, precision):
+    config = make_config(stage, precision, rules={".*/bias": jzero.LeafRule(compute_dtype="float32")})
+    report = compare(config=config, state=mlp_state(optax.adam(1e-2, eps=1e-6)))
+    narrow_masters = isinstance(precision, jzero.Precision)
+    report.check(loss=2e-2, grad_norm=2e-2, params=4e-2)
+    assert max(leaf.drift for leaf in report.leaves) < (0.5 if narrow_masters else 0.1)
+    dtype = jnp.float16 if precision == "fp16" else jnp.bfloat16
+    seen = {k: {"kernel": x["kernel"].astype(dtype), "bias": x["bias"]} for k, x in models.mlp_params().items()}
+    np.testing.assert_allclose(report.steps[0].reference_loss, models.mlp_loss(seen, BATCHES[0]), rtol=1e-6)
+    with pytest.raises(AssertionError, match="leaf"):
+        report.check(params=1e-6)  # it is not the same
+
+
+def test_a_small_master_update_that_16_bits_would_lose_is_in_the_reference():
+    """lr 1e-5 moves no 16-bit parameter; masters move in both runs, by the same."""
+    report = compare(config=make_config(2, "bf16"), state=mlp_state(optax.sgd(1e-5)))
+    report.check(loss=1e-3, grad_norm=1e-2, params=1e-6)
+    assert max(leaf.drift for leaf in report.leaves) < 0.1
+
+
+def local_sum(params, batch):
+    return models.mlp_loss(params, batch) * batch["x"].shape[0]
+
+
+def test_a_sum_over_local_rows_is_found():
+    report = compare(local_sum)
+    assert report.loss > 0.5
+    assert report.grad_norm == pytest.approx(7 / 8, rel=1e-2)  # the mean over eight devices of sums over two rows
+    message = r"The loss deviates by 0\.\d+, more than 0\.0001\. The gradient norm deviates by 0\.\d+, more than"
+    with pytest.raises(AssertionError, match=message) as error:
+        report.check()
+    assert str(report) in str(error.value)
+
+
+def test_a_loss_that_mixes_examples_is_found():
+    def normed(params, batch):
+        x = batch["x"] - batch["x"].mean(0, keepdims=True)  # of this device
+        return models.mlp_loss(params, {**batch, "x": x})
+
+    report = compare(normed)
+    assert min(report.loss, report.grad_norm) > 1e-2
+    assert max(leaf.drift for leaf in report.leaves) > 0.1
+
+
+def test_a_weighted_loss_as_a_plain_mean_is_found():
+    mask = (np.arange(ROWS) < 5).astype(np.float32)  # devices have two tokens, one or none
+    batches = [{**batch, "mask": mask} for batch in BATCHES]
+
+    def sums(params, batch):
+        masked = {"x": batch["x"] * batch["mask"][:, None], "y": batch["y"] * batch["mask"][:, None]}
+        return models.mlp_loss(params, masked) * batch["x"].shape[0]
+
+    weighted = lambda params, batch: jzero.Weighted(sums(params, batch), batch["mask"].sum())
+    compare(weighted, batches=batches, stage=3).check()
+    compare(weighted, batches=batches, accumulate_steps=2).check()
+    local_means = lambda params, batch: sums(params, batch) / jnp.maximum(batch["mask"].sum(), 1)
+    assert compare(local_means, batches=batches).loss > 1e-2
+
+
+def test_a_batch_without_weight_is_skipped_by_both():
+    def weighted(params, batch):
+        weight = batch["mask"].sum()
+        return jzero.Weighted(models.mlp_loss(params, batch) * weight, weight)
+
+    masks = [np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32), np.ones(ROWS, np.int32)]
+    batches = [{**BATCHES[0], "mask": mask} for mask in masks]
+    report = compare(weighted, batches=batches)
+    report.check()
+    assert [x.applied for x in report.steps] == [True, False, True]
+    assert report.steps[1].loss == report.steps[1].reference_loss == 0
+    assert "steps that jzero skipped: [1]" in str(report)
+
+
+def test_a_fault_of_jzero_is_found(monkeypatch):
+    """Gradients that stay those of one device."""
+    monkeypatch.setattr(
+        _grads,
+        "reduce_shard",
+        lambda x, cut, wire: (
+            jax.lax.psum_scatter(
+                x if cut.is_stored_naturally else jzero._collectives.to_stored(x, cut),
+                "data",
+                scatter_dimension=cut.dim,
+                tiled=True,
+            )
+            * (jax.lax.axis_index("data") != 3)
+        ),
+    )
+    report = compare(stage=1, config=make_config(1))
+    assert report.loss > 1e-4
+    with pytest.raises(AssertionError, match=f"The leaf '{report.worst}' deviates"):
+        report.check()
+
+
+def test_steps_that_overflow_are_skipped_by_both():
+    scale = jzero.DynamicLossScale(initial=2.0**24, hysteresis=1)
+    config = make_config(3, jzero.Precision(compute_dtype="float16", loss_scale=scale))
+    batches = [models.mlp_batch(ROWS, seed) for seed in range(10)]
+    report = compare(config=config, batches=batches, state=mlp_state(optax.sgd(0.1)))
+    skipped = [i for i, x in enumerate(report.steps) if not x.applied]
+    assert 0 < len(skipped) < 10
+    assert skipped == list(range(len(skipped)))
+    assert not math.isfinite(report.steps[0].grad_norm)
+    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2)
+    assert max(leaf.drift for leaf in report.leaves) < 0.1
+
+
+def test_nothing_applied_is_nothing_compared():
+    config = make_config(1, jzero.Precision(compute_dtype="float16", loss_scale=2.0**30))
+    report = compare(config=config)
+    assert (report.loss, report.grad_norm, report.params) == (math.inf, math.inf, 0)
+    with pytest.raises(AssertionError, match="The loss deviates by inf"):
+        report.check()
+
+
+def test_a_loss_that_is_not_finite_fails():
+    report = compare(lambda params, batch: models.mlp_loss(params, batch) + jnp.log(params["layer_0"]["bias"]).mean())
+    assert report.worst
+    assert report.loss == report.params == math.inf
+    with pytest.raises(AssertionError, match="nan"):
+        report.check(loss=1e30, grad_norm=1e30, params=1e30)
+
+
+class BatchNormState(TrainState):
+    batch_stats: Any
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(24, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.9)(x)
+        return nn.Dense(11)(nn.relu(x))
+
+
+def normed_loss(model):
+    def loss_fn(params, batch, *, batch_stats):
+        out, new = model.apply({"params": params, "batch_stats": batch_stats}, batch["x"], mutable=["batch_stats"])
+        return jnp.square(out - batch["y"]).mean(), {"rows": jzero.Summed(batch["x"].shape[0]), **new}
+
+    return loss_fn
+
+
+def test_batch_statistics_and_aux():
+    variables = Normed().init(jax.random.key(0), BATCHES[0]["x"])
+    state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
+    options = {"state": state, "has_aux": True, "mutable": ("batch_stats",)}
+    report = compare(normed_loss(Normed(axis_name="data")), **options)
+    report.check()
+    paths = {leaf.path for leaf in report.leaves}
+    assert {"batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var", "Dense_0/kernel"} < paths
+    (loss, aux), _ = jax.value_and_grad(normed_loss(Normed()), has_aux=True)(
+        state.params, BATCHES[0], batch_stats=state.batch_stats
+    )
+    assert report.steps[0].reference_loss == pytest.approx(float(loss), rel=1e-6)
+    per_device = compare(normed_loss(Normed()), **options)
+    assert per_device.loss > 1e-2
+    drifts = {leaf.path: leaf.drift for leaf in per_device.leaves}
+    assert drifts["batch_stats/BatchNorm_0/var"] > 0.1
+
+
+def test_two_axes_and_a_mesh_of_some_devices():
+    mesh = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
+    variables = Normed().init(jax.random.key(0), BATCHES[0]["x"])
+    state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
+    report = compare(
+        normed_loss(Normed(axis_name=("replica", "data"))),
+        state,
+        batches=[models.mlp_batch(12)],
+        config=make_config(3, replica_axis="replica"),
+        mesh=mesh,
+        has_aux=True,
+        mutable=("batch_stats",),
+    )
+    report.check()
+    assert report.num_shards == 3
+
+
+class NormedModel(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Linear(37, 24, use_bias=False, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(24, axis_name="data", rngs=nnx.Rngs(0))
+        self.b = nnx.Linear(24, 11, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.norm(self.a(x))))
+
+
+def model_loss(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+@pytest.mark.parametrize(("precision", "together"), [("fp32", False), ("bf16", True)])
+def test_nnx(precision, together):
+    model = NormedModel()
+    tx = optax.sgd(0.1, momentum=0.9)
+    state = (
+        nnx.ModelAndOptimizer(model, tx, wrt=nnx.Param)
+        if together
+        else (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    )
+    report = compare(model_loss, state, config=make_config(3, precision))
+    report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
+    assert {"a/kernel", "rest/norm/mean"} < {leaf.path for leaf in report.leaves}
+    assert not np.any(model.norm.mean[...])  # not consumed, not trained
+    model.norm.axis_name = None
+    if precision == "fp32":
+        want, grads = nnx.value_and_grad(model_loss)(model, BATCHES[0])
+        assert_reference(dataclasses.replace(report, steps=report.steps[:1]), [want], [optax.global_norm(grads)])
+
+
+def test_frozen_parameters_of_an_nnx_model():
+    model = NormedModel()
+    only_b = nnx.All(nnx.Param, nnx.PathContains("b"))
+    report = compare(
+        model_loss, (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=only_b)), config=make_config(3, "bf16")
+    )
+    report.check(loss=1e-2, grad_norm=1e-2, params=1e-2)
+    assert [leaf.path for leaf in report.leaves if not leaf.path.startswith("rest")] == ["b/bias", "b/kernel"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parameters_and_sharded_states(precision):
+    config = make_config(3, precision)
+    state = jzero.shard_train_state(
+        mlp_state(), config=config, trainable="layer_2/.*", mesh=jzero.make_mesh(devices=jax.devices()[:4])
+    )
+    before = jax.tree.map(np.asarray, jzero.gather_params(state))
+    report = jzero.check_equivalence(models.mlp_loss, state, batches=BATCHES)
+    assert (report.stage, report.num_shards) == (3, 4)
+    report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
+    leaves = {leaf.path: leaf for leaf in report.leaves}
+    assert leaves["layer_0/kernel"].absolute == leaves["layer_0/kernel"].drift == 0
+    assert leaves["layer_2/kernel"].drift < 0.1
+    jax.tree.map(np.testing.assert_array_equal, jzero.gather_params(state), before)  # not consumed
+    if precision == "fp32":
+        trained = plain_run(
+            lambda p, b: models.mlp_loss({**models.mlp_params(), "layer_2": p["layer_2"]}, b), mlp_state(), BATCHES
+        )
+        assert_reference(report, *trained[1:])
+        elsewhere = jzero.check_equivalence(
+            models.mlp_loss, state, batches=BATCHES[:1], stage=1, mesh=jzero.make_mesh()
+        )
+        assert (elsewhere.stage, elsewhere.num_shards) == (1, 8)
+
+
+def test_a_plain_pytree_with_integers():
+    params = {**models.mlp_params(), "table": jnp.arange(5)}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    report = compare(state=state, stage=3)
+    report.check()
+    assert {leaf.path: leaf.absolute for leaf in report.leaves}["table"] == 0
+
+
+def test_the_table():
+    state = mlp_state(optax.sgd(0.1))
+    lines = str(compare(local_sum, state)).splitlines()
+    assert lines[0] == "jzero (ZeRO stage 2, N=8) against one device with plain optax, 2 steps"
+    assert lines[1].startswith("largest relative deviation: loss 0.")
+    assert lines[3].split() == "step loss reference deviation grad norm reference deviation".split()
+    assert len(lines[4].split()) == len(lines[5].split()) == 7
+    assert lines[7].split() == ["leaf", "absolute", "relative", "drift"]
+    relative = [float(line.split()[2]) for line in lines[8:]]
+    assert relative == sorted(relative, reverse=True)
+    assert len(relative) == 6
+    assert lines[8].split()[0] in lines[1]
+    many = compare(local_sum, batches=BATCHES[:1] * 25, state=state)
+    assert "... 5 more" in str(many)
+
+
+def test_errors():
+    state = mlp_state()
+    needs_rng = r"`loss_fn` needs \['rng'\] beside parameters and batch, .* Pass a loss without randomness"
+    with pytest.raises(TypeError, match=needs_rng):
+        compare(lambda params, batch, rng: 0.0, state)
+    with pytest.raises(TypeError, match=r"needs \['batch_stats'\] .* `mutable=\(\"batch_stats\",\)`"):
+        compare(lambda params, batch, batch_stats: 0.0, state)
+    with pytest.raises(ValueError, match="`batches` is empty: pass one batch per step"):
+        compare(state=state, batches=[])
+    for single in (BATCHES[0], BATCHES[0]["x"]):
+        with pytest.raises(TypeError, match="`batches` must be a sequence of batches: put a single one into a list"):
+            compare(state=state, batches=single)
+    with pytest.raises(ValueError, match="Say what to partition"):
+        jzero.check_equivalence(models.mlp_loss, state, batches=BATCHES)
+    with pytest.raises(TypeError, match="must be callable"):
+        compare(3, state)
+    with pytest.raises(ValueError, match="must be divisible by 8"):
+        compare(state=state, batches=[models.mlp_batch(12)])
+    compare(lambda params, batch, scale=1.0: models.mlp_loss(params, batch), state).check()  # a default is no need

@@ -1,0 +1,320 @@
+"""Single parameters, gradients and optimizer leaves by path, against values that were not made by jzero."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models
+
+BF16 = jnp.bfloat16
+KERNEL = "layer_0/kernel"  # (37, 127), which eight divides nowhere
+ROWS = 16
+MOMENTS = jzero.Precision(compute_dtype="bfloat16", state_dtype="bfloat16")
+MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")
+
+
+def make_config(stage, precision="fp32", **options):
+    return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
+
+
+def sharded(config, tx=None, cls=TrainState, **options):
+    plain = cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adam(1e-3, eps=1e-6))
+    return jzero.shard_train_state(plain, config=config, **options)
+
+
+def train(state, num_steps=2):
+    step = jzero.make_train_step(models.mlp_loss)
+    for seed in range(num_steps):
+        state, _ = step(state, models.mlp_batch(ROWS, seed))
+    return state
+
+
+def plain_adam(compute_dtype, num_steps=2):
+    """Returns parameters and Adam's state after training on one device, with fp32 masters."""
+    tx = optax.adam(1e-3, eps=1e-6)
+    params = models.mlp_params()
+    opt_state = tx.init(params)
+    for seed in range(num_steps):
+        seen = jax.tree.map(lambda x: x.astype(compute_dtype), params)
+        grads = jax.grad(models.mlp_loss)(seen, models.mlp_batch(ROWS, seed))
+        updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(jnp.float32), grads), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state[0]
+
+
+def assert_whole(x, dtype=jnp.float32, shape=(37, 127)):
+    assert isinstance(x, jax.Array)
+    assert (x.shape, x.dtype) == (shape, dtype)
+    assert x.sharding.is_fully_replicated
+    assert len(x.sharding.device_set) == 8
+
+
+def assert_near(a, b, tolerance):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+CELLS = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)] + [(2, MOMENTS), (3, MOMENTS)]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("stage", "precision"), CELLS)
+def test_parameters_and_moments_are_those_of_one_device(stage, precision):
+    state = sharded(make_config(stage, precision), cls=jzero.TrainState if stage == 1 else TrainState)
+    start = models.mlp_params()
+    np.testing.assert_array_equal(jzero.get_full_param(state, KERNEL), start["layer_0"]["kernel"])
+    assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="mu"))
+    state = train(state)
+    params, adam = plain_adam(jnp.float32 if precision == "fp32" else BF16)
+    tolerance = {"fp32": 1e-5, "bf16": 1e-2, MOMENTS: 2e-2}[precision]
+    for layer, kind in (("layer_0", "kernel"), ("layer_2", "bias")):
+        of = lambda tree, layer=layer, kind=kind: tree[layer][kind]
+        path, shape = f"{layer}/{kind}", of(start).shape
+        found = jzero.get_full_param(state, path)
+        assert_whole(found, shape=shape)
+        assert_near(found - of(start), of(params) - of(start), 10 * tolerance)
+        for name, alias, tree in (("mu", "exp_avg", adam.mu), ("nu", "exp_avg_sq", adam.nu)):
+            found = jzero.get_full_opt_state(state, path, name=name)
+            assert_whole(found, shape=shape)  # in float32 also where 16 bits are stored
+            assert_near(found, of(tree), tolerance)
+            np.testing.assert_array_equal(jzero.get_full_opt_state(state, path, name=alias), found)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_gradient_is_that_of_one_device(stage, precision):
+    state = sharded(make_config(stage, precision))
+    _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
+    dtype = jnp.float32 if precision == "fp32" else BF16
+    params = jax.tree.map(lambda x: x.astype(dtype), models.mlp_params())
+    want = jax.grad(models.mlp_loss)(params, models.mlp_batch(ROWS))
+    for layer, kind in (("layer_0", "kernel"), ("layer_2", "bias")):
+        found = jzero.get_full_grad(state, f"{layer}/{kind}", grads=grads)
+        assert_whole(found, shape=want[layer][kind].shape)
+        assert_near(found, want[layer][kind], 1e-5 if precision == "fp32" else 2e-2)
+
+
+def test_flattened_leaf():
+    params = {"w": jnp.arange(15.0).reshape(3, 5)}
+    tx = optax.sgd(0.5, momentum=0.9)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    for stage in (1, 3):
+        ours = jzero.shard_train_state(state, config=make_config(stage))
+        assert jzero.plan_of(ours).leaves[0].grad.cut.flat
+        loss = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+        batch = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+        grad = jax.grad(loss)(params, batch)["w"]
+        np.testing.assert_allclose(
+            jzero.get_full_grad(ours, "w", grads=jzero.value_and_grad(loss)(ours, batch)[1]), grad, rtol=1e-5
+        )
+        ours, _ = jzero.make_train_step(loss)(ours, batch)
+        np.testing.assert_allclose(jzero.get_full_opt_state(ours, "w", name="trace"), grad, rtol=1e-5)
+        np.testing.assert_allclose(jzero.get_full_param(ours, "w"), params["w"] - 0.5 * grad, rtol=1e-5)
+        value = -np.arange(15.0).reshape(3, 5)
+        ours = jzero.set_full_opt_state(jzero.set_full_param(ours, "w", value=value), "w", name="trace", value=value)
+        np.testing.assert_array_equal(jzero.get_full_param(ours, "w"), value)
+        np.testing.assert_array_equal(jzero.get_full_opt_state(ours, "w", name="trace"), value)
+        for stored in (ours.opt_state[0].trace["w"], *([ours.params["w"]] if stage == 3 else [])):
+            assert stored.shape == (16,)
+            assert np.asarray(stored)[15] == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(0, "fp32"), (1, MASTERS), (2, "bf16"), (3, "fp32"), (3, "bf16"), (3, MASTERS)],
+)
+def test_a_parameter_that_was_set_is_trained_on(stage, precision):
+    state = sharded(make_config(stage, precision), tx=optax.sgd(0.5))
+    value = np.random.default_rng(5).normal(size=(37, 127))  # float64, cast to the dtype of the master
+    edited = jzero.set_full_param(state, KERNEL, value=value)
+    kept = value.astype(np.float32).astype(BF16 if precision == MASTERS else np.float32)
+    np.testing.assert_array_equal(jzero.get_full_param(edited, KERNEL), kept)
+    np.testing.assert_array_equal(
+        jzero.get_full_param(state, KERNEL), models.mlp_params()["layer_0"]["kernel"].astype(kept.dtype)
+    )
+    assert [(x.aval, x.sharding) for x in jax.tree.leaves(edited)] == [
+        (x.aval, x.sharding) for x in jax.tree.leaves(state)
+    ]
+    params = models.mlp_params()
+    params["layer_0"]["kernel"] = jnp.asarray(kept)
+    seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), params)
+    loss, grads = jax.value_and_grad(models.mlp_loss)(seen, models.mlp_batch(ROWS))
+    new, metrics = jzero.make_train_step(models.mlp_loss)(edited, models.mlp_batch(ROWS))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5 if precision == "fp32" else 1e-2)
+    moved = jzero.get_full_param(new, KERNEL).astype(jnp.float32) - kept.astype(np.float32)
+    if precision != MASTERS:  # where the steps are lost in rounding
+        assert_near(moved, -0.5 * grads["layer_0"]["kernel"].astype(jnp.float32), 1e-3 if precision == "fp32" else 2e-2)
+
+
+def test_a_master_that_was_set_keeps_the_bits_that_its_parameter_loses():
+    """The parameter becomes the rounded master, which the next update does not take for an edit."""
+    state = sharded(make_config(2, "bf16"), tx=optax.sgd(0.0))
+    value = np.full((37, 127), 1 + 2**-8 + 2**-40)  # a tie in bfloat16 once it is float32
+    state = train(jzero.set_full_param(state, KERNEL, value=value), 1)
+    np.testing.assert_array_equal(jzero.get_full_param(state, KERNEL), np.float32(1 + 2**-8))
+    np.testing.assert_array_equal(jzero.gather_params(state)["layer_0"]["kernel"], np.ones((37, 127)))
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, MOMENTS), (3, "fp32"), (3, MOMENTS)])
+def test_optimizer_state_that_was_set_is_used(stage, precision):
+    state = sharded(make_config(stage, precision), tx=optax.sgd(1.0, momentum=0.5))
+    before = jzero.get_full_param(state, KERNEL)
+    edited = jzero.set_full_opt_state(state, KERNEL, name="trace", value=jnp.full((37, 127), 64.0))
+    np.testing.assert_array_equal(jzero.get_full_opt_state(edited, KERNEL, name="trace"), np.full((37, 127), 64.0))
+    assert not np.any(jzero.get_full_opt_state(edited, "layer_1/kernel", name="trace"))
+    assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="trace"))
+    assert [(x.aval, x.sharding) for x in jax.tree.leaves(edited)] == [
+        (x.aval, x.sharding) for x in jax.tree.leaves(state)
+    ]
+    moved = jzero.get_full_param(train(edited, 1), KERNEL) - before
+    np.testing.assert_allclose(moved, -32.0, atol=0.5)  # the gradient is small beside the momentum
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Linear(37, 61, rngs=nnx.Rngs(0))
+        self.b = nnx.Linear(61, 11, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def nnx_loss(model, batch):
+    return jnp.square(model(batch["x"]) - batch["y"]).mean()
+
+
+@pytest.mark.parametrize(("stage", "precision", "together"), [(1, "bf16", False), (3, "fp32", True)])
+def test_nnx(stage, precision, together):
+    model = Model()
+    tx = optax.adam(1e-3, eps=1e-6)
+    plain = (
+        nnx.ModelAndOptimizer(model, tx, wrt=nnx.Param)
+        if together
+        else (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    )
+    state = jzero.shard_train_state(plain, config=make_config(stage, precision))
+    batch = models.mlp_batch(ROWS)
+    seen = jax.tree.map(lambda x: x.astype(jnp.float32 if precision == "fp32" else BF16), nnx.state(model))
+    want = jax.grad(lambda params: nnx_loss(nnx.merge(nnx.graphdef(model), params), batch))(seen)["a"]["kernel"][...]
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    _, grads = jzero.value_and_grad(nnx_loss)(state, batch)
+    assert_near(jzero.get_full_grad(state, "a/kernel", grads=grads), want, tolerance)
+    np.testing.assert_array_equal(jzero.get_full_param(state, "a/kernel"), model.a.kernel[...])
+    edited = jzero.set_full_param(state, "b/kernel", value=np.zeros((61, 11)))
+    assert type(edited) is type(plain)
+    assert not np.any(jzero.get_full_param(edited, "b/kernel"))
+    assert np.any(jzero.get_full_param(state, "b/kernel"))
+    state, _ = jzero.make_train_step(nnx_loss)(state, batch)
+    assert_near(jzero.get_full_opt_state(state, "a/kernel", name="mu"), 0.1 * want, tolerance)
+    state = jzero.set_full_opt_state(state, "a/kernel", name="nu", value=np.ones((37, 61)))
+    np.testing.assert_array_equal(jzero.get_full_opt_state(state, "a/kernel", name="exp_avg_sq"), np.ones((37, 61)))
+
+
+def test_a_parameter_that_is_not_trained():
+    state = sharded(make_config(2, "bf16"), trainable="layer_2/.*")
+    _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
+    assert_whole(jzero.get_full_param(state, KERNEL), dtype=BF16)  # it has no master
+    assert_whole(jzero.get_full_grad(state, "layer_2/bias", grads=grads), shape=(11,))
+    assert not np.any(jzero.get_full_opt_state(state, "layer_2/bias", name="mu"))
+    with pytest.raises(ValueError, match=r"'layer_0/kernel' is not trained: it has no gradient\."):
+        jzero.get_full_grad(state, KERNEL, grads=grads)
+    with pytest.raises(ValueError, match=r"The optimizer keeps nothing for 'layer_0/kernel', which is not trained\."):
+        jzero.get_full_opt_state(state, KERNEL, name="mu")
+
+
+def test_names_of_a_chain_of_two():
+    tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-3))
+    state = train(sharded(make_config(3), tx=tx), 1)
+    with pytest.raises(ValueError, match=r"`name` 'mu' stands for several things .*: \['0/mu', '2/mu'\]\."):
+        jzero.get_full_opt_state(state, KERNEL, name="mu")
+    first, second = (jzero.get_full_opt_state(state, KERNEL, name=name) for name in ("0/mu", "2/exp_avg"))
+    np.testing.assert_array_equal(first, jzero.unshard_train_state(state).opt_state[0].mu["layer_0"]["kernel"])
+    np.testing.assert_array_equal(second, jzero.unshard_train_state(state).opt_state[2].mu["layer_0"]["kernel"])
+    assert np.any(first != second)
+    assert np.any(jzero.get_full_opt_state(state, KERNEL, name="trace"))
+    edited = jzero.set_full_opt_state(state, KERNEL, name="2/nu", value=jnp.ones((37, 127)))
+    np.testing.assert_array_equal(jzero.get_full_opt_state(edited, KERNEL, name="2/nu"), np.ones((37, 127)))
+    np.testing.assert_array_equal(
+        jzero.get_full_opt_state(edited, KERNEL, name="0/nu"), jzero.get_full_opt_state(state, KERNEL, name="0/nu")
+    )
+
+
+def test_a_whole_name_goes_before_the_end_of_another():
+    tx = optax.chain(optax.chain(optax.trace(0.1), optax.trace(0.2)), optax.trace(0.3))
+    state = sharded(make_config(2), tx=tx)
+    with pytest.raises(ValueError, match=r"several things .*: \['0/0/trace', '0/1/trace', '1/trace'\]\."):
+        jzero.get_full_opt_state(state, KERNEL, name="trace")
+    edited = jzero.set_full_opt_state(state, KERNEL, name="1/trace", value=np.ones((37, 127)))
+    assert np.any(jzero.get_full_opt_state(edited, KERNEL, name="1/trace"))
+    assert not np.any(jzero.get_full_opt_state(edited, KERNEL, name="0/1/trace"))
+
+
+def test_leaves_of_another_shape_and_of_wrapped_optimizers():
+    state = train(sharded(make_config(3), tx=optax.adafactor(1e-2, min_dim_size_to_factor=32)), 1)
+    rows = jzero.get_full_opt_state(state, KERNEL, name="v_row")
+    assert rows.shape == (37,)
+    assert np.all(rows > 0)
+    state = train(sharded(make_config(3), tx=optax.MultiSteps(optax.adam(1e-3), 2)), 1)
+    want = jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS))["layer_0"]["kernel"]
+    assert_near(jzero.get_full_opt_state(state, KERNEL, name="acc_grads"), want, 1e-5)
+    assert not np.any(jzero.get_full_opt_state(state, KERNEL, name="mu"))
+
+
+def test_errors_name_what_there_is():
+    state = sharded(make_config(3))
+    _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
+    calls = [
+        lambda path: jzero.get_full_param(state, path),
+        lambda path: jzero.set_full_param(state, path, value=0.0),
+        lambda path: jzero.get_full_opt_state(state, path, name="mu"),
+        lambda path: jzero.set_full_opt_state(state, path, name="mu", value=0.0),
+        lambda path: jzero.get_full_grad(state, path, grads=grads),
+    ]
+    for call in calls:
+        near = r"`path` 'layer_0/kernal' names no parameter: .* whole key path\. The nearest are \['layer_0/kernel', "
+        with pytest.raises(ValueError, match=near):
+            call("layer_0/kernal")
+        with pytest.raises(ValueError, match=r"names no parameter.* The first paths are \['layer_0/bias', 'layer_0/ke"):
+            call("?")
+        with pytest.raises(ValueError, match=r"names no parameter"):
+            call("layer_./kernel")  # no regular expression
+    unknown = r"The optimizer keeps no 'trace' for 'layer_0/kernel': it has \['0/mu', '0/nu'\]\."
+    for call in (jzero.get_full_opt_state, lambda *args, **kw: jzero.set_full_opt_state(*args, **kw, value=0.0)):
+        with pytest.raises(ValueError, match=unknown):
+            call(state, KERNEL, name="trace")
+    shapes = r"`value` has shape \(37, 128\), but {} has shape \(37, 127\)\."  # not the stored shape either
+    with pytest.raises(ValueError, match=shapes.format("'layer_0/kernel'")):
+        jzero.set_full_param(state, KERNEL, value=np.zeros((37, 128)))
+    with pytest.raises(ValueError, match=shapes.format("'0/mu/layer_0/kernel'")):
+        jzero.set_full_opt_state(state, KERNEL, name="mu", value=np.zeros((37, 128)))
+    with pytest.raises(ValueError, match=r"`grads` has 1 leaves, but the state has 6 parameters: .*value_and_grad"):
+        jzero.get_full_grad(state, KERNEL, grads=grads["layer_0"]["kernel"])
+    natural = jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS))
+    with pytest.raises(
+        ValueError, match=r"has shape \(37, 127\), but the plan stores it as \(37, 128\): .*value_and_grad"
+    ):
+        jzero.get_full_grad(state, KERNEL, grads=natural)
+
+
+def test_states_that_cannot_be_looked_at():
+    plain = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"The optimizer keeps nothing for 'layer_0/kernel'\."):
+        jzero.get_full_opt_state(jzero.shard_train_state(plain, stage=1), KERNEL, name="trace")
+    with pytest.raises(TypeError, match="shard"):
+        jzero.get_full_param(plain, KERNEL)
+    state = sharded(make_config(2, "bf16"))
+    train(state, 1)
+    for call in (
+        lambda: jzero.get_full_param(state, KERNEL),
+        lambda: jzero.set_full_param(state, KERNEL, value=np.zeros((37, 127))),
+        lambda: jzero.get_full_opt_state(state, KERNEL, name="mu"),
+        lambda: jzero.set_full_opt_state(state, KERNEL, name="mu", value=np.zeros((37, 127))),
+    ):
+        with pytest.raises(RuntimeError, match="This state was consumed"):
+            call()
