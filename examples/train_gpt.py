@@ -50,9 +50,12 @@ def main() -> None:
     args = parse_args()
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)  # before anything asks for a device
     mesh = jzero.make_mesh()
-    if args.batch_size % mesh.size:
-        raise SystemExit(f"--batch-size must be a multiple of the {mesh.size} devices: got {args.batch_size}.")
-    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
+    parts = mesh.size * args.accumulate_steps
+    if args.batch_size % parts:
+        raise SystemExit(f"--batch-size must be a multiple of {parts} (devices x micro-batches): got {args.batch_size}.")
+    config = jzero.ZeroConfig(
+        stage=args.stage, precision=args.precision, persistence_threshold=args.persistence_threshold
+    )
 
     framework = FRAMEWORKS[args.framework]
     make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
@@ -74,7 +77,7 @@ def main() -> None:
 
 def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, History]:
     """Runs the training loop from an untrained state; returns the trained one and the losses."""
-    step = jzero.make_train_step(loss_fn, clip_norm=1.0)
+    step = jzero.make_train_step(loss_fn, accumulate_steps=args.accumulate_steps, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
     held_out = list(batches(corpus.validation, args, seed=VALIDATION_SEED, count=args.eval_batches))
     validation = evaluate(eval_step, state, held_out)
@@ -152,6 +155,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with ZeRO.")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="linen")
     parser.add_argument("--stage", type=int, choices=memory_by_stage.STAGES, default=3)
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3")
     parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks")
     parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=False, help="recompute blocks")

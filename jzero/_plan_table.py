@@ -36,8 +36,9 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
     memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
     memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
-    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "scan")]
+    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan")]
     params += [_param_row(leaf, config.axis) for leaf in plan.leaves]
+    params += [(x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "") for x in _frozen(plan)]
     kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
     kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
@@ -47,17 +48,24 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     return "\n\n".join(sections)
 
 
+def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
+    """The parameters that no optimizer knows."""
+    return [leaf for leaf in plan.other_leaves if leaf.is_param]
+
+
 def _param_row(leaf: LeafPlan, axis: str) -> Row:
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
-    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), _placement(leaf.grad, axis), scan)
+    grad = _placement(leaf.grad, axis) if leaf.trained else "none: not trained"
+    master = "" if leaf.master is None else _placement(leaf.master, axis)
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), grad, master, scan)
 
 
 def _placement(leaf: StateLeaf, axis: str) -> str:
     if leaf.cut is None:
-        return "whole" if not any(leaf.base) else f"whole over {axis}, {leaf.base}"
+        return f"{leaf.dtype} whole" + (f" over {axis}, {leaf.base}" if any(leaf.base) else "")
     text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
     padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
-    return f"cut on {text}{padding}"
+    return f"{leaf.dtype} cut on {text}{padding}"
 
 
 def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
