@@ -52,7 +52,7 @@ def main() -> None:
     mesh = jzero.make_mesh()
     parts = mesh.size * args.accumulate_steps
     if args.batch_size % parts:
-        raise SystemExit(f"--batch-size must be a multiple of {parts} (devices x micro-batches): got {args.batch_size}.")
+        raise SystemExit(f"--batch-size must be a multiple of {parts} (devices x steps): got {args.batch_size}.")
     config = jzero.ZeroConfig(
         stage=args.stage, precision=args.precision, persistence_threshold=args.persistence_threshold
     )

@@ -30,6 +30,28 @@ from jzero._train_state import update_params as update_params
 from jzero._train_step import make_eval_step as make_eval_step
 from jzero._train_step import make_train_step as make_train_step
 from jzero._train_step import value_and_grad as value_and_grad
+from jzero.estimator import MemoryEstimate as MemoryEstimate
+from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
+from jzero.estimator import (
+    estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
+)
+from jzero.estimator import (
+    estimate_zero1_model_states_mem_needs_all_live as estimate_zero1_model_states_mem_needs_all_live,
+)
+from jzero.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+from jzero.estimator import (
+    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+)
+from jzero.estimator import (
+    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+)
+from jzero.estimator import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+from jzero.estimator import (
+    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+)
+from jzero.estimator import (
+    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+)
 from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
 
 __all__ = [
@@ -37,6 +59,7 @@ __all__ = [
     "EquivalenceReport",
     "LeafRule",
     "LossScaleError",
+    "MemoryEstimate",
     "PerExample",
     "Precision",
     "Summed",
@@ -46,6 +69,15 @@ __all__ = [
     "ZeroOptState",
     "ZeroPlan",
     "check_equivalence",
+    "estimate_zero1_model_states_mem_needs",
+    "estimate_zero1_model_states_mem_needs_all_cold",
+    "estimate_zero1_model_states_mem_needs_all_live",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "gather_params",
     "get_full_grad",
     "get_full_opt_state",

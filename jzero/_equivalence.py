@@ -84,7 +84,7 @@ class EquivalenceReport:
 
     Example:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).sum()  # should be a mean
-      >>> report = jzero.check_equivalence(loss_fn, plain_state, batches=[jnp.ones((64, 512))], stage=3)
+      >>> report = jzero.check_equivalence(loss_fn, plain_state, [jnp.ones((64, 512))], stage=3)
       >>> report.check()
       Traceback (most recent call last):
       AssertionError: The loss deviates by 0.875, more than 0.0001. ...
@@ -111,40 +111,50 @@ class EquivalenceReport:
         return max((leaf.relative for leaf in self.leaves), default=0.0)
 
     @property
+    def drift(self) -> float:
+        """Largest drift of a leaf."""
+        return max((leaf.drift for leaf in self.leaves), default=0.0)
+
+    @property
     def worst(self) -> str:
         """Key path of the leaf with the largest relative deviation."""
-        return self._sorted[0].path if self.leaves else ""
+        return max(self.leaves, key=lambda leaf: leaf.relative).path if self.leaves else ""
+
+    @property
+    def farthest(self) -> str:
+        """Key path of the leaf with the largest drift."""
+        return max(self.leaves, key=lambda leaf: leaf.drift).path if self.leaves else ""
 
     @property
     def _applied(self) -> list[StepPair]:
         return [x for x in self.steps if x.applied]
 
-    @property
-    def _sorted(self) -> list[LeafDeviation]:
-        return sorted(self.leaves, key=lambda leaf: leaf.relative, reverse=True)
-
-    def check(self, *, loss: float = 1e-4, grad_norm: float = 1e-4, params: float = 1e-4) -> None:
+    def check(self, *, loss: float = 1e-4, grad_norm: float = 1e-4, params: float = 1e-4, drift: float = 0.1) -> None:
         """Raises if a deviation is larger than it may be.
 
-        The defaults suit float32 and some tens of steps; summation in another order costs about 1e-6. In 16 bits 2e-2
-        is usual. Adam does not see a constant factor in the gradients: that shows in the loss and in the gradient norm
-        alone. It also makes full steps of pure rounding noise, so parameters whose gradient is zero but for rounding (a
-        bias before a normalisation) deviate, and say nothing: switch them off (`use_bias=False`).
+        The defaults suit float32 and some tens of steps, where summation in another order costs about 1e-6. In 16 bits
+        2e-2 for the first two is usual, `params` has to allow for some steps of the learning rate, since noise turns
+        single elements around, and `drift` tells whether a leaf is trained rightly. Adam does not see a constant factor
+        in the gradients: that shows in the loss and in the gradient norm alone. Adam also makes full steps of pure
+        rounding noise, so that parameters whose gradient is zero but for rounding (a bias before a normalisation)
+        deviate and mean nothing: switch them off (`use_bias=False`).
 
         Args:
           loss: Largest relative deviation of the loss that is allowed.
           grad_norm: Largest relative deviation of the gradient norm that is allowed.
           params: Largest relative deviation of a leaf that is allowed.
+          drift: Largest drift of a leaf that is allowed.
 
         Raises:
           AssertionError: Some deviation is larger, or not a number; the message has the table.
         """
         found = [
-            ("loss", self.loss, loss),
-            ("gradient norm", self.grad_norm, grad_norm),
-            (f"leaf {self.worst!r}", self.params, params),
+            ("loss deviates", self.loss, loss),
+            ("gradient norm deviates", self.grad_norm, grad_norm),
+            (f"leaf {self.worst!r} deviates", self.params, params),
+            (f"leaf {self.farthest!r} drifts", self.drift, drift),
         ]
-        over = [f"The {what} deviates by {x:.3g}, more than {limit:g}." for what, x, limit in found if x > limit]
+        over = [f"The {what} by {x:.3g}, more than {limit:g}." for what, x, limit in found if x > limit]
         if over:
             raise AssertionError(" ".join(over) + f"\n\n{self}")
 
@@ -154,21 +164,22 @@ class EquivalenceReport:
             f"jzero (ZeRO stage {self.stage}, N={self.num_shards}) against one device with plain optax, "
             f"{len(self.steps)} steps",
             f"largest relative deviation: loss {self.loss:.2g}, gradient norm {self.grad_norm:.2g}, "
-            f"leaves {self.params:.2g} ({self.worst})",
+            f"leaves {self.params:.2g} ({self.worst}); largest drift: {self.drift:.2g} ({self.farthest})",
             *([f"steps that jzero skipped: {skipped}"] if skipped else []),
         ]
         steps: list[Row] = [("step", "loss", "reference", "deviation", "grad norm", "reference", "deviation")]
         steps += [(str(i), *_step_cells(x)) for i, x in enumerate(self.steps)]
         leaves: list[Row] = [("leaf", "absolute", "relative", "drift")]
-        leaves += [(x.path, f"{x.absolute:.2g}", f"{x.relative:.2g}", f"{x.drift:.2g}") for x in self._sorted]
+        worst_first = sorted(self.leaves, key=lambda leaf: leaf.relative, reverse=True)
+        leaves += [(x.path, f"{x.absolute:.2g}", f"{x.relative:.2g}", f"{x.drift:.2g}") for x in worst_first]
         return "\n\n".join(["\n".join(head), _table(steps), _table(leaves)])
 
 
 def check_equivalence(  # noqa: PLR0913  # the options of two functions
     loss_fn: Loss,
     state: State,
-    *,
     batches: Iterable[PyTree],
+    *,
     stage: int | None = None,
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
@@ -209,7 +220,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
 
     Example:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
-      >>> report = jzero.check_equivalence(loss_fn, plain_state, batches=[jnp.ones((64, 512))] * 2, stage=3)
+      >>> report = jzero.check_equivalence(loss_fn, plain_state, [jnp.ones((64, 512))] * 2, stage=3)
       >>> report.check()
       >>> report.worst
       'w'
@@ -285,8 +296,10 @@ class _Reference:
         return (state if skips else new), pair
 
     def _place(self, x: Any) -> jax.Array:
-        if not isinstance(x, jax.Array) or not x.is_fully_addressable:
+        if not isinstance(x, jax.Array):
             x = np.asarray(x)
+        elif not x.is_fully_addressable:  # of several processes: whole on each
+            x = x.addressable_data(0)
         return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
     def _step(self, state: Any, batch: PyTree, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array, jax.Array]:

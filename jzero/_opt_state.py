@@ -47,6 +47,12 @@ class ZeroOptState:
         `None` where the parameter as stored is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Optimizer steps taken, int32; drives stochastic rounding. `None` where nothing is rounded so.
+
+    Example:
+      >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
+      >>> mixed = jzero.shard_train_state(plain_state, config=config)
+      >>> mixed.params["w"].dtype, mixed.opt_state.masters["w"].dtype
+      (dtype(bfloat16), dtype('float32'))
     """
 
     inner: PyTree

@@ -24,6 +24,15 @@ class LossScaleError(FloatingPointError):
       state: The state after the skipped step: parameters and optimizer are those before it. Save it.
       step: Its `step`.
       leaves: Key paths of the parameters whose gradients were not finite.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     try:
+      ...         for batch in batches:
+      ...             state, metrics = step(state, batch)
+      ...     except jzero.LossScaleError as error:
+      ...         save(error.state)  # `state` itself was consumed by the step
+      ...         raise
     """
 
     def __init__(self, message: str, *, state: Any, step: int, leaves: list[str]) -> None:

@@ -106,8 +106,11 @@ def whole_values(state: Any) -> dict[str, float]:
     evaluated = evaluate(state, models.mlp_batch(ROWS, seed=99))
     kernels = r"layer_\d/kernel"
     halved = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x / 2, p), paths=kernels)
+    doubled = jzero.set_full_param(state, "shift", value=2 * jzero.get_full_param(state, "shift"))
     return {
         **{name: float(x) for name, x in evaluated.items()},
+        **digest("doubled", jzero.get_full_param(doubled, "shift")),
+        **digest("moment", jzero.get_full_opt_state(doubled, "layer_0/kernel", name="nu")),
         **digest("params", jzero.gather_params(state)),
         **digest("halved", jzero.gather_params(halved, paths=kernels)),
         **digest("moments", jzero.unshard_train_state(state).opt_state[1][0].mu),

@@ -31,9 +31,22 @@ def mlp_state(tx=None, cls=TrainState):
     return cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adamw(1e-3, eps=1e-6))
 
 
+def line_state():
+    """A model of one layer, for what does not need three."""
+    return jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :11]}, tx=optax.sgd(0.1))
+
+
+def line_loss(params, batch):
+    return jnp.square(jnp.tanh(batch["x"] @ params["w"]) - batch["y"]).mean()
+
+
 def compare(loss_fn=models.mlp_loss, state=None, *, stage=2, batches=BATCHES, **options):
     options.setdefault("config", make_config(stage))
-    return jzero.check_equivalence(loss_fn, mlp_state() if state is None else state, batches=batches, **options)
+    return jzero.check_equivalence(loss_fn, mlp_state() if state is None else state, batches, **options)
+
+
+def norm_of(grads):
+    return np.sqrt(sum(float(jnp.square(g).sum()) for g in jax.tree.leaves(grads)))
 
 
 def plain_run(loss_fn, state, batches, clip_norm=None):
@@ -41,7 +54,7 @@ def plain_run(loss_fn, state, batches, clip_norm=None):
     losses, norms = [], []
     for batch in batches:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        norm = optax.global_norm(grads)
+        norm = norm_of(grads)
         if clip_norm is not None:
             grads = jax.tree.map(lambda g, norm=norm: g * jnp.minimum(1, clip_norm / (norm + 1e-6)), grads)
         state = state.apply_gradients(grads=grads)
@@ -58,11 +71,11 @@ def assert_reference(report, losses, norms):
 @pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_honest_training_passes(stage):
-    state = mlp_state()
+    state = mlp_state(optax.sgd(0.1, momentum=0.9))  # which sees the clipping, as Adam does not
     report = compare(state=state, stage=stage, clip_norm=0.5, accumulate_steps=2)
     report.check()
     assert (report.stage, report.num_shards, len(report.steps)) == (stage, 8, 2)
-    assert all(leaf.drift < 1e-3 for leaf in report.leaves)
+    assert report.drift < 1e-3
     assert [leaf.path for leaf in report.leaves] == [
         leaf.path for leaf in jzero.plan_train_state(state, stage=0).leaves
     ]
@@ -70,16 +83,14 @@ def test_honest_training_passes(stage):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16", "fp16", jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")]
-)
-@pytest.mark.parametrize("stage", [1, 3])
+NARROW_MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "bf16"), (3, "fp16"), (2, NARROW_MASTERS)])
 def test_mixed_precision_against_wide_masters(stage, precision):
     config = make_config(stage, precision, rules={".*/bias": jzero.LeafRule(compute_dtype="float32")})
     report = compare(config=config, state=mlp_state(optax.adam(1e-2, eps=1e-6)))
-    narrow_masters = isinstance(precision, jzero.Precision)
-    report.check(loss=2e-2, grad_norm=2e-2, params=4e-2)
-    assert max(leaf.drift for leaf in report.leaves) < (0.5 if narrow_masters else 0.1)
+    report.check(loss=1e-2, grad_norm=1e-2, params=0.1)
     dtype = jnp.float16 if precision == "fp16" else jnp.bfloat16
     seen = {k: {"kernel": x["kernel"].astype(dtype), "bias": x["bias"]} for k, x in models.mlp_params().items()}
     np.testing.assert_allclose(report.steps[0].reference_loss, models.mlp_loss(seen, BATCHES[0]), rtol=1e-6)
@@ -89,9 +100,9 @@ def test_mixed_precision_against_wide_masters(stage, precision):
 
 def test_a_small_master_update_that_16_bits_would_lose_is_in_the_reference():
     """lr 1e-5 moves no 16-bit parameter; masters move in both runs, by the same."""
-    report = compare(config=make_config(2, "bf16"), state=mlp_state(optax.sgd(1e-5)))
+    state = line_state().replace(tx=optax.sgd(1e-5))
+    report = compare(line_loss, state, config=make_config(2, "bf16"))
     report.check(loss=1e-3, grad_norm=1e-2, params=1e-6)
-    assert max(leaf.drift for leaf in report.leaves) < 0.1
 
 
 def local_sum(params, batch):
@@ -115,7 +126,7 @@ def test_a_loss_that_mixes_examples_is_found():
 
     report = compare(normed)
     assert min(report.loss, report.grad_norm) > 1e-2
-    assert max(leaf.drift for leaf in report.leaves) > 0.1
+    assert report.drift > 0.1
 
 
 def test_a_weighted_loss_as_a_plain_mean_is_found():
@@ -127,8 +138,7 @@ def test_a_weighted_loss_as_a_plain_mean_is_found():
         return models.mlp_loss(params, masked) * batch["x"].shape[0]
 
     weighted = lambda params, batch: jzero.Weighted(sums(params, batch), batch["mask"].sum())
-    compare(weighted, batches=batches, stage=3).check()
-    compare(weighted, batches=batches, accumulate_steps=2).check()
+    compare(weighted, batches=batches, stage=3, accumulate_steps=2).check()
     local_means = lambda params, batch: sums(params, batch) / jnp.maximum(batch["mask"].sum(), 1)
     assert compare(local_means, batches=batches).loss > 1e-2
 
@@ -136,11 +146,11 @@ def test_a_weighted_loss_as_a_plain_mean_is_found():
 def test_a_batch_without_weight_is_skipped_by_both():
     def weighted(params, batch):
         weight = batch["mask"].sum()
-        return jzero.Weighted(models.mlp_loss(params, batch) * weight, weight)
+        return jzero.Weighted(line_loss(params, batch) * weight, weight)
 
     masks = [np.ones(ROWS, np.int32), np.zeros(ROWS, np.int32), np.ones(ROWS, np.int32)]
     batches = [{**BATCHES[0], "mask": mask} for mask in masks]
-    report = compare(weighted, batches=batches)
+    report = compare(weighted, line_state(), batches=batches)
     report.check()
     assert [x.applied for x in report.steps] == [True, False, True]
     assert report.steps[1].loss == report.steps[1].reference_loss == 0
@@ -148,53 +158,45 @@ def test_a_batch_without_weight_is_skipped_by_both():
 
 
 def test_a_fault_of_jzero_is_found(monkeypatch):
-    """Gradients that stay those of one device."""
-    monkeypatch.setattr(
-        _grads,
-        "reduce_shard",
-        lambda x, cut, wire: (
-            jax.lax.psum_scatter(
-                x if cut.is_stored_naturally else jzero._collectives.to_stored(x, cut),
-                "data",
-                scatter_dimension=cut.dim,
-                tiled=True,
-            )
-            * (jax.lax.axis_index("data") != 3)
-        ),
-    )
-    report = compare(stage=1, config=make_config(1))
-    assert report.loss > 1e-4
-    with pytest.raises(AssertionError, match=f"The leaf '{report.worst}' deviates"):
-        report.check()
+    """One device gets the gradient of its neighbour for its part of each leaf; norms do not see it."""
+
+    def reduce_shard(x, cut, wire):
+        reduced = collective(x, cut, wire)
+        return jax.lax.ppermute(reduced, wire.axis, [(i, (i + 1) % 8) for i in range(8)])
+
+    collective = _grads.reduce_shard
+    monkeypatch.setattr(_grads, "reduce_shard", reduce_shard)
+    report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
+    assert max(report.loss, report.grad_norm) < 1e-3
+    with pytest.raises(AssertionError, match=r"^The leaf 'layer_\d/\w+' drifts by \S+, more than 0\.1\.\n"):
+        report.check(loss=1e-2, grad_norm=1e-2, params=0.1)
 
 
 def test_steps_that_overflow_are_skipped_by_both():
     scale = jzero.DynamicLossScale(initial=2.0**24, hysteresis=1)
     config = make_config(3, jzero.Precision(compute_dtype="float16", loss_scale=scale))
-    batches = [models.mlp_batch(ROWS, seed) for seed in range(10)]
-    report = compare(config=config, batches=batches, state=mlp_state(optax.sgd(0.1)))
+    batches = [models.mlp_batch(ROWS, seed) for seed in range(10)]  # the scale halves until a step fits
+    report = compare(line_loss, line_state(), config=config, batches=batches)
     skipped = [i for i, x in enumerate(report.steps) if not x.applied]
     assert 0 < len(skipped) < 10
     assert skipped == list(range(len(skipped)))
     assert not math.isfinite(report.steps[0].grad_norm)
     report.check(loss=1e-2, grad_norm=1e-2, params=1e-2)
-    assert max(leaf.drift for leaf in report.leaves) < 0.1
 
 
 def test_nothing_applied_is_nothing_compared():
     config = make_config(1, jzero.Precision(compute_dtype="float16", loss_scale=2.0**30))
-    report = compare(config=config)
+    report = compare(line_loss, line_state(), config=config)
     assert (report.loss, report.grad_norm, report.params) == (math.inf, math.inf, 0)
     with pytest.raises(AssertionError, match="The loss deviates by inf"):
         report.check()
 
 
 def test_a_loss_that_is_not_finite_fails():
-    report = compare(lambda params, batch: models.mlp_loss(params, batch) + jnp.log(params["layer_0"]["bias"]).mean())
-    assert report.worst
-    assert report.loss == report.params == math.inf
+    report = compare(lambda params, batch: line_loss(params, batch) * jnp.log(params["w"]).mean(), line_state())
+    assert report.loss == report.grad_norm == report.params == report.drift == math.inf
     with pytest.raises(AssertionError, match="nan"):
-        report.check(loss=1e30, grad_norm=1e30, params=1e30)
+        report.check(loss=1e30, grad_norm=1e30, params=1e30, drift=1e30)
 
 
 class BatchNormState(TrainState):
@@ -227,7 +229,7 @@ def test_batch_statistics_and_aux():
     report.check()
     paths = {leaf.path for leaf in report.leaves}
     assert {"batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var", "Dense_0/kernel"} < paths
-    (loss, aux), _ = jax.value_and_grad(normed_loss(Normed()), has_aux=True)(
+    (loss, _), _ = jax.value_and_grad(normed_loss(Normed()), has_aux=True)(
         state.params, BATCHES[0], batch_stats=state.batch_stats
     )
     assert report.steps[0].reference_loss == pytest.approx(float(loss), rel=1e-6)
@@ -284,7 +286,7 @@ def test_nnx(precision, together):
     model.norm.axis_name = None
     if precision == "fp32":
         want, grads = nnx.value_and_grad(model_loss)(model, BATCHES[0])
-        assert_reference(dataclasses.replace(report, steps=report.steps[:1]), [want], [optax.global_norm(grads)])
+        assert_reference(dataclasses.replace(report, steps=report.steps[:1]), [want], [norm_of(grads)])
 
 
 def test_frozen_parameters_of_an_nnx_model():
@@ -304,7 +306,7 @@ def test_frozen_parameters_and_sharded_states(precision):
         mlp_state(), config=config, trainable="layer_2/.*", mesh=jzero.make_mesh(devices=jax.devices()[:4])
     )
     before = jax.tree.map(np.asarray, jzero.gather_params(state))
-    report = jzero.check_equivalence(models.mlp_loss, state, batches=BATCHES)
+    report = jzero.check_equivalence(models.mlp_loss, state, BATCHES)
     assert (report.stage, report.num_shards) == (3, 4)
     report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
     leaves = {leaf.path: leaf for leaf in report.leaves}
@@ -323,16 +325,17 @@ def test_frozen_parameters_and_sharded_states(precision):
 
 
 def test_a_plain_pytree_with_integers():
-    params = {**models.mlp_params(), "table": jnp.arange(5)}
+    params = {**line_state().params, "table": jnp.arange(5)}
     state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
-    report = compare(state=state, stage=3)
+    loss_fn = lambda params, batch, scale=2.0: scale * line_loss(params, batch)  # a default is no need
+    report = compare(loss_fn, state, stage=3)
     report.check()
     assert {leaf.path: leaf.absolute for leaf in report.leaves}["table"] == 0
 
 
 def test_the_table():
-    state = mlp_state(optax.sgd(0.1))
-    lines = str(compare(local_sum, state)).splitlines()
+    report = compare(local_sum, mlp_state(optax.sgd(0.1)))
+    lines = str(report).splitlines()
     assert lines[0] == "jzero (ZeRO stage 2, N=8) against one device with plain optax, 2 steps"
     assert lines[1].startswith("largest relative deviation: loss 0.")
     assert lines[3].split() == "step loss reference deviation grad norm reference deviation".split()
@@ -341,9 +344,9 @@ def test_the_table():
     relative = [float(line.split()[2]) for line in lines[8:]]
     assert relative == sorted(relative, reverse=True)
     assert len(relative) == 6
-    assert lines[8].split()[0] in lines[1]
-    many = compare(local_sum, batches=BATCHES[:1] * 25, state=state)
-    assert "... 5 more" in str(many)
+    assert f"({report.worst}); largest drift: " in lines[1]
+    assert lines[8].split()[0] == report.worst
+    assert "... 4 more" in str(dataclasses.replace(report, steps=report.steps * 12))
 
 
 def test_errors():
@@ -359,9 +362,8 @@ def test_errors():
         with pytest.raises(TypeError, match="`batches` must be a sequence of batches: put a single one into a list"):
             compare(state=state, batches=single)
     with pytest.raises(ValueError, match="Say what to partition"):
-        jzero.check_equivalence(models.mlp_loss, state, batches=BATCHES)
+        jzero.check_equivalence(models.mlp_loss, state, BATCHES)
     with pytest.raises(TypeError, match="must be callable"):
         compare(3, state)
     with pytest.raises(ValueError, match="must be divisible by 8"):
         compare(state=state, batches=[models.mlp_batch(12)])
-    compare(lambda params, batch, scale=1.0: models.mlp_loss(params, batch), state).check()  # a default is no need

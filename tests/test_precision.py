@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import re
 
 import jax
@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero._rounding import round_stochastically
 from tests import models
 
 BF16 = jnp.bfloat16
@@ -94,7 +95,9 @@ def test_equals_one_device_with_masters(stage):
     def step(masters, opt_state, batch):
         params = jax.tree.map(lambda x: x.astype(BF16), masters)
         slices = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
-        each = [jax.value_and_grad(models.mlp_loss)(params, jax.tree.map(lambda x: x[i], slices)) for i in range(8)]
+        each = [
+            jax.value_and_grad(models.mlp_loss)(params, jax.tree.map(lambda x, i=i: x[i], slices)) for i in range(8)
+        ]
         loss = sum(loss for loss, _ in each) / 8
         grads = jax.tree.map(lambda *g: sum(x.astype(jnp.float32) for x in g) / 8, *(g for _, g in each))
         updates, opt_state = tx.update(grads, opt_state, masters)
@@ -158,10 +161,7 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     before = host(jzero.gather_params(state, masters=True))
     params = jax.tree.map(lambda x: x, state.params)
     params["layer_1"]["kernel"] = params["layer_1"]["kernel"].at[3, 5].set(7.0)
-    state = state.replace(params=params)
     zero = jax.tree.map(jnp.zeros_like, state.params)
-    frozen_in_place = dataclasses.replace(state.tx, inner=state.tx.inner)
-    assert frozen_in_place == state.tx
     sgd = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0), params=before)
     edited = sgd.replace(params={**sgd.params, "layer_1": params["layer_1"]})
     after = host(jzero.gather_params(edited.apply_gradients(grads=zero), masters=True))
@@ -346,8 +346,6 @@ def test_gathered_bytes_count_16_bits():
 
 
 def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
-    from jzero._rounding import round_stochastically
-
     x = jnp.full((1 << 16,), 1.0 + 2.0**-9)  # a quarter of the way to the next bf16 above 1
     rounded = round_stochastically(x, jax.random.key(0)).astype(jnp.float32)
     assert set(np.unique(rounded)) == {1.0, 1.0 + 2.0**-7}
@@ -367,7 +365,7 @@ def test_no_fp32_between_steps(stage):
     floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {x.dtype for x in floating} == {jnp.dtype(BF16)}
     state, losses = train(state, 20)
-    exact, want = train(mlp_state(make_config(stage), tx=optax.adam(1e-2)), 20)
+    _, want = train(mlp_state(make_config(stage), tx=optax.adam(1e-2)), 20)
     assert losses[-1] == pytest.approx(want[-1], rel=0.05)
     assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner[0].nu)} == {jnp.dtype(BF16)}
 
@@ -392,7 +390,7 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
         params = {"w": jnp.linspace(0.5, 2, 48 * 16).reshape(48, 16)}
         tx = optax.sgd(0.37)
         config = make_config(3, jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16"))
-        with pytest.warns(match="one device") if n == 1 else _nothing():
+        with pytest.warns(match="one device") if n == 1 else contextlib.nullcontext():
             state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
         for _ in range(3):
             grads = {"w": jnp.linspace(0, 1e-2, 48 * 16, dtype=BF16).reshape(48, 16)}
@@ -400,14 +398,6 @@ def test_stochastic_rounding_does_not_depend_on_the_mesh():
         runs.append(host(jzero.gather_params(state)))
     assert_same(runs[0], runs[1])
     assert_same(runs[0], runs[2])
-
-
-class _nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        pass
 
 
 def test_state_dtype_by_path():

@@ -17,11 +17,19 @@ import pytest
 import jzero
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = (
-    "LeafRule PerExample Summed TrainState Weighted ZeroConfig ZeroPlan gather_params init_train_state make_eval_step "
-    "make_mesh make_train_step natural_params plan_of plan_train_state shard_train_state unshard_train_state "
-    "update_params value_and_grad"
-).split()
+NAMES = sorted(
+    """
+    DynamicLossScale EquivalenceReport LeafRule LossScaleError MemoryEstimate PerExample Precision Summed TrainState
+    Weighted ZeroConfig ZeroOptState ZeroPlan check_equivalence gather_params get_full_grad get_full_opt_state
+    get_full_param init_train_state make_eval_step make_mesh make_train_step natural_params plan_of plan_train_state
+    set_full_opt_state set_full_param shard_train_state unshard_train_state update_params value_and_grad
+    """.split()
+    + [
+        f"estimate_zero{stage}_model_states_mem_needs{how}"
+        for stage in (1, 2, 3)
+        for how in ("", "_all_cold", "_all_live")
+    ]
+)
 FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(jzero, name, None))]
 METHODS = [
     (jzero.TrainState, "create"),
@@ -72,7 +80,10 @@ def assert_keywords_after_the_second(parameters, name):
     assert not any(p.kind is p.VAR_POSITIONAL for p in parameters), name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+# DeepSpeed's own arguments may be given by position, as there; the batches of `check_equivalence` say what they are.
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if not name.startswith("estimate_") and name != "check_equivalence"]
+)
 def test_functions_take_keywords_only_after_the_second_argument(name):
     assert_keywords_after_the_second(inspect.signature(getattr(jzero, name)).parameters.values(), name)
 

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero.analysis import topologies
 from jzero.analysis.hlo import find_collectives
-from jzero.analysis.topologies import GPUS, TPUS, machine, target_config, topology_devices
+from jzero.analysis.machines import GPUS, TPUS, machine
+from jzero.analysis.topologies import target_config, topology_devices
 
 GIB = 2**30
 

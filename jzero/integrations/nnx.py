@@ -14,9 +14,11 @@ from jax import lax
 
 from jzero._aux import Synced
 from jzero._grads import FROZEN
+from jzero._optimizer import ZeroTransformation
 from jzero._state import Adapted, register_adapter
+from jzero.estimator import Params, register_model_view, state_params
 
-__all__ = ["NnxTrainState", "adapt_nnx"]
+__all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
 PyTree = Any
 
@@ -163,4 +165,35 @@ def _parts(state: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
+def view_nnx(model: Any) -> Params | None:
+    """Finds the parameters of a module, of a module's state, or of what `adapt_nnx` takes; `None` for anything else."""
+    if isinstance(model, nnx.State):  # of variables, or pure
+        flat = nnx.to_flat_state(model)
+        return _by_name({path: x for path, x in flat if isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable)})
+    if isinstance(model, nnx.Module):
+        return _by_name(_owned(model, nnx.Param))
+    module, optimizer = _parts(model)
+    if optimizer is None:
+        return None
+    if isinstance(optimizer.tx, ZeroTransformation):
+        adapted = adapt_nnx(model)
+        assert adapted is not None
+        return state_params(adapted.state)
+    return _by_name(_owned(module, nnx.Any(optimizer.wrt, nnx.Param)))
+
+
+def _owned(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
+    """Returns the variables of a module by path; a shared one under the path of each module that owns it."""
+    found = dict(nnx.to_flat_state(nnx.state(module, wanted)))
+    for paths in nnx.find_duplicates(module, only=wanted):
+        shared = [found[path] for path in paths if path in found]
+        found |= dict.fromkeys(paths, shared[0]) if shared else {}
+    return found
+
+
+def _by_name(found: dict[tuple[Any, ...], Any]) -> Params:
+    return {tuple(map(str, path)): x for path, x in found.items()}
+
+
 register_adapter(adapt_nnx)
+register_model_view(view_nnx)

@@ -1,0 +1,344 @@
+"""What accelerators are and do, for reckoning with machines you don't have. Facts only: no compiler is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+__all__ = ["GPUS", "GPUS_PER_HOST", "KIB", "TPUS", "GpuFacts", "Machine", "TpuFacts", "machine", "parse_machine"]
+
+GIB = 2**30
+MIB = 2**20
+KIB = 2**10
+GPUS_PER_HOST = 8
+
+
+class _Sm(NamedTuple):
+    """One multiprocessor: threads that it holds, fp32 units, bytes of shared memory."""
+
+    threads: int
+    fp32_units: int
+    shared_bytes: int
+
+
+# CUDA C++ Programming Guide, appendix "Compute Capabilities": technical specifications and arithmetic throughput.
+# The same table has what these have in common: 65536 registers per multiprocessor and per block, 48 KiB of shared
+# memory per block, or all but 1 KiB of it if the kernel asks.
+_SMS: Mapping[tuple[int, int], _Sm] = {
+    (8, 0): _Sm(2048, 64, 164 * KIB),
+    (8, 9): _Sm(1536, 128, 100 * KIB),
+    (9, 0): _Sm(2048, 128, 228 * KIB),
+    (10, 0): _Sm(2048, 128, 228 * KIB),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """What one kind of GPU is and does. Rates are the vendor's peaks, without sparsity.
+
+    Attributes:
+      name: Its name in CUDA.
+      compute_capability: Major and minor.
+      num_sms: Multiprocessors in use.
+      clock_hz: The highest clock of the multiprocessors.
+      hbm_bytes: Memory as CUDA reports it, which is less than the name says.
+      hbm_bytes_per_s: Bandwidth of that memory.
+      l2_bytes: The L2 cache.
+      flops: Operations per second by HLO's name of the element type; `tf32` is what jax multiplies fp32 with.
+      num_nvlinks: NVLink links; 0 if GPUs talk over PCIe.
+      intra_link_bytes_per_s: What it can send to GPUs of its host, in one direction, over all links together.
+      inter_link_bytes_per_s: What it can send to other hosts, in one direction: an assumption about the network.
+    """
+
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    clock_hz: float
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    l2_bytes: int
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    num_nvlinks: int
+    intra_link_bytes_per_s: float
+    inter_link_bytes_per_s: float
+
+    @property
+    def sm(self) -> _Sm:
+        """One of its multiprocessors."""
+        return _SMS[self.compute_capability]
+
+
+# Data sheet "NVIDIA H100", SXM column (half of the rates given "with sparsity"), to the digits of the white paper
+# "NVIDIA H100 Tensor Core GPU Architecture". The H200's data sheet has the same rates.
+_HOPPER = {"bf16": 989.4e12, "f16": 989.4e12, "tf32": 494.7e12, "f32": 66.9e12, "f8e4m3fn": 1978.9e12}
+# White paper "NVIDIA A100 Tensor Core GPU Architecture", table "A100 Tensor Core GPU performance specs".
+_AMPERE = {"bf16": 312e12, "f16": 312e12, "tf32": 156e12, "f32": 19.5e12}
+
+# Multiprocessors, clock, L2 and memory are what the CUDA driver reports (XLA ships such reports of the A100, H100 and
+# B200 as `target_config/specs`), memory rounded down, as drivers differ a little. Links: 25 GB/s per direction and
+# NVLink link of the 3rd and 4th generation, 50 GB/s of the 5th. Network: one port of the vendor's 8-GPU system per GPU.
+GPUS: Mapping[str, GpuFacts] = {
+    "h200": GpuFacts(
+        name="NVIDIA H200",
+        compute_capability=(9, 0),
+        num_sms=132,
+        clock_hz=1.98e9,
+        hbm_bytes=int(139.8 * GIB),  # sold as 141 GB
+        hbm_bytes_per_s=4.8e12,  # data sheet "NVIDIA H200", SXM column
+        l2_bytes=60 * MIB,
+        flops=_HOPPER,
+        num_nvlinks=18,
+        intra_link_bytes_per_s=450e9,
+        inter_link_bytes_per_s=50e9,  # data sheet "DGX H200": a ConnectX-7 port of 400 Gb/s per GPU
+    ),
+    "h100": GpuFacts(
+        name="NVIDIA H100 80GB HBM3",
+        compute_capability=(9, 0),
+        num_sms=132,
+        clock_hz=1.98e9,
+        hbm_bytes=int(79.1 * GIB),
+        hbm_bytes_per_s=3.35e12,  # data sheet "NVIDIA H100", SXM column
+        l2_bytes=50 * MIB,
+        flops=_HOPPER,
+        num_nvlinks=18,
+        intra_link_bytes_per_s=450e9,
+        inter_link_bytes_per_s=50e9,  # data sheet "DGX H100": a ConnectX-7 port of 400 Gb/s per GPU
+    ),
+    "b200": GpuFacts(
+        name="NVIDIA B200",
+        compute_capability=(10, 0),
+        num_sms=148,
+        clock_hz=1.965e9,
+        hbm_bytes=int(178.3 * GIB),  # sold as 180 GB
+        hbm_bytes_per_s=7.7e12,  # specifications of "HGX B200": 62 TB/s for 8 GPUs
+        l2_bytes=int(126.5 * MIB),
+        # Specifications of "HGX B200", an eighth of 36, 36, 18 and 72 Pflop/s, half of that as they count sparsity; and
+        # of 600 Tflop/s of fp32.
+        flops={"bf16": 2250e12, "f16": 2250e12, "tf32": 1125e12, "f32": 75e12, "f8e4m3fn": 4500e12},
+        num_nvlinks=18,
+        intra_link_bytes_per_s=900e9,
+        inter_link_bytes_per_s=50e9,  # data sheet "DGX B200": a ConnectX-7 port of 400 Gb/s per GPU
+    ),
+    "a100-80": GpuFacts(
+        name="NVIDIA A100-SXM4-80GB",
+        compute_capability=(8, 0),
+        num_sms=108,
+        clock_hz=1.41e9,
+        hbm_bytes=int(79.2 * GIB),
+        hbm_bytes_per_s=2.039e12,  # data sheet "NVIDIA A100", 80GB SXM column
+        l2_bytes=40 * MIB,
+        flops=_AMPERE,
+        num_nvlinks=12,
+        intra_link_bytes_per_s=300e9,
+        inter_link_bytes_per_s=25e9,  # data sheet "DGX A100": a ConnectX-6 port of 200 Gb/s per GPU
+    ),
+    "a100-40": GpuFacts(
+        name="NVIDIA A100-SXM4-40GB",
+        compute_capability=(8, 0),
+        num_sms=108,
+        clock_hz=1.41e9,
+        hbm_bytes=int(39.3 * GIB),
+        hbm_bytes_per_s=1.555e12,  # white paper of the A100: 40 GB
+        l2_bytes=40 * MIB,
+        flops=_AMPERE,
+        num_nvlinks=12,
+        intra_link_bytes_per_s=300e9,
+        inter_link_bytes_per_s=25e9,
+    ),
+    "l40s": GpuFacts(
+        name="NVIDIA L40S",
+        compute_capability=(8, 9),
+        num_sms=142,
+        clock_hz=2.52e9,
+        hbm_bytes=int(44.4 * GIB),  # sold as 48 GB
+        hbm_bytes_per_s=864e9,  # data sheet "NVIDIA L40S", and so the rates below
+        l2_bytes=96 * MIB,  # white paper "NVIDIA Ada GPU Architecture"
+        flops={"bf16": 362.05e12, "f16": 362.05e12, "tf32": 183e12, "f32": 91.6e12, "f8e4m3fn": 733e12},
+        num_nvlinks=0,
+        intra_link_bytes_per_s=32e9,  # PCIe Gen4 x16
+        inter_link_bytes_per_s=25e9,  # no system of the vendor's own: 200 Gb/s per GPU is usual
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuFacts:
+    """What one kind of TPU chip is and does. Rates are the vendor's peaks.
+
+    Attributes:
+      accelerator: The accelerator type that Google Cloud calls it by.
+      cores_per_chip: The cores per chip by which that type is counted.
+      hbm_bytes: What the compiler lets one program use; it keeps a part of the chip's memory for itself.
+      hbm_bytes_per_s: Bandwidth of that memory.
+      flops: Operations per second by HLO's name of the element type.
+      num_links: Links to its neighbours: two for each dimension of the torus.
+      link_bytes_per_s: What it can send over one of them.
+      chip_config: How libtpu is to see its cores, where that is not its default.
+    """
+
+    accelerator: str
+    cores_per_chip: int
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    num_links: int
+    link_bytes_per_s: float
+    chip_config: str | None = None
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions of its torus."""
+        return self.num_links // 2
+
+
+# Rates, bandwidths and the bandwidth of all links together: Google Cloud's documentation, pages "TPU v4", "TPU v5e",
+# "TPU v5p" and "TPU v6e". Memory: what libtpu 0.0.42 and 0.0.50 name as available when a program does not fit.
+TPUS: Mapping[str, TpuFacts] = {
+    "v4": TpuFacts(
+        accelerator="v4",
+        cores_per_chip=2,
+        hbm_bytes=int(30.75 * GIB),
+        hbm_bytes_per_s=1.2e12,
+        flops={"bf16": 275e12},
+        num_links=6,
+        link_bytes_per_s=50e9,
+        chip_config="megacore",  # both cores as one device, as on real machines
+    ),
+    "v5e": TpuFacts(
+        accelerator="v5litepod",
+        cores_per_chip=1,
+        hbm_bytes=int(15.75 * GIB),
+        hbm_bytes_per_s=819e9,
+        flops={"bf16": 197e12, "s8": 393e12},
+        num_links=4,
+        link_bytes_per_s=50e9,
+    ),
+    "v5p": TpuFacts(
+        accelerator="v5p",
+        cores_per_chip=2,
+        hbm_bytes=int(95.73 * GIB),
+        hbm_bytes_per_s=2.765e12,
+        flops={"bf16": 459e12, "s8": 918e12},
+        num_links=6,
+        link_bytes_per_s=100e9,
+    ),
+    "v6e": TpuFacts(
+        accelerator="v6e",
+        cores_per_chip=1,
+        hbm_bytes=int(31.24 * GIB),
+        hbm_bytes_per_s=1.638e12,
+        flops={"bf16": 918e12, "s8": 1836e12},
+        num_links=4,
+        link_bytes_per_s=100e9,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A named number of devices, with what analysis needs to know about them.
+
+    Attributes:
+      name: The name that it was asked for by.
+      kind: `gpu` or `tpu`.
+      num_devices: All devices of all hosts.
+      devices_per_node: Devices that the fast links join: the GPUs of one host, or all chips of a TPU slice.
+      hbm_bytes: Memory of one device that programs can use. On GPUs jax takes 75 % of it unless told otherwise.
+      hbm_bytes_per_s: Bandwidth of that memory.
+      flops: Peak operations per second of one device by HLO's name of the element type, as far as published.
+        By default jax multiplies fp32 matrices as `tf32` on GPUs and as `bf16` on TPUs.
+      num_links: The separate links that share `intra_link_bytes_per_s`: 1 where any peer can have all of it.
+      intra_link_bytes_per_s: What one device can send within its node, in one direction, over all links together.
+      inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on a TPU slice, which
+        is one node.
+    """
+
+    name: str
+    kind: Literal["gpu", "tpu"]
+    num_devices: int
+    devices_per_node: int
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    flops: Mapping[str, float] = dataclasses.field(hash=False)
+    num_links: int
+    intra_link_bytes_per_s: float
+    inter_link_bytes_per_s: float | None
+
+
+def machine(name: str) -> Machine:
+    """Returns what is known about a machine. Needs neither the machine nor its compiler.
+
+    Args:
+      name: A GPU and how many of them, such as `h200:8`, in hosts of 8 if there are more; or a TPU and the shape of the
+        slice, such as `v5e:4x4` or `v5p:2x2x2`. `GPUS` and `TPUS` have the names.
+
+    Returns:
+      A `Machine`.
+
+    Raises:
+      ValueError: There is no such device, or no machine with so many of it.
+
+    Example:
+      >>> from jzero.analysis.machines import machine
+      >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices
+      (8, 16)
+    """
+    chip, shape = parse_machine(name)
+    num_devices = math.prod(shape)
+    if chip in GPUS:
+        gpu = GPUS[chip]
+        return Machine(
+            name=name,
+            kind="gpu",
+            num_devices=num_devices,
+            devices_per_node=min(num_devices, GPUS_PER_HOST),
+            hbm_bytes=gpu.hbm_bytes,
+            hbm_bytes_per_s=gpu.hbm_bytes_per_s,
+            flops=gpu.flops,
+            num_links=1,  # NVSwitch, or PCIe
+            intra_link_bytes_per_s=gpu.intra_link_bytes_per_s,
+            inter_link_bytes_per_s=gpu.inter_link_bytes_per_s,
+        )
+    tpu = TPUS[chip]
+    return Machine(
+        name=name,
+        kind="tpu",
+        num_devices=num_devices,
+        devices_per_node=num_devices,
+        hbm_bytes=tpu.hbm_bytes,
+        hbm_bytes_per_s=tpu.hbm_bytes_per_s,
+        flops=tpu.flops,
+        num_links=tpu.num_links,
+        intra_link_bytes_per_s=tpu.num_links * tpu.link_bytes_per_s,
+        inter_link_bytes_per_s=None,
+    )
+
+
+def parse_machine(name: str) -> tuple[str, tuple[int, ...]]:
+    """Returns the chip that `name` names, and the shape of the machine: `(count,)` for GPUs."""
+    chip, _, text = name.partition(":")
+    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text) or chip not in (*GPUS, *TPUS):
+        raise ValueError(
+            "`name` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
+            f"'v5e:2x4': got {name!r}. GPUs: {', '.join(GPUS)}. TPUs: {', '.join(TPUS)}."
+        )
+    shape = tuple(int(size) for size in text.split("x"))
+    if chip in GPUS:
+        count = shape[0]
+        if len(shape) > 1 or count < 1 or (count > GPUS_PER_HOST and count % GPUS_PER_HOST):
+            raise ValueError(
+                f"No machine has {name!r}: ask for 1 to {GPUS_PER_HOST} GPUs, which are one host, or for a multiple of "
+                f"{GPUS_PER_HOST}, such as '{chip}:{2 * GPUS_PER_HOST}', which are hosts of {GPUS_PER_HOST}."
+            )
+        return chip, shape
+    num_dims = TPUS[chip].num_dims
+    # libtpu ends the process at a size of 0, so nothing that it might not know how to refuse goes there.
+    if len(shape) != num_dims or min(shape) < 1 or any(size > 1 and size % 2 for size in shape[:2]):
+        raise ValueError(
+            f"No slice has the shape of {name!r}: a {chip} slice has {num_dims} dimensions, the first two of them 1 or "
+            f"even, as hosts hold 2x2 chips. Ask for '{chip}:{'x'.join('224'[:num_dims])}', for example."
+        )
+    return chip, shape
