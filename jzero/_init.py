@@ -24,7 +24,7 @@ from jzero._optimizer import ZeroTransformation, stored_leaf
 from jzero._placement import place_array, strong
 from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import Adapted, adapt, map_state, to_stored
+from jzero._state import Adapted, adapt, map_state, stored_state
 from jzero._train_state import resolve_config, resolve_mesh, restrict
 from jzero._trained import restrict_opt_state
 
@@ -107,7 +107,7 @@ def lower_init(
         """The state in the structure that the plan stores, leaves handed on as they are."""
         if tx is not shapes.tx:
             state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
-        return to_stored(state, plan)
+        return stored_state(state, plan)
 
     def born(key: jax.Array) -> list[jax.Array]:
         values = stored(treedef.unflatten(_one_leaf_at_a_time(inner, consts, key)))

@@ -12,6 +12,7 @@ import numpy as np
 
 from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
+from jzero._rounding import with_edits
 from jzero._state import adapt_sharded, check_alive
 from jzero._train_state import write_params
 
@@ -51,8 +52,11 @@ def get_full_param(state: State, path: str) -> jax.Array:
     plan = train_state.tx.plan
     i = _index(plan, path)
     leaf = plan.leaves[i]
-    tree = train_state.params if leaf.master is None else train_state.opt_state.masters
-    return _gather(plan.params_treedef.flatten_up_to(tree)[i], leaf.updated, plan)
+    param = plan.params_treedef.flatten_up_to(train_state.params)[i]
+    if leaf.master is None:
+        return _gather(param, leaf.param, plan)
+    master = plan.params_treedef.flatten_up_to(train_state.opt_state.masters)[i]
+    return with_edits(_gather(master, leaf.master, plan), param)
 
 
 def set_full_param(state: State, path: str, *, value: Any) -> State:

@@ -34,9 +34,9 @@ from jzero._opt_state import ZeroOptState, next_loss_scale
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._planner import own_opt_state
 from jzero._precision import DynamicLossScale, Precision
-from jzero._rounding import narrow, round_stochastically, same_bits
+from jzero._rounding import narrow, round_stochastically, with_edits
 
-__all__ = ["ZeroTransformation", "natural_leaf", "stored_leaf", "with_next_loss_scale"]
+__all__ = ["ZeroTransformation", "edited_masters", "natural_leaf", "stored_leaf", "with_next_loss_scale"]
 
 PyTree = Any
 
@@ -204,13 +204,22 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
 
     def master(param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> jax.Array:
         cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
-        wide = cut.astype(leaf.update_dtype)
         if kept is None:
-            return wide
-        kept = natural_leaf(kept, leaf.grad, plan)
-        return jnp.where(same_bits(narrow(kept, cut.dtype), cut), kept.astype(leaf.update_dtype), wide)
+            return cut.astype(leaf.update_dtype)
+        return with_edits(natural_leaf(kept, leaf.grad, plan), cut).astype(leaf.update_dtype)
 
     return plan.params_treedef.unflatten([master(*x) for x in zip(leaves, kept, plan.leaves, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def edited_masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
+    """Returns the masters as stored, with what was edited in the parameters, see [Note: Masters]."""
+    current = plan.params_treedef.flatten_up_to(_masters(plan, params, masters))
+    kept = [
+        None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
+        for x, leaf in zip(current, plan.leaves, strict=True)
+    ]
+    return plan.params_treedef.unflatten(kept)
 
 
 def _apply_updates(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["narrow", "round_stochastically", "same_bits"]
+__all__ = ["narrow", "round_stochastically", "with_edits"]
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
@@ -26,10 +26,16 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
+def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
     """Whether elements of two floating-point arrays of one dtype are the same to the bit."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(x, bits) == lax.bitcast_convert_type(y, bits)
+
+
+@jax.jit
+def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Returns `master`, with the elements of `param` where that is no longer the rounded master."""
+    return jnp.where(_same_bits(narrow(master, param.dtype), param), master, param.astype(master.dtype))
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

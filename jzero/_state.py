@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from jzero._opt_state import LossScaleState
-from jzero._optimizer import ZeroTransformation
+from jzero._opt_state import ZeroOptState
+from jzero._optimizer import ZeroTransformation, edited_masters
 from jzero._plan import ZeroPlan
 from jzero._planner import other_fields, own_opt_state
 
@@ -21,10 +21,10 @@ __all__ = [
     "adapt_sharded",
     "check_alive",
     "map_state",
+    "plain_state",
     "plan_of",
     "register_adapter",
-    "to_plain",
-    "to_stored",
+    "stored_state",
 ]
 
 PyTree = Any
@@ -169,30 +169,40 @@ def check_alive(tree: Any) -> None:
         )
 
 
-def to_plain(state: Any, plan: ZeroPlan) -> Any:
-    """Returns a stored state with masters in place of parameters and the user's own optimizer state: `plan.plain`."""
+def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
+    """Returns a stored state with masters in place of parameters and the user's own optimizer state: `plan.plain`.
+
+    Args:
+      state: The stored state.
+      plan: Its plan.
+      take_edits: Whether to take over into the masters what was edited in the parameters, as the optimizer would.
+    """
     if not plan.has_opt_state:
         return state
     own = state.opt_state
     params = plan.params_treedef.flatten_up_to(state.params)
-    masters = plan.params_treedef.flatten_up_to(own.masters)
+    masters = edited_masters(plan, state.params, own.masters) if take_edits else own.masters
+    masters = plan.params_treedef.flatten_up_to(masters)
     kept = [x if leaf.master is None else m for x, m, leaf in zip(params, masters, plan.leaves, strict=True)]
     return state.replace(params=plan.params_treedef.unflatten(kept), opt_state=own.inner)
 
 
-def to_stored(state: Any, plan: ZeroPlan, loss_scale: LossScaleState | None = None) -> Any:
+def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
     """Returns a plain state with what the precision policy adds; leaves are handed on as they are.
 
     Args:
       state: A state laid out as `plan.plain`.
       plan: The plan.
-      loss_scale: The loss scale to go on with; a fresh one by default.
+      before: The optimizer state of an earlier layout, whose loss scale and counter go on.
     """
     own = own_opt_state(plan, plan.params_treedef.flatten_up_to(state.params))
     if own is None:
         return state
-    if own.loss_scale is not None and loss_scale is not None:
-        own = dataclasses.replace(own, loss_scale=loss_scale)
+    if isinstance(before, ZeroOptState):
+        going_on = {name: getattr(before, name) for name in ("loss_scale", "num_updates")}
+        own = dataclasses.replace(
+            own, **{k: x for k, x in going_on.items() if x is not None and getattr(own, k) is not None}
+        )
     return state.replace(opt_state=dataclasses.replace(own, inner=state.opt_state))
 
 

@@ -14,11 +14,12 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh
 from jzero._optimizer import ZeroTransformation
-from jzero._placement import gather_leaves, place_leaf
+from jzero._placement import gather_leaves, place_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
-from jzero._state import adapt, adapt_sharded, check_alive, map_state, to_plain, to_stored
+from jzero._rounding import with_edits
+from jzero._state import adapt, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero._trained import restrict_opt_state, restrict_optimizer
 from jzero._tree import path_str
 
@@ -172,7 +173,7 @@ def abstract_train_state(
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=plan.sharding(leaf))
 
-    return adapted.rebuild(map_state(shape, plan, to_stored(natural, plan), tx=ZeroTransformation(tx, plan)))
+    return adapted.rebuild(map_state(shape, plan, stored_state(natural, plan), tx=ZeroTransformation(tx, plan)))
 
 
 def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
@@ -185,10 +186,10 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
 
 def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
     """Returns the state in the structure that `plan` stores, and the layouts that its leaves have now, in order."""
-    plain, loss_scale, layouts, old_tx = train_state, None, train_state, train_state.tx
+    plain, before, layouts, old_tx = train_state, None, train_state, train_state.tx
     if old is not None:
-        loss_scale = train_state.opt_state.loss_scale if old.has_opt_state else None
-        plain, old_tx = to_plain(train_state, old), old_tx.inner
+        before = train_state.opt_state
+        plain, old_tx = plain_state(train_state, old, take_edits=True), old_tx.inner
         layouts = map_state(lambda x, leaf: leaf, old.plain, plain)
     if tx is not old_tx:
         shapes = plan.params_treedef.unflatten(
@@ -196,15 +197,16 @@ def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -
         )
         plain, layouts = (x.replace(opt_state=restrict_opt_state(tx, shapes, x.opt_state)) for x in (plain, layouts))
     order: list[Any] = []
-    map_state(lambda x, leaf: order.append(x), plan, to_stored(layouts, plan, loss_scale))
-    return to_stored(plain, plan, loss_scale), iter(order)
+    map_state(lambda x, leaf: order.append(x), plan, stored_state(layouts, plan, before))
+    return stored_state(plain, plan, before), iter(order)
 
 
 def unshard_train_state(state: State) -> State:
     """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
 
     Peak memory per device is the shards plus the whole state. Of a precision policy the masters remain, as parameters,
-    and the optimizer's own state; the loss scale does not.
+    and the optimizer's own state in its own dtypes; the loss scale does not. Frozen parameters have no master: they
+    come back in the dtype that they are stored in.
 
     Args:
       state: A sharded train state.
@@ -223,10 +225,18 @@ def unshard_train_state(state: State) -> State:
     train_state, plan = adapted.state, adapted.state.tx.plan
     check_alive(train_state)
     stored: list[jax.Array] = []
-    plain, layout = to_plain(train_state, plan), plan.plain
+    plain, layout = plain_state(train_state, plan), plan.plain
     map_state(lambda x, leaf: stored.append(x), layout, plain)
-    whole = iter(gather_leaves(stored, _all_leaves(layout), plan.mesh))
-    return adapted.rebuild(map_state(lambda x, leaf: next(whole), layout, plain, tx=train_state.tx.inner))
+    gathered = gather_leaves(stored, _all_leaves(layout), plan.mesh)
+    params = plan.params_treedef.flatten_up_to(train_state.params)
+    for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
+        gathered[i] = gathered[i] if leaf.master is None else with_edits(gathered[i], param)
+    whole = iter(gathered)
+
+    def natural(x: Any, leaf: StateLeaf) -> jax.Array:
+        return strong(next(whole), leaf.wide or leaf.dtype)
+
+    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
 
 
 def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
@@ -257,18 +267,24 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     """
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
-    if masters:
-        train_state, plan = to_plain(train_state, plan), plan.plain
-    leaves = plan.params_treedef.flatten_up_to(train_state.params)
-    check_alive(leaves)
+    check_alive(train_state)
     chosen = _match(plan, paths)
-    taken = [(x, leaf.param) for x, leaf, take in zip(leaves, plan.leaves, chosen, strict=True) if take]
-    gathered = iter(gather_leaves([x for x, _ in taken], [leaf for _, leaf in taken], plan.mesh))
+    params = plan.params_treedef.flatten_up_to(train_state.params)
+    source, layout = (plain_state(train_state, plan), plan.plain) if masters else (train_state, plan)
+    stored = plan.params_treedef.flatten_up_to(source.params)
+    taken = [i for i, take in enumerate(chosen) if take]
+    whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
+    gathered = iter(
+        with_edits(x, params[i]) if masters and plan.leaves[i].master is not None else x
+        for i, x in zip(taken, whole, strict=True)
+    )
     return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
 
 
 def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
     """Edits whole parameters and writes them back sharded, masters included. The optimizer state stays as it is.
+
+    The result shares the arrays that were not edited with `state`: a step consumes both.
 
     Args:
       state: A sharded train state.
@@ -400,11 +416,11 @@ def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
     if not isinstance(train_state.tx, ZeroTransformation):
         return train_state, train_state.tx, None
     old, stored = train_state.tx.plan, train_state.tx.plan
-    train_state, old = to_plain(train_state, stored), stored.plain
+    train_state, old = plain_state(train_state, stored), stored.plain
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
 
     return map_state(abstract, old, train_state), train_state.tx.inner, stored
 

@@ -19,6 +19,7 @@ from tests import models
 
 BF16 = jnp.bfloat16
 ROWS = 24
+LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
 
 
 def make_config(stage, precision="bf16", **options):
@@ -168,6 +169,38 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     assert after["layer_1"]["kernel"][3, 5] == 7.0
     after["layer_1"]["kernel"][3, 5] = before["layer_1"]["kernel"][3, 5]
     assert_same(after, before)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_edit_is_seen_wherever_masters_are_read(stage):
+    state, _ = train(mlp_state(make_config(stage)), 2)
+    masters = host(jzero.gather_params(state, masters=True))
+    kernel = state.params["layer_1"]["kernel"].at[2, 2].set(5.0)
+    state = state.replace(params={**state.params, "layer_1": {**state.params["layer_1"], "kernel": kernel}})
+    masters["layer_1"]["kernel"][2, 2] = 5.0
+    assert_same(jzero.gather_params(state, masters=True), masters)
+    assert_same(jzero.unshard_train_state(state).params, masters)
+    assert_same(jzero.get_full_param(state, "layer_1/kernel"), masters["layer_1"]["kernel"])
+    assert_same(jzero.gather_params(jzero.update_params(state, lambda p: p), masters=True), masters)
+    for config in (make_config(3), make_config(stage)):
+        assert_same(jzero.gather_params(jzero.shard_train_state(state, config=config), masters=True), masters)
+
+
+@pytest.mark.parametrize("policy", [jzero.Precision(state_dtype="bfloat16"), "low"])
+def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
+    """State dtypes, and the counter that drives stochastic rounding, survive another layout."""
+    policy = LOW if policy == "low" else policy
+    tx = optax.adam(1e-2)
+    state, _ = train(mlp_state(make_config(2, policy), tx=tx), 3)
+    moved = jzero.shard_train_state(state, config=make_config(3, policy), donate=False)
+    moved = jzero.shard_train_state(moved, config=make_config(2, policy))
+    assert jzero.plan_of(moved) == jzero.plan_of(state)
+    assert int(moved.opt_state.num_updates) == 3
+    on, _ = train(state, 2)
+    again, _ = train(moved, 2)
+    jax.tree.map(np.testing.assert_array_equal, host(on.params), host(again.params))
+    moments = jzero.unshard_train_state(again).opt_state[0].nu  # in the optimizer's own dtype
+    assert {x.dtype for x in jax.tree.leaves(moments)} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -354,9 +387,6 @@ def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
     special = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, 3.3895314e38])
     np.testing.assert_array_equal(np.asarray(round_stochastically(special, jax.random.key(1)), np.float32), special)
     assert np.isnan(round_stochastically(jnp.array([jnp.nan]), jax.random.key(1))[0])
-
-
-LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
