@@ -27,9 +27,15 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether elements of two floating-point arrays of one dtype are the same to the bit."""
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(x, bits) == lax.bitcast_convert_type(y, bits)
+    """Whether elements of two floating-point arrays of one dtype are the same to the bit, or both zero.
+
+    Bits and not numbers, since compilers may compare with more precision than the dtype has.
+    """
+    size = 8 * x.dtype.itemsize
+    unsigned = jnp.dtype(f"uint{size}")
+    x, y = lax.bitcast_convert_type(x, unsigned), lax.bitcast_convert_type(y, unsigned)
+    without_sign = jnp.array((1 << (size - 1)) - 1, unsigned)
+    return (x == y) | ((x | y) & without_sign == 0)
 
 
 @jax.jit

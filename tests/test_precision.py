@@ -171,6 +171,18 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     assert_same(after, before)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_masters_too_small_for_fp16_go_on(stage, sign):
+    """Their parameters are zeros of either sign, which no comparison may take for an edit."""
+    plain = jzero.TrainState.create(params={"w": jnp.zeros((16, 8))}, tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(plain, config=make_config(stage, "fp16"))
+    step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.full((16, 8), -sign * 1e-9)}))
+    for _ in range(10):
+        state = step(state)
+    np.testing.assert_allclose(jzero.gather_params(state, masters=True)["w"], sign * 1e-8, rtol=1e-5)
+
+
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_edit_is_seen_wherever_masters_are_read(stage):
     state, _ = train(mlp_state(make_config(stage)), 2)
