@@ -52,6 +52,7 @@ from jzero.estimator import (
 from jzero.estimator import (
     estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
 )
+from jzero.integrations import linen as _linen  # noqa: F401  # registers how states are serialized
 from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
 
 __all__ = [

@@ -45,6 +45,7 @@ class Wire:
         micro-batches.
       predivide: What gradients are divided by before they are reduced, so that a sum over many devices does not
         overflow fp16.
+      widen_bf16: Whether bf16 is summed over devices as fp32, because the backend cannot.
     """
 
     axis: str
@@ -53,11 +54,16 @@ class Wire:
     reduce_dtype: Any = None
     reduce_last: bool = False
     predivide: int = 1
+    widen_bf16: bool = False
 
     def to_reduce(self, x: jax.Array) -> jax.Array:
         """Returns a gradient in the dtype that it is reduced in."""
-        x = x.astype(cast_dtype(x.dtype, self.reduce_dtype))
+        x = self.summable(x.astype(cast_dtype(x.dtype, self.reduce_dtype)))
         return x if self.predivide == 1 else x / self.predivide
+
+    def summable(self, x: jax.Array) -> jax.Array:
+        """Returns `x` in a dtype that the backend can sum over devices."""
+        return x.astype(jnp.float32) if self.widen_bf16 and x.dtype == jnp.bfloat16 else x
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -140,12 +146,12 @@ def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
 def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Sums `x` over all devices that hold a part of the batch."""
     with jax.named_scope("zero_reduce"):
-        return lax.psum(x, wire.batch_axes)
+        return lax.psum(wire.summable(x), wire.batch_axes).astype(x.dtype)
 
 
 def mean(x: jax.Array, wire: Wire) -> jax.Array:
     """Averages `x` over all devices that hold a part of the batch."""
-    return lax.pmean(x, wire.batch_axes)
+    return lax.pmean(wire.summable(x), wire.batch_axes).astype(x.dtype)
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:

@@ -49,7 +49,7 @@ class LeafRule:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_dtype", check_dtype("LeafRule.compute_dtype", self.compute_dtype))
-        check_state_dtype("LeafRule.state_dtype", self.state_dtype)
+        object.__setattr__(self, "state_dtype", check_state_dtype("LeafRule.state_dtype", self.state_dtype))
         for name in ("dim", "scan_dim"):
             value = getattr(self, name)
             low = -1 if name == "scan_dim" else 0

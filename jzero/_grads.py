@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jzero import _compat
 from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
-from jzero._mesh import batch_axes, num_batch_shards
+from jzero._mesh import AnyMesh, batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import cast_dtype
 from jzero._tree import path_str
@@ -248,6 +248,12 @@ def _run(
     return LossResult(**mapped(*leaves))
 
 
+def _cannot_sum_bf16(mesh: AnyMesh) -> bool:
+    """Whether a bf16 sum over some of the mesh axes ends the process, as on CPUs (seen with jax 0.10 and 0.12)."""
+    is_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return is_cpu and len(mesh.axis_names) > 1
+
+
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
     """The spec of a stored array as far as ZeRO's own axis goes; other axes are left to GSPMD."""
     if leaf.cut is None:
@@ -289,7 +295,15 @@ class _LocalStep:
     def wire(self) -> Wire:
         config, policy = self.plan.config, self.plan.config.policy
         reduce_last = self.micro.reduce_last and self.micro.steps > 1
-        return Wire(config.axis, config.replica_axis, config.reduce_scatter, policy.reduce, reduce_last, self.predivide)
+        return Wire(
+            config.axis,
+            config.replica_axis,
+            config.reduce_scatter,
+            reduce_dtype=policy.reduce,
+            reduce_last=reduce_last,
+            predivide=self.predivide,
+            widen_bf16=_cannot_sum_bf16(self.plan.mesh),
+        )
 
     @property
     def predivide(self) -> int:

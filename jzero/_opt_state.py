@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._precision import DynamicLossScale
+from jzero._precision import MAX_LOSS_SCALE, DynamicLossScale
 
 __all__ = ["LossScaleState", "ZeroOptState", "initial_loss_scale", "next_loss_scale"]
 
@@ -88,7 +88,7 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
     hysteresis = jnp.where(overflow & ~halve, state.hysteresis - 1, state.hysteresis)
     scale = jnp.where(halve, jnp.maximum(state.scale / 2, rules.minimum), state.scale)
     return LossScaleState(
-        scale=jnp.where(grow, scale * 2, scale),
+        scale=jnp.where(grow, jnp.minimum(scale * 2, MAX_LOSS_SCALE), scale),
         good_steps=good_steps,
         hysteresis=jnp.where(restore, rules.hysteresis, hysteresis),
         exhausted=halve & (state.scale <= rules.minimum),

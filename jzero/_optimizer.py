@@ -9,9 +9,9 @@ each matrix is gathered once, every device computes the same, and the result is 
 [Note: Masters]
 Where parameters are held in 16 bits, the optimizer updates a wider master copy, cut like the gradient. The new
 parameter is rounded on the shard and gathered in 16 bits; what the wrapper returns is the fp32 difference between new
-and old parameter, so that `optax.apply_updates` arrives at the rounded master exactly. A parameter that no longer is
-the rounded master was edited (`state.replace(params=...)`): the edit is taken over into the master, element by element,
-before the update.
+and old parameter, so that `optax.apply_updates` arrives at the rounded master to the bit (unless one step makes an
+element 2^16 times smaller: then the fp32 sum itself rounds). A parameter that no longer is the rounded master was
+edited (`state.replace(params=...)`): the edit is taken over into the master, element by element, before the update.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _apply_updates(
             else:
                 rounded = _round(moved, leaf.param.dtype, key, i)
             rounded = stored_leaf(rounded, leaf.param, plan)
-            stored.append(rounded.astype(leaf.update_dtype) - param.astype(leaf.update_dtype))
+            new_wide, old_wide = rounded.astype(leaf.update_dtype), param.astype(leaf.update_dtype)
+            stored.append(jnp.where(rounded == param, 0, new_wide - old_wide))  # infinities included
     return stored, kept
 
 

@@ -17,6 +17,10 @@ LAG = 2
 """Steps whose loss scale is remembered: one may be under way while that before it is looked at."""
 
 
+MAX_RUNS = 16
+"""Training runs that one step may drive in turns; one that is forgotten is looked at as if it were new."""
+
+
 class LossScaleError(FloatingPointError):
     """Gradients overflowed at the minimum loss scale: the run cannot go on as it is.
 
@@ -50,21 +54,27 @@ class OverflowWatch:
     """
 
     def __init__(self) -> None:
-        self._scales: collections.deque[jax.Array] = collections.deque(maxlen=LAG)
+        # By identity of the scale that the next step will start from, which is kept so that the identity stays its own.
+        self._runs: dict[int, tuple[jax.Array, collections.deque[jax.Array]]] = {}
 
-    def is_exhausted(self, plan: ZeroPlan, new: Any, metrics: dict[str, Any]) -> bool:
+    def is_exhausted(self, old: Any, new: Any, metrics: dict[str, Any]) -> bool:
         """Returns whether a step overflowed at the minimum scale, with no hysteresis left.
 
         Args:
-          plan: The plan of the state.
+          old: The train state before the step; its arrays may be consumed.
           new: The train state after the step.
           metrics: What the step measured.
         """
-        rules = plan.config.policy.loss_scale
+        rules = new.tx.plan.config.policy.loss_scale
         if not isinstance(rules, DynamicLossScale) or isinstance(metrics["loss_scale"], jax.core.Tracer):
             return False
-        self._scales.append(metrics["loss_scale"])
-        if float(self._scales[0]) > rules.minimum * 2 ** (LAG - 1):
+        _, scales = self._runs.pop(id(old.opt_state.loss_scale.scale), (None, None))
+        scales = collections.deque(maxlen=LAG) if scales is None else scales
+        scales.append(metrics["loss_scale"])
+        self._runs[id(new.opt_state.loss_scale.scale)] = (new.opt_state.loss_scale.scale, scales)
+        while len(self._runs) > MAX_RUNS:
+            del self._runs[next(iter(self._runs))]
+        if float(scales[0]) > rules.minimum * 2 ** (LAG - 1):
             return False
         return bool(new.opt_state.loss_scale.exhausted)
 

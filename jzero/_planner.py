@@ -39,6 +39,11 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     others = other_fields(state)
     check_arrays(state)
     leaves = _plan_params(state.params, config, mesh)
+    frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
+    trees = (state.params, *frozen_trees)
+    _check_rules_match(
+        config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    )
     seen = jax.tree.structure(state.params).unflatten(
         [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
     )
@@ -49,7 +54,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     owners = _owners(tx, state.params, state.opt_state, paths)
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
-    leaves = [_freeze(leaf, config) if f else leaf for leaf, f in zip(leaves, frozen, strict=True)]
+    leaves = [_freeze(leaf) if f else leaf for leaf, f in zip(leaves, frozen, strict=True)]
     inner = [
         _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
@@ -192,7 +197,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig) -> LeafPlan
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 
 
-def _freeze(plan: LeafPlan, config: ZeroConfig) -> LeafPlan:
+def _freeze(plan: LeafPlan) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, held as the loss sees it."""
     param = dataclasses.replace(plan.param, dtype=plan.compute_dtype)
     grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
@@ -212,9 +217,13 @@ def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequenc
             bad.append(f"  {leaf.path}: the rule has dim={rule.dim}, which {leaf.base} shards already")
     if bad:
         raise ValueError("`rules` must name free dimensions of the leaves that they match:\n" + "\n".join(bad))
-    unused = [p for p in config.rules if not any(config.rule_for(leaf.path) is config.rules[p] for leaf in leaves)]
+
+
+def _check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
+    """Raises if a rule decides nothing about any parameter, trained or not."""
+    unused = [p for p in config.rules if not any(config.rule_for(path) is config.rules[p] for path in paths)]
     if unused:
-        some = ", ".join(repr(leaf.path) for leaf in leaves[:5])
+        some = ", ".join(map(repr, paths[:5]))
         raise ValueError(
             f"`rules` patterns {unused} decide nothing: each must match the whole path of a parameter that no earlier "
             f"pattern matches. The first paths are {some}."
@@ -353,8 +362,8 @@ def _plan_other(
 def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:
     """Parameters that no optimizer knows, in a field of their own: laid out like parameters, without a gradient."""
     prefix = jax.tree_util.GetAttrKey(name)
-    leaves = _plan_params(value, dataclasses.replace(config, rules={}), mesh)
-    frozen = [_freeze(leaf, config).param for leaf in leaves]
+    leaves = _plan_params(value, config, mesh)
+    frozen = [_freeze(leaf).param for leaf in leaves]
     return [dataclasses.replace(x, path=f"{path_str((prefix,))}/{x.path}", is_param=True) for x in frozen]
 
 

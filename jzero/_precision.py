@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ __all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
 PRESETS = ("fp32", "bf16", "fp16")
+MAX_LOSS_SCALE = 2.0**100
+"""Beyond it the inverse would leave the normal numbers of fp32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,14 @@ class DynamicLossScale:
 
     def __post_init__(self) -> None:
         for name in ("initial", "minimum"):
-            if not _is_positive(getattr(self, name)):
-                raise ValueError(f"`DynamicLossScale.{name}` must be a number > 0: got {getattr(self, name)!r}.")
+            if not _is_scale(getattr(self, name)):
+                raise ValueError(
+                    f"`DynamicLossScale.{name}` must be a number > 0, up to 2^100: got {getattr(self, name)!r}."
+                )
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise ValueError(
+                f"`DynamicLossScale.consecutive_hysteresis` must be True or False: got {self.consecutive_hysteresis!r}."
+            )
         for name in ("window", "hysteresis"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -74,7 +81,8 @@ class Precision:
       master_dtype: What is kept between steps and updated by the optimizer. `None`: float32 if `compute_dtype` is
         set. "bfloat16" keeps no wider copy anywhere: updates are rounded stochastically.
       state_dtype: "bfloat16" stores optimizer state of a parameter's shape (moments) in 16 bits, rounded
-        stochastically; the optimizer computes in its own dtype. `None`: as the optimizer makes it.
+        stochastically; the optimizer computes in its own dtype. `None`: as the optimizer makes it. "float32"
+        widens state that it makes narrower.
         `LeafRule(state_dtype=...)` does it by path.
       loss_scale: `None`, a number (static), "dynamic" or a `DynamicLossScale`. A step that overflows is skipped.
       skip_nonfinite: Skip steps with a gradient that is not finite. Always so with a loss scale.
@@ -94,22 +102,23 @@ class Precision:
     reduce_dtype: DtypeName | None = None
     accumulate_dtype: DtypeName | None = None
     master_dtype: DtypeName | None = None
-    state_dtype: Literal["bfloat16"] | None = None
+    state_dtype: Literal["bfloat16", "float32"] | None = None
     loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"):
             object.__setattr__(self, name, check_dtype(f"Precision.{name}", getattr(self, name)))
-        check_state_dtype("Precision.state_dtype", self.state_dtype)
+        object.__setattr__(self, "state_dtype", check_state_dtype("Precision.state_dtype", self.state_dtype))
         if not isinstance(self.skip_nonfinite, bool):
             raise ValueError(f"`Precision.skip_nonfinite` must be True or False: got {self.skip_nonfinite!r}.")
-        if self.loss_scale == "dynamic":
+        if isinstance(self.loss_scale, str) and self.loss_scale == "dynamic":
             object.__setattr__(self, "loss_scale", DynamicLossScale())
         scale = self.loss_scale
-        if scale is not None and not isinstance(scale, DynamicLossScale) and not _is_positive(scale):
+        if scale is not None and not isinstance(scale, DynamicLossScale) and not _is_scale(scale):
             raise ValueError(
-                f'`Precision.loss_scale` must be None, a number > 0, "dynamic" or a `DynamicLossScale`: got {scale!r}.'
+                '`Precision.loss_scale` must be None, a number > 0 up to 2^100, "dynamic" or a `DynamicLossScale`: got '
+                f"{scale!r}."
             )
         if self.master_dtype is not None and self.compute_dtype is None:
             raise ValueError(
@@ -183,12 +192,14 @@ def check_dtype(field: str, value: Any) -> DtypeName | None:
     return name
 
 
-def check_state_dtype(field: str, value: Any) -> None:
-    """Raises unless `value` is a dtype that optimizer state can be stored in."""
-    if value not in (None, "bfloat16", "float32"):
+def check_state_dtype(field: str, value: Any) -> Any:
+    """Returns the name of a dtype that optimizer state can be stored in; raises a `ValueError` for any other."""
+    name = check_dtype(field, value)
+    if name == "float16":
         raise ValueError(f"`{field}` must be None, 'bfloat16' or 'float32': got {value!r}.")
+    return name
 
 
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+def _is_scale(value: Any) -> bool:
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return bool(is_number and 0 < value <= MAX_LOSS_SCALE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 __all__ = ["narrow", "round_stochastically", "with_edits"]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts `x`, so that the compiler neither skips the rounding nor moves the cast behind what comes next.
 
@@ -24,6 +26,12 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return lax.optimization_barrier(x.astype(dtype))
+
+
+@narrow.defjvp
+def _narrow_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # The bits of fp16 have no derivative; the cast does.
+    return narrow(*primals, dtype), tangents[0].astype(dtype)
 
 
 def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:

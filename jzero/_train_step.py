@@ -201,9 +201,9 @@ class TrainStep(_Step):
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
         new, metrics = self._call(adapted.state, batch, rng)
-        rebuilt, plan = adapted.rebuild(new), new.tx.plan
-        if self._watch.is_exhausted(plan, new, metrics):
-            raise loss_scale_error(plan, new, rebuilt)
+        rebuilt = adapted.rebuild(new)
+        if self._watch.is_exhausted(adapted.state, new, metrics):
+            raise loss_scale_error(new.tx.plan, new, rebuilt)
         return rebuilt, metrics
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
@@ -414,14 +414,16 @@ def _check_stored(state: Any, plan: ZeroPlan) -> None:
     bad: list[str] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        if tuple(x.shape) != leaf.stored_shape:
-            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
+        if tuple(x.shape) != leaf.stored_shape or (leaf in params and x.dtype != leaf.dtype):
+            stored = f"{leaf.dtype}{list(leaf.stored_shape)}"
+            bad.append(f"  {leaf.path}: {x.dtype}{list(x.shape)}, but the plan stores {stored}")
         return x
 
+    params = {leaf.param for leaf in plan.leaves}
     map_state(check, plan, state)
     if bad:
         raise ValueError(
-            "These leaves do not have the shape that the plan stores:\n"
+            "These leaves do not have the shape and dtype that the plan stores:\n"
             + "\n".join(bad)
             + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
         )

@@ -77,7 +77,7 @@ def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
         bad = [
             f"  {path_str(path)}: {x!r:.60}"
             for path, x in jax.tree_util.tree_leaves_with_path(trainable)
-            if not isinstance(x, bool | np.bool_)
+            if not isinstance(x, bool) and (np.shape(x) != () or getattr(x, "dtype", None) != np.dtype(bool))
         ]
         if bad:
             raise ValueError(
@@ -148,7 +148,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
         return [not trained for trained in tx.mask]
     try:
         jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
-    except TypeError:  # needs further arguments: nothing can be said
+    except Exception:  # asks for further arguments, in whatever way: nothing can be said
         return [False] * num
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     zero = _zeros(jaxpr, {})

@@ -292,3 +292,26 @@ def test_sums_over_devices_do_not_overflow():
         _, metrics = jzero.make_train_step(loss)(state, np.full(8, 30_000, np.float32))
         assert bool(metrics["step_applied"])
         assert float(metrics["grad_norm"]) == pytest.approx(64 * 30_000, rel=1e-3)
+
+
+def test_two_runs_through_one_step_are_watched_apart():
+    """A healthy run between its steps does not hide that another has come to its end."""
+    rules = jzero.DynamicLossScale(initial=2.0, hysteresis=1)
+    sick = make_state(2, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
+    well, step = make_state(2), jzero.make_train_step(loss_fn)
+    sick, _ = step(sick, batch(0, poisoned=0))
+    well, _ = step(well, batch(0))
+    with pytest.raises(jzero.LossScaleError):
+        step(sick, batch(1, poisoned=0))
+
+
+def test_the_scale_stops_growing():
+    rules = jzero.DynamicLossScale(initial=2.0**99, window=1)
+    state = make_state(2, precision=jzero.Precision(compute_dtype="bfloat16", loss_scale=rules))
+    step, scales = jzero.make_train_step(loss_fn), []
+    for i in range(4):
+        state, metrics = step(state, batch(i))
+        scales.append(float(metrics["loss_scale"]))
+        assert bool(metrics["step_applied"])
+        assert float(metrics["grad_norm"]) > 0.1
+    assert scales == [2.0**99, 2.0**100, 2.0**100, 2.0**100]

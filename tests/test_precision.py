@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
@@ -333,6 +333,90 @@ def test_layouts_and_precisions_into_each_other():
     again, _ = train(jzero.shard_train_state(whole, config=make_config(2)), 2)
     on, _ = train(state, 2)
     assert_same(jzero.gather_params(again, masters=True), jzero.gather_params(on, masters=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_natural_params_are_differentiable(stage, precision):
+    state = mlp_state(make_config(stage, precision))
+    loss = lambda p: models.mlp_loss(jzero.natural_params(state.replace(params=p)), models.mlp_batch(ROWS))
+    have = jax.jit(lambda p: optax.tree.norm(jax.tree.map(jnp.float32, jax.grad(loss)(p))))(state.params)
+    want = optax.tree.norm(jax.grad(models.mlp_loss)(models.mlp_params(), models.mlp_batch(ROWS)))
+    assert float(have) == pytest.approx(float(want), rel=2e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bf16_beside_a_tensor_parallel_axis(stage):
+    """XLA on CPUs ends the process where bf16 is summed over some axes of a mesh: jzero sums fp32 there."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    _, losses = train(mlp_state(make_config(stage), mesh=mesh), 3)
+    _, want = train(mlp_state(make_config(stage)), 3)
+    np.testing.assert_allclose(losses, want, rtol=2e-2)
+
+
+def test_a_tree_of_another_dtype_is_refused():
+    state = mlp_state(make_config(2))
+    wide = state.replace(params=jax.tree.map(lambda x: x.astype(jnp.float32), state.params))
+    with pytest.raises(
+        ValueError, match=r"layer_0/bias: float32\[127\], but the plan stores bfloat16\[127\][\s\S]*update_params"
+    ):
+        train(wide, 1)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_flax_serialization(precision):
+    state, _ = train(mlp_state(make_config(2, precision)), 1)
+    fresh = mlp_state(make_config(2, precision))
+    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
+    assert_same(restored.params, state.params)
+    assert_same(restored.opt_state, state.opt_state)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("compute_dtype", "int8"),
+        ("compute_dtype", 3),
+        ("reduce_dtype", "float64"),
+        ("state_dtype", "float16"),
+        ("loss_scale", 0),
+        ("loss_scale", float("nan")),
+        ("loss_scale", 2**2000),
+        ("loss_scale", True),
+        ("loss_scale", "static"),
+        ("loss_scale", np.array([0, 1])),
+        ("master_dtype", "float16"),
+        ("skip_nonfinite", 1),
+    ],
+)
+def test_bad_policies(field, value):
+    with pytest.raises(ValueError, match=f"`Precision.{field}`"):
+        jzero.Precision(**{"compute_dtype": "bfloat16", field: value})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: jzero.ZeroConfig(precision="int8"), "`precision` must be one of"),
+        (lambda: jzero.Precision(master_dtype="float32"), "set `compute_dtype` too"),
+        (lambda: jzero.Precision(compute_dtype="float16", master_dtype="bfloat16"), "goes with"),
+        (lambda: jzero.ZeroConfig(rules={"a": jzero.LeafRule(compute_dtype="float32")}), "set `precision` too"),
+        (lambda: jzero.DynamicLossScale(initial=1e39), "`DynamicLossScale.initial`"),
+        (lambda: jzero.DynamicLossScale(minimum=2.0, initial=1.0), "above `initial`"),
+        (lambda: jzero.DynamicLossScale(window=0), "`DynamicLossScale.window`"),
+        (lambda: jzero.DynamicLossScale(hysteresis=1.5), "`DynamicLossScale.hysteresis`"),
+        (lambda: jzero.DynamicLossScale(consecutive_hysteresis=3), "`DynamicLossScale.consecutive_hysteresis`"),
+    ],
+)
+def test_contradictions(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_dtypes_may_be_given_as_dtypes():
+    policy = jzero.Precision(compute_dtype=jnp.bfloat16, state_dtype=jnp.bfloat16, reduce_dtype=np.float32)
+    assert policy == jzero.Precision(compute_dtype="bfloat16", state_dtype="bfloat16", reduce_dtype="float32")
+    assert jzero.Precision(compute_dtype="float16", loss_scale=np.float32(8)).loss_scale == 8
 
 
 # Bytes.

@@ -182,6 +182,15 @@ def test_what_is_not_frozen_is_trained(tx):
     assert all(leaf.trained for leaf in jzero.plan_train_state(plain, stage=3).leaves)
 
 
+def test_an_optimizer_that_asks_for_more_arguments_is_taken_as_it_is():
+    def update(updates, state, params=None, *, value, **_):
+        raise RuntimeError("no value")
+
+    picky = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    plain = TrainState.create(apply_fn=None, params=lora_params(), tx=optax.chain(picky, WAYS["multi_transform"][0]()))
+    assert all(leaf.trained for leaf in jzero.plan_train_state(plain, stage=3).leaves)
+
+
 def test_trees_of_booleans_and_prefixes_select():
     params = lora_params()
     plain = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
@@ -270,3 +279,16 @@ def test_nnx_parameters_outside_wrt_are_partitioned(stage):
     whole, _ = jzero.unshard_train_state(pair)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), whole.params(), params)
     np.testing.assert_array_equal(whole.kernel_1[...], lora_params()["layer_1"]["kernel"])
+
+
+def test_rules_hold_for_nnx_parameters_outside_wrt():
+    model = LoraNet(nnx.Rngs(0))
+    pair = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))
+    rules = {"kernel_0": jzero.LeafRule(compute_dtype="float32"), "kernel_1": jzero.LeafRule(replicated=True)}
+    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0, rules=rules)
+    model, _ = jzero.shard_train_state(pair, config=config)
+    assert [getattr(model, f"kernel_{i}")[...].dtype for i in range(3)] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    parts = [getattr(model, f"kernel_{i}")[...].addressable_shards[0].data.size for i in range(3)]
+    assert parts == [D * D // 8, D * D, D * D // 8]
+    with pytest.raises(ValueError, match="decide nothing"):
+        jzero.plan_train_state(pair, config=jzero.ZeroConfig(stage=3, rules={"nowhere": jzero.LeafRule(dim=0)}))
