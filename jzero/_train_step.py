@@ -414,16 +414,17 @@ def _check_stored(state: Any, plan: ZeroPlan) -> None:
     bad: list[str] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        if tuple(x.shape) != leaf.stored_shape or (leaf in params and x.dtype != leaf.dtype):
-            stored = f"{leaf.dtype}{list(leaf.stored_shape)}"
-            bad.append(f"  {leaf.path}: {x.dtype}{list(x.shape)}, but the plan stores {stored}")
+        if tuple(x.shape) != leaf.stored_shape:
+            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
+        elif leaf in params and x.dtype != leaf.dtype:
+            bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
         return x
 
     params = {leaf.param for leaf in plan.leaves}
     map_state(check, plan, state)
     if bad:
         raise ValueError(
-            "These leaves do not have the shape and dtype that the plan stores:\n"
+            "These leaves are not as the plan stores them:\n"
             + "\n".join(bad)
             + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
         )
