@@ -14,19 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import numbers
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
-from jzero._config import LeafRule
-from jzero._layout import find_scan_dims
-from jzero._optimizer import ZeroTransformation
-from jzero._state import adapt, map_state
-from jzero._tree import key_names
+from jzero._model_size import count_params
 
 __all__ = [
     "MemoryEstimate",
@@ -40,15 +33,10 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
-    "register_model_view",
-    "state_params",
 ]
 
 PyTree = Any
 Formulas = Literal["documented", "deepspeed-0.19"]
-Params = Mapping[tuple[str, ...], Any]
-"""Parameters by key path; a shared one is the same object under each of its paths."""
-
 FORMULAS = ("documented", "deepspeed-0.19")
 LIMIT = 2**63
 
@@ -369,7 +357,7 @@ def estimate_zero1_model_states_mem_needs_all_live(
       >>> estimate.total_params, estimate.rows[1].gpu_bytes
       (262144, 1835008)
     """
-    total_params, _ = _count(model)
+    total_params, _ = count_params(model)
     return _all_options(1, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
 
 
@@ -445,7 +433,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
       >>> estimate.total_params, estimate.rows[1].gpu_bytes
       (262144, 2097152)
     """
-    total_params, _ = _count(model)
+    total_params, _ = count_params(model)
     return _all_options(2, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
 
 
@@ -565,7 +553,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
       (4194304, 4194304)
     """
     return estimate_zero3_model_states_mem_needs_all_cold(
-        *_count(model), num_gpus_per_node, num_nodes, additional_buffer_factor, formulas=formulas, verbose=verbose
+        *count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor, formulas=formulas, verbose=verbose
     )
 
 
@@ -575,99 +563,7 @@ def _show(estimate: MemoryEstimate, verbose: bool) -> MemoryEstimate:
     return estimate
 
 
-# Parameters of a model.
-
-ModelView = Callable[[Any], "Params | None"]
-_MODEL_VIEWS: list[ModelView] = []
-
-
-def register_model_view(view: ModelView) -> None:
-    """Registers how the parameters of another library's models are found.
-
-    Args:
-      view: Takes an object; returns its parameters by key path, or `None` if it is none of its kind. A shared parameter
-        is the same object under each of its paths.
-    """
-    _MODEL_VIEWS.append(view)
-
-
-def state_params(state: Any) -> Params:
-    """Returns the parameters of a train state by key path, frozen ones too; those of a sharded one as their shapes."""
-    if isinstance(state.tx, ZeroTransformation):
-        state = map_state(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state)
-    fields = ("params", *getattr(state, "frozen_fields", ()))
-    return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
-
-
-def _tree_params(tree: PyTree) -> Params:
-    def is_box(x: Any) -> bool:  # Linen wraps leaves that carry axis names
-        return hasattr(x, "replace_boxed")
-
-    found: dict[tuple[str, ...], Any] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        found[key_names(path)] = jax.tree.leaves(x)[0] if is_box(x) else x
-    return found
-
-
-def _params(model: Any) -> Params:
-    for view in _MODEL_VIEWS:
-        params = view(model)
-        if params is not None:
-            return params
-    if hasattr(model, "params") and hasattr(model, "opt_state"):
-        return state_params(adapt(model).state)
-    is_variables = isinstance(model, Mapping) and isinstance(model.get("params"), Mapping)
-    return _tree_params(model["params"] if is_variables else model)
-
-
-def _count(model: Any) -> tuple[int, int]:
-    """Returns the parameters of a model, and those of its largest layer."""
-    params = _params(model)
-    _check_leaves(params)
-    total: dict[Any, int] = {}
-    layers: dict[tuple[str, ...], dict[Any, int]] = {}
-    shapes = [tuple(getattr(x, "shape", ())) for x in params.values()]
-    for (path, x), shape, in_stack in zip(params.items(), shapes, _in_stack(list(params), shapes), strict=True):
-        # Shapes and numbers have no identity: what looks like one object may be two parameters.
-        key = path if isinstance(x, jax.ShapeDtypeStruct | numbers.Number) else id(x)
-        total[key] = math.prod(shape)
-        layers.setdefault(path[:-1], {})[key] = math.prod(shape) // max(1, shape[0]) if in_stack else math.prod(shape)
-    return sum(total.values()), max(sum(layer.values()) for layer in layers.values())
-
-
-def _in_stack(paths: list[tuple[str, ...]], shapes: list[tuple[int, ...]]) -> list[bool]:
-    """Returns for each leaf whether it stacks the layers of a scan.
-
-    `find_scan_dims` also takes a leaf alone for a stack if its leading dimension is not its largest, which costs a
-    layout little. Here it would divide convolutions and projections of attention, so siblings have to bear it out.
-    """
-    dims = find_scan_dims(paths, shapes, [LeafRule()] * len(paths))
-    below: dict[tuple[str, ...], list[int | None]] = {}
-    for path, shape, dim in zip(paths, shapes, dims, strict=True):
-        for depth in range(len(path)):
-            below.setdefault(path[:depth], []).append(None if dim is None else shape[dim])
-    stacks = {prefix for prefix, sizes in below.items() if len(sizes) > 1 and None not in sizes and len({*sizes}) == 1}
-    return [any(path[:depth] in stacks for depth in range(len(path))) for path in paths]
-
-
 # Checks.
-
-
-def _check_leaves(params: Params) -> None:
-    if not params:
-        raise ValueError("`model` must have parameters: got none.")
-    bad = []
-    for path, x in params.items():
-        is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
-        if not is_array and not isinstance(x, numbers.Number):
-            bad.append(f"  {'/'.join(path) or 'model'}: {type(x).__name__}")
-    if bad:
-        raise TypeError(
-            "Every leaf of `model` must be an array or its shape; these are not:\n"
-            + "\n".join(bad)
-            + "\nOf a Linen module pass the variables, e.g. `jax.eval_shape(module.init, key, inputs)`; of an Equinox "
-            "module the arrays, `eqx.filter(module, eqx.is_array)`."
-        )
 
 
 def _check_params(name: str, value: Any) -> float:

@@ -14,9 +14,9 @@ from jax import lax
 
 from jzero._aux import Synced
 from jzero._grads import FROZEN
+from jzero._model_size import Params, register_model_view, state_params
 from jzero._optimizer import ZeroTransformation
 from jzero._state import Adapted, register_adapter
-from jzero.estimator import Params, register_model_view, state_params
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
