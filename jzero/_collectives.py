@@ -146,12 +146,12 @@ def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
 def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Sums `x` over all devices that hold a part of the batch."""
     with jax.named_scope("zero_reduce"):
-        return lax.psum(wire.summable(x), wire.batch_axes).astype(x.dtype)
+        return jnp.asarray(lax.psum(wire.summable(x), wire.batch_axes), x.dtype)
 
 
 def mean(x: jax.Array, wire: Wire) -> jax.Array:
     """Averages `x` over all devices that hold a part of the batch."""
-    return lax.pmean(wire.summable(x), wire.batch_axes).astype(x.dtype)
+    return jnp.asarray(lax.pmean(wire.summable(x), wire.batch_axes), x.dtype)
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:
