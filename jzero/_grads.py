@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from jzero import _compat
 from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
-from jzero._mesh import AnyMesh, batch_axes, num_batch_shards
+from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import cast_dtype
 from jzero._tree import path_str
@@ -217,13 +218,14 @@ def _run(
 ) -> LossResult:
     config = plan.config
     whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
+    carried = _carried_leaves(plan, inputs.carried)
     leaves = [
         plan.params_treedef.flatten_up_to(inputs.params),
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
     in_specs = (
         [_manual(leaf.param, config.axis) for leaf in plan.leaves],
-        [whole if leaf is None else _manual(leaf, config.axis) for leaf in _carried_leaves(plan, inputs.carried)],
+        [whole if leaf is None else _manual(leaf, config.axis) for leaf in carried],
         traced.batch_specs,
         [whole] * len(leaves[3]),
         [whole] * len(leaves[4]),
@@ -236,7 +238,7 @@ def _run(
         "grad_norm": whole,
         "overflowed": whole,
     }
-    local_step = _LocalStep(traced, plan, micro, differentiate, _carried_leaves(plan, inputs.carried))
+    local_step = _LocalStep(traced, plan, micro, differentiate, carried)
     mapped = jax.shard_map(
         lambda *leaves: local_step(*leaves)._asdict(),
         mesh=plan.mesh,
@@ -248,10 +250,10 @@ def _run(
     return LossResult(**mapped(*leaves))
 
 
-def _cannot_sum_bf16(mesh: AnyMesh) -> bool:
+def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
     """Whether a bf16 sum over some of the mesh axes ends the process, as on CPUs (seen with jax 0.10 and 0.12)."""
-    is_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    return is_cpu and len(mesh.axis_names) > 1
+    is_cpu = isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu"
+    return is_cpu and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
 
 
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
@@ -291,8 +293,9 @@ class _LocalStep:
     differentiate: bool
     carried: list[StateLeaf | None]
 
-    @property
+    @functools.cached_property
     def wire(self) -> Wire:
+        """How parameters and gradients travel in this step."""
         config, policy = self.plan.config, self.plan.config.policy
         reduce_last = self.micro.reduce_last and self.micro.steps > 1
         return Wire(
@@ -302,7 +305,7 @@ class _LocalStep:
             reduce_dtype=policy.reduce,
             reduce_last=reduce_last,
             predivide=self.predivide,
-            widen_bf16=_cannot_sum_bf16(self.plan.mesh),
+            widen_bf16=_cannot_sum_bf16(self.plan),
         )
 
     @property
@@ -322,7 +325,7 @@ class _LocalStep:
         if self.differentiate:
             variables = {i: role.variable(x) for i, (role, x) in enumerate(zip(roles, params, strict=True))}
             diff = {i: x for i, x in variables.items() if x is not None}
-            (total, weight), divisor, aux, local = _accumulated(forward, diff, batch, key, self.micro, plan)
+            (total, weight), divisor, aux, local = self._accumulated(forward, diff, batch, key)
         else:
             _, ((total, weight), divisor, aux) = forward({}, batch, key, jnp.zeros(()))
             local = {}
@@ -369,6 +372,41 @@ class _LocalStep:
 
         return forward
 
+    def _accumulated(
+        self, forward: Callable[..., Any], diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array]
+    ) -> tuple[Any, jax.Array, PyTree, dict[int, jax.Array]]:
+        """Sums loss, weight and gradients over micro-batches.
+
+        Returns:
+          `((sum, weight), divisor, aux, grads)`; `aux` is stacked for `reduce_aux`.
+        """
+        grad, steps = jax.value_and_grad(forward, has_aux=True), self.micro.steps
+        none_yet = jnp.zeros(())
+        if steps == 1:
+            (_, (sums, divisor, aux)), grads = grad(diff, batch, key, none_yet)
+            return sums, divisor, aux, grads
+        whole = [x.ndim == 0 for x in batch]
+        parts = [
+            x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
+        ]
+        kept_in = {j: cast_dtype(x.dtype, self.plan.leaves[j].grad.dtype) for j, x in diff.items()}
+
+        def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+            sums, divisor = carry
+            part = [
+                x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)
+            ]
+            keys = [jax.random.fold_in(k, i) for k in key]
+            (_, (values, divisor, aux)), grads = grad(diff, part, keys, divisor)
+            kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}
+            return (jax.tree.map(jnp.add, sums, (values, kept)), divisor), aux
+
+        loss = jax.tree.leaves(self.traced.out_shape)[0]
+        zero = _widen(jnp.zeros((), loss.dtype))
+        start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in diff.items()})
+        ((sums, grads), divisor), aux = lax.scan(body, (start, none_yet), jnp.arange(steps))
+        return sums, divisor, aux, grads
+
 
 def _widen(x: jax.Array) -> jax.Array:
     """Returns `x` in fp32 or wider; integers as they are."""
@@ -384,11 +422,10 @@ def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.A
     """
     zero = jnp.zeros((), jnp.float32)
     cut = whole = zero
-    overflows = []
-    for grad, leaf in zip(grads, plan.leaves, strict=False):
-        inexact = leaf.trained and jnp.issubdtype(grad.dtype, jnp.inexact)
-        square = jnp.sum(jnp.real(grad * jnp.conj(grad))) if inexact else zero
-        overflows.append(jnp.sum(~jnp.isfinite(grad), dtype=jnp.float32) if inexact else zero)
+    pairs = list(zip(grads, plan.leaves, strict=True)) if grads else []
+    inexact = [x if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact) else None for x, leaf in pairs]
+    for grad, (_, leaf) in zip(inexact, pairs, strict=True):
+        square = zero if grad is None else jnp.sum(jnp.real(grad * jnp.conj(grad)))
         if leaf.grad.cut is None:
             whole = whole + square
         else:
@@ -396,48 +433,9 @@ def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.A
     if not plan.config.policy.skips or not grads:
         return jnp.sqrt(lax.psum(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are the same everywhere: counted N times they are still what they are.
-    cut, counts = lax.psum((cut, jnp.stack(overflows)), plan.config.axis)
-    return jnp.sqrt(cut + whole), counts > 0
-
-
-def _accumulated(
-    forward: Callable[..., Any],
-    diff: dict[int, jax.Array],
-    batch: list[jax.Array],
-    key: list[jax.Array],
-    micro: MicroBatches,
-    plan: ZeroPlan,
-) -> tuple[Any, jax.Array, PyTree, dict[int, jax.Array]]:
-    """Sums loss, weight and gradients over micro-batches.
-
-    Returns:
-      `((sum, weight), divisor, aux, grads)`; `aux` is stacked for `reduce_aux`.
-    """
-    grad = jax.value_and_grad(forward, has_aux=True)
-    none_yet = jnp.zeros(())
-    if micro.steps == 1:
-        (_, (sums, divisor, aux)), grads = grad(diff, batch, key, none_yet)
-        return sums, divisor, aux, grads
-    whole = [x.ndim == 0 for x in batch]
-    parts = [
-        x if w else x.reshape(micro.steps, x.shape[0] // micro.steps, *x.shape[1:])
-        for x, w in zip(batch, whole, strict=True)
-    ]
-
-    def one(i: jax.Array, divisor: jax.Array) -> tuple[Any, jax.Array, Any]:
-        part = [x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)]
-        (_, (sums, divisor, aux)), grads = grad(diff, part, [jax.random.fold_in(k, i) for k in key], divisor)
-        kept = {j: x.astype(cast_dtype(x.dtype, plan.leaves[j].grad.dtype)) for j, x in grads.items()}
-        return (sums, kept), divisor, aux
-
-    def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
-        part, divisor, aux = one(i, carry[1])
-        return (jax.tree.map(jnp.add, carry[0], part), divisor), aux
-
-    shapes, _, _ = jax.eval_shape(one, jnp.zeros((), jnp.int32), none_yet)
-    start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    ((sums, grads), divisor), aux = lax.scan(body, (start, none_yet), jnp.arange(micro.steps))
-    return sums, divisor, aux, grads
+    counts = [zero if x is None else jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in inexact]
+    cut, totals = lax.psum((cut, jnp.stack(counts)), plan.config.axis)
+    return jnp.sqrt(cut + whole), totals > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero._precision import MAX_LOSS_SCALE, DynamicLossScale
 
-__all__ = ["LossScaleState", "ZeroOptState", "initial_loss_scale", "next_loss_scale"]
+__all__ = ["LossScaleState", "ZeroOptState", "host_array", "initial_loss_scale", "next_loss_scale"]
 
 PyTree = Any
 
@@ -61,14 +61,19 @@ class ZeroOptState:
     num_updates: jax.Array | None
 
 
+def host_array(value: Any, dtype: Any) -> Any:
+    """Returns a leaf of the state that is not placed yet."""
+    return np.array(value, dtype)
+
+
 def initial_loss_scale(rules: DynamicLossScale, num_leaves: int) -> LossScaleState:
     """Returns the loss scale of the first step, as host arrays."""
     return LossScaleState(
-        scale=np.float32(rules.initial),  # type: ignore[arg-type]  # placed with the rest of the state
-        good_steps=np.int32(0),  # type: ignore[arg-type]
-        hysteresis=np.int32(rules.hysteresis),  # type: ignore[arg-type]
-        exhausted=np.bool_(False),  # type: ignore[arg-type]
-        overflowed=np.zeros(num_leaves, bool),  # type: ignore[arg-type]
+        scale=host_array(rules.initial, np.float32),
+        good_steps=host_array(0, np.int32),
+        hysteresis=host_array(rules.hysteresis, np.int32),
+        exhausted=host_array(False, np.bool_),
+        overflowed=host_array([False] * num_leaves, np.bool_),
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._config import LeafRule, ZeroConfig
 from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
 from jzero._mesh import AnyMesh, axis_size, check_mesh
-from jzero._opt_state import ZeroOptState, initial_loss_scale
+from jzero._opt_state import ZeroOptState, host_array, initial_loss_scale
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import DynamicLossScale, cast_dtype
 from jzero._trained import find_frozen
@@ -105,7 +105,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None
         inner=None,
         masters=plan.params_treedef.unflatten(kept),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
-        num_updates=np.int32(0) if plan.rounds_stochastically else None,  # type: ignore[arg-type]
+        num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
     )
 
 

@@ -12,7 +12,6 @@ __all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
-PRESETS = ("fp32", "bf16", "fp16")
 MAX_LOSS_SCALE = 2.0**100
 """Beyond it the inverse would leave the normal numbers of fp32."""
 
@@ -160,20 +159,6 @@ class Precision:
         return self.skip_nonfinite or self.loss_scale is not None
 
 
-def resolve_precision(precision: Any) -> Precision:
-    """Returns the policy that a name stands for, or the policy itself."""
-    if isinstance(precision, Precision):
-        return precision
-    presets = {
-        "fp32": Precision(),
-        "bf16": Precision(compute_dtype="bfloat16"),
-        "fp16": Precision(compute_dtype="float16", loss_scale="dynamic"),
-    }
-    if not isinstance(precision, str) or precision not in presets:
-        raise ValueError(f"`precision` must be one of {PRESETS} or a `jzero.Precision`: got {precision!r}.")
-    return presets[precision]
-
-
 def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
     """Returns `to` for real floating-point dtypes, `dtype` for all others or if `to` is `None`."""
     return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
@@ -203,3 +188,19 @@ def check_state_dtype(field: str, value: Any) -> Any:
 def _is_scale(value: Any) -> bool:
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     return bool(is_number and 0 < value <= MAX_LOSS_SCALE)
+
+
+PRESETS = {
+    "fp32": Precision(),
+    "bf16": Precision(compute_dtype="bfloat16"),
+    "fp16": Precision(compute_dtype="float16", loss_scale="dynamic"),
+}
+
+
+def resolve_precision(precision: Any) -> Precision:
+    """Returns the policy that a name stands for, or the policy itself."""
+    if isinstance(precision, Precision):
+        return precision
+    if not isinstance(precision, str) or precision not in PRESETS:
+        raise ValueError(f"`precision` must be one of {tuple(PRESETS)} or a `jzero.Precision`: got {precision!r}.")
+    return PRESETS[precision]

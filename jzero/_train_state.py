@@ -135,7 +135,7 @@ def shard_train_state(
         uses[id(x)] = uses.get(id(x), 0) + 1
 
     def place(x: Any, leaf: StateLeaf) -> jax.Array:
-        was = next(before)
+        was = next(before, None)
         whole = x
         if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
             (whole,) = gather_leaves([x], [was], old.mesh)
@@ -185,20 +185,24 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
 
 
 def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
-    """Returns the state in the structure that `plan` stores, and the layouts that its leaves have now, in order."""
-    plain, before, layouts, old_tx = train_state, None, train_state, train_state.tx
-    if old is not None:
-        before = train_state.opt_state
-        plain, old_tx = plain_state(train_state, old, take_edits=True), old_tx.inner
-        layouts = map_state(lambda x, leaf: leaf, old.plain, plain)
-    if tx is not old_tx:
-        shapes = plan.params_treedef.unflatten(
-            [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
-        )
-        plain, layouts = (x.replace(opt_state=restrict_opt_state(tx, shapes, x.opt_state)) for x in (plain, layouts))
+    """Returns the state in the structure that `plan` stores, and the layouts that its leaves had before, in order."""
+
+    def arranged(plain: Any, old_tx: Any, before: Any = None) -> Any:
+        if tx is not old_tx:
+            shapes = plan.params_treedef.unflatten(
+                [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
+            )
+            plain = plain.replace(opt_state=restrict_opt_state(tx, shapes, plain.opt_state))
+        return stored_state(plain, plan, before)
+
+    if old is None:
+        return arranged(train_state, train_state.tx), iter(())
+    before, old_tx = train_state.opt_state, train_state.tx.inner
+    plain = plain_state(train_state, old, take_edits=True)
     order: list[Any] = []
-    map_state(lambda x, leaf: order.append(x), plan, stored_state(layouts, plan, before))
-    return stored_state(plain, plan, before), iter(order)
+    layouts = arranged(map_state(lambda x, leaf: leaf, old.plain, plain), old_tx, before)
+    map_state(lambda x, leaf: order.append(x), plan, layouts)
+    return arranged(plain, old_tx, before), iter(order)
 
 
 def unshard_train_state(state: State) -> State:

@@ -5,8 +5,9 @@ A parameter is frozen if its optimizer never reads its gradient and always retur
 `optax.set_to_zero` in `multi_transform`, or behind `masked`. Both are read off the jaxpr of the update: a zero is a
 literal zero and what cheap operations make of zeros; a gradient is read if any other output depends on it. An
 optimizer that clips by the norm of all gradients before it freezes some of them does read these, so they are
-computed, and its numbers stay what they are on one device. `trainable=` freezes without that: the optimizer is then
-handed the trained parameters alone.
+computed, and its numbers stay what they are on one device. An update that cannot be traced without further arguments
+(`value=`, `obj_fn=`) tells nothing: its parameters count as trained, as the plan shows. `trainable=` freezes whatever
+the optimizer: that is then handed the trained parameters alone.
 """
 
 from __future__ import annotations

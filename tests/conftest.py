@@ -1,5 +1,11 @@
 """Eight CPU devices for every test; set before anything asks jax for its devices."""
 
+import os
+
+# XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
+# programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
+os.environ["PJRT_NPROC"] = "32"
+
 import jax
 
 jax.config.update("jax_platforms", "cpu")
