@@ -4,8 +4,8 @@
 CPU: one instruction each. GPU: pairs such as `all-gather-start` and `all-gather-done`, whose result is a tuple
 `(operands, results, ...)`, many arrays in one pair. TPU: a reduce-scatter may be an all-reduce and a slice in one
 fusion; an asynchronous gather is a chain of fusions, `async-collective-start`, `async_collective_fusion...`,
-`async-collective-done`, each of which repeats the same `all-gather`, so that only the first counts; a small gather is an
-all-reduce of arrays that are zero but for the device's own part; and loops do not state their trip count, so that
+`async-collective-done`, each of which repeats the same `all-gather`, so that only the first counts; a small gather is
+an all-reduce of arrays that are zero but for the device's own part; and loops do not state their trip count, so that
 `Program.trip_count` reads it from their condition.
 """
 
