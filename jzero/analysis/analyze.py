@@ -155,7 +155,8 @@ def _relaid(x: Any, devices: list[jax.Device] | None, mesh: Mesh | None, config:
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
         mesh = make_mesh(devices=devices, **{**sizes, config.axis: -1})
-    return abstract_train_state(x, config=config, mesh=mesh)
+    # The state itself, not the objects that it was seen in: those of NNX hold no abstract arrays.
+    return abstract_train_state(state, config=config, mesh=mesh)
 
 
 def _moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:

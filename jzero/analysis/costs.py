@@ -16,7 +16,14 @@ FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast opt-barrier after-all partition-id replica-id domain "
     "add-dependency while conditional call".split()
 )
-_BOOKKEEPING = ("AllocateBuffer", "AsyncCollective", "AssumeGatherIndicesInBound", "GatherScatterIndices", "Sharding")
+_BOOKKEEPING = (
+    "AllocateBuffer",
+    "AsyncCollective",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "GatherScatterIndices",
+    "Sharding",
+)
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 

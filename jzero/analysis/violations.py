@@ -121,7 +121,8 @@ def _say(x: Array) -> str:
 
 
 def _paths(leaves: Sequence[LeafPlan]) -> str:
-    return ", ".join(leaf.path for leaf in leaves[:3]) + (" …" if len(leaves) > 3 else "")
+    which = ", ".join(leaf.path for leaf in leaves[:3]) + (" …" if len(leaves) > 3 else "")
+    return which if len(leaves) == 1 else f"one of {which}"
 
 
 def _of_zero(compiled: Compiled, plan: ZeroPlan, kind: str) -> list[Collective]:
@@ -217,22 +218,24 @@ def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Ite
     limit = max(SMALL, plan.config.persistence_threshold)
     starts = {c.name for c in compiled.collectives if c.kind == "all-gather" and "transpose(" not in c.op_name}
     for computation in compiled.program.computations.values():
-        for x in computation.instructions:
-            results = [r for r in x.results if r.size > limit and any(leaf.param.cut for leaf in names.of(r.shape))]
-            if x.name not in starts or not results:
-                continue
-            for user, operand in _users(compiled.program, computation, x.name):
-                which = _say(user_array(computation, operand) or results[0])
-                if _stacks(compiled.program, computation, user, operand):
-                    yield True, f"Gathered parameters {which} are stored in a stack over the loop ({user.name})."
-                elif "transpose(" in user.op_name and compiled.platform == "cpu":
-                    yield False, f"The CPU compiler gathers {which} once for both passes, as it merges equal gathers."
-                elif "transpose(" in user.op_name:
-                    yield True, f"Gathered parameters {which} survive to the backward pass ({user.name})."
+        for start in (x.name for x in computation.instructions if x.name in starts):
+            for user, operand in _users(compiled.program, computation, start):
+                for x in computation.arrays(operand):
+                    leaves = [leaf for leaf in names.of(x.shape) if leaf.param.cut]
+                    fate = _fate(compiled, computation, user, operand)
+                    if fate and leaves and x.size > limit:
+                        yield fate[0], f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
 
 
-def user_array(computation: Computation, name: str) -> Array | None:
-    return next(iter(computation.arrays(name)), None)
+def _fate(compiled: Compiled, computation: Computation, user: Instruction, operand: str) -> Finding | None:
+    """Returns how a gathered parameter outlives the forward pass, if `user` makes it."""
+    if _stacks(compiled.program, computation, user, operand):
+        return True, "is stored in a stack that its loop carries."
+    if "transpose(" not in user.op_name:
+        return None
+    if compiled.platform == "cpu":
+        return False, "serves the backward pass too: the CPU compiler merges equal gathers."
+    return True, "survives to the backward pass."
 
 
 def _users(program: Program, computation: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
