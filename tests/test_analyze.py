@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from tests import models

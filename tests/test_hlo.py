@@ -22,7 +22,8 @@ GPU = (
   %i.0 = s32[] get-tuple-element(%p.0), index=0
   %w.0 = bf16[128,256]{{1,0}} get-tuple-element(%p.0), index=1
   %b.0 = bf16[16]{{0}} constant({{...}})
-  %ag = ((bf16[128,256]{{1,0}}, bf16[16]{{0}}), (bf16[1024,256]{{1,0}}, /*index=1*/bf16[128]{{0}})) all-gather-start(%w.0, %b.0), \
+  %ag = ((bf16[128,256]{{1,0}}, bf16[16]{{0}}), (bf16[1024,256]{{1,0}}, /*index=1*/bf16[128]{{0}})) \
+all-gather-start(%w.0, %b.0), \
 channel_id=1, {ALL}, dimensions={{0}}, metadata={{op_name="jit(step)/while/body/all_gather"}}
   %lhs = bf16[512,1024]{{1,0}} constant({{...}})
   %done = (bf16[1024,256]{{1,0}}, bf16[128]{{0}}) all-gather-done(%ag)
@@ -84,7 +85,8 @@ TPU = (
     + f"""%start (p.0: bf16[32,256]) -> (bf16[32,256], bf16[256,256], u32[]) {{
   %p.0 = bf16[32,256]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
   %ag.0 = bf16[256,256]{{1,0:T(8,128)(2,1)}} all-gather(%p.0), {ALL}, dimensions={{0}}
-  ROOT %c.0 = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) custom-call(%ag.0), custom_call_target="AsyncCollectiveStart"
+  ROOT %c.0 = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) custom-call(%ag.0), \
+custom_call_target="AsyncCollectiveStart"
 }}
 
 %async_collective_fusion.1 (p.1: bf16[32,256], q.1: f32[8]) -> (f32[8], bf16[256,256]) {{
@@ -112,7 +114,8 @@ ENTRY %main (w: bf16[32,256], g: bf16[1024,256], x: f32[8]) -> bf16[256,256] {{
   %w = bf16[32,256]{{1,0}} parameter(0)
   %g = bf16[1024,256]{{1,0}} parameter(1)
   %x = f32[8]{{0}} parameter(2)
-  %async-collective-start = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) fusion(%w), kind=kCustom, calls=%start
+  %async-collective-start = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) fusion(%w), kind=kCustom, \
+calls=%start
   %part = bf16[32,256]{{1,0}} get-tuple-element(%async-collective-start), index=0
   %fusion.1 = (f32[8]{{0}}, bf16[256,256]{{1,0}}) fusion(%part, %x), kind=kOutput, calls=%async_collective_fusion.1
   %whole = bf16[256,256]{{1,0}} get-tuple-element(%fusion.1), index=1

@@ -216,6 +216,8 @@ def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Ite
     if plan.config.stage < 3 or not plan.config.reshard_after_forward:
         return
     limit = max(SMALL, plan.config.persistence_threshold)
+    # Compilers recompute cheap values in the backward pass, and what small parameters they are made of stays for that.
+    matters = 0.01 * sum(leaf.param.size for leaf in plan.leaves)
     starts = {c.name for c in compiled.collectives if c.kind == "all-gather" and "transpose(" not in c.op_name}
     for computation in compiled.program.computations.values():
         for start in (x.name for x in computation.instructions if x.name in starts):
@@ -224,7 +226,8 @@ def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Ite
                     leaves = [leaf for leaf in names.of(x.shape) if leaf.param.cut]
                     fate = _fate(compiled, computation, user, operand)
                     if fate and leaves and x.size > limit:
-                        yield fate[0], f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
+                        text = f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
+                        yield fate[0] and x.size >= matters, text
 
 
 def _fate(compiled: Compiled, computation: Computation, user: Instruction, operand: str) -> Finding | None:
