@@ -216,18 +216,21 @@ def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Ite
     if plan.config.stage < 3 or not plan.config.reshard_after_forward:
         return
     limit = max(SMALL, plan.config.persistence_threshold)
-    # Compilers recompute cheap values in the backward pass, and what small parameters they are made of stays for that.
-    matters = 0.01 * sum(leaf.param.size for leaf in plan.leaves)
     starts = {c.name for c in compiled.collectives if c.kind == "all-gather" and "transpose(" not in c.op_name}
+    kept: dict[tuple[str, Array], Finding] = {}
     for computation in compiled.program.computations.values():
         for start in (x.name for x in computation.instructions if x.name in starts):
             for user, operand in _users(compiled.program, computation, start):
-                for x in computation.arrays(operand):
+                fate = _fate(compiled, computation, user, operand)
+                for x in computation.arrays(operand) if fate else ():
                     leaves = [leaf for leaf in names.of(x.shape) if leaf.param.cut]
-                    fate = _fate(compiled, computation, user, operand)
                     if fate and leaves and x.size > limit:
                         text = f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
-                        yield fate[0] and x.size >= matters, text
+                        kept[operand, x] = (fate[0], text)
+    # Compilers recompute cheap values in the backward pass, and what small parameters they are made of stays for that.
+    matters = sum(x.size for _, x in kept) >= 0.01 * sum(leaf.param.size for leaf in plan.leaves)
+    for is_violation, text in kept.values():
+        yield is_violation and (matters or "stack" in text), text
 
 
 def _fate(compiled: Compiled, computation: Computation, user: Instruction, operand: str) -> Finding | None:
