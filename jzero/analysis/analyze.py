@@ -95,12 +95,18 @@ def analyze(
         returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in relaid),
     )
     used = plan or (plans[0] if plans else None)
+    notes = []
+    if topology is not None and platform == "gpu":
+        notes.append("Compile-only GPU devices list no memories: buffers on the host count as the device's.")
     hardware = machine(topology) if topology is not None else _this_machine(mesh)
-    return _report(facts, used, mesh, hardware)
+    return _report(facts, used, mesh, hardware, notes)
 
 
-def _report(facts: Compiled, plan: ZeroPlan | None, mesh: Mesh | None, hardware: Machine | None) -> AnalysisReport:
-    notes = ["A loop of unknown trip count counts as one pass."] if _has_unknown_loops(facts) else []
+def _report(
+    facts: Compiled, plan: ZeroPlan | None, mesh: Mesh | None, hardware: Machine | None, notes: list[str]
+) -> AnalysisReport:
+    if _has_unknown_loops(facts):
+        notes.append("A loop of unknown trip count counts as one pass.")
     violations: list[str] = []
     if plan is not None:
         violations, found = find_violations(facts, plan)
@@ -111,8 +117,6 @@ def _report(facts: Compiled, plan: ZeroPlan | None, mesh: Mesh | None, hardware:
     else:
         timeline, found = simulate(facts.program, hardware)
         notes += found
-    if facts.platform == "gpu" and mesh is not None and not mesh.is_multi_process and hardware is not None:
-        notes.append("Compile-only GPU devices list no memories: buffers on the host count as the device's.")
     axes = ["+".join(axes_of(c.group, mesh)) if mesh is not None else "" for c in facts.collectives]
     return AnalysisReport(
         machine=hardware.name if hardware is not None else facts.platform,
