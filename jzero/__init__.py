@@ -30,6 +30,9 @@ from jzero._train_state import update_params as update_params
 from jzero._train_step import make_eval_step as make_eval_step
 from jzero._train_step import make_train_step as make_train_step
 from jzero._train_step import value_and_grad as value_and_grad
+from jzero.analysis.analyze import analyze as analyze
+from jzero.analysis.report import AnalysisReport as AnalysisReport
+from jzero.analysis.violations import PlanViolation as PlanViolation
 from jzero.estimator import MemoryEstimate as MemoryEstimate
 from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
 from jzero.estimator import (
@@ -56,12 +59,14 @@ from jzero.integrations import linen as _linen  # noqa: F401  # registers how st
 from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
 
 __all__ = [
+    "AnalysisReport",
     "DynamicLossScale",
     "EquivalenceReport",
     "LeafRule",
     "LossScaleError",
     "MemoryEstimate",
     "PerExample",
+    "PlanViolation",
     "Precision",
     "Summed",
     "TrainState",
@@ -69,6 +74,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroOptState",
     "ZeroPlan",
+    "analyze",
     "check_equivalence",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero1_model_states_mem_needs_all_cold",

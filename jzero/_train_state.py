@@ -161,13 +161,14 @@ def abstract_train_state(
     """Returns what `shard_train_state` would return, as shapes with shardings: for steps lowered without devices.
 
     Args:
-      state: A plain train state, concrete or abstract.
+      state: A train state, plain or sharded before, concrete or abstract.
       config: What to partition, and how.
       mesh: Over which devices; they may be of a machine that is not there.
       trainable: Which parameters are trained, as for `shard_train_state`.
     """
     adapted = adapt(state)
-    natural, tx = restrict(adapted.state, adapted.state.tx, trainable)
+    natural, tx, _ = _natural(adapted.state)
+    natural, tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
 
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.analysis.hlo import find_collectives
+from jzero.analysis.collectives import find_collectives
 from tests import models
 
 ROWS, K = 48, 3

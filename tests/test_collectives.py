@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jzero
-from jzero.analysis.hlo import find_collectives
+from jzero.analysis.collectives import find_collectives
 from tests import models
 
 N = 8

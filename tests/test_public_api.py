@@ -19,10 +19,11 @@ import jzero
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
-    DynamicLossScale EquivalenceReport LeafRule LossScaleError MemoryEstimate PerExample Precision Summed TrainState
-    Weighted ZeroConfig ZeroOptState ZeroPlan check_equivalence gather_params get_full_grad get_full_opt_state
-    get_full_param init_train_state make_eval_step make_mesh make_train_step natural_params plan_of plan_train_state
-    set_full_opt_state set_full_param shard_train_state unshard_train_state update_params value_and_grad
+    AnalysisReport DynamicLossScale EquivalenceReport LeafRule LossScaleError MemoryEstimate PerExample
+    PlanViolation Precision Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan analyze check_equivalence
+    gather_params get_full_grad get_full_opt_state get_full_param init_train_state make_eval_step make_mesh
+    make_train_step natural_params plan_of plan_train_state set_full_opt_state set_full_param shard_train_state
+    unshard_train_state update_params value_and_grad
     """.split()
     + [
         f"estimate_zero{stage}_model_states_mem_needs{how}"
@@ -80,9 +81,10 @@ def assert_keywords_after_the_second(parameters, name):
     assert not any(p.kind is p.VAR_POSITIONAL for p in parameters), name
 
 
-# DeepSpeed's own arguments may be given by position, as there; the batches of `check_equivalence` say what they are.
+# DeepSpeed's own arguments may be given by position, as there; the batches of `check_equivalence` say what they are;
+# `analyze` takes what the function that it analyzes takes.
 @pytest.mark.parametrize(
-    "name", [name for name in FUNCTIONS if not name.startswith("estimate_") and name != "check_equivalence"]
+    "name", [name for name in FUNCTIONS if not name.startswith(("estimate_", "check_equivalence", "analyze"))]
 )
 def test_functions_take_keywords_only_after_the_second_argument(name):
     assert_keywords_after_the_second(inspect.signature(getattr(jzero, name)).parameters.values(), name)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.analysis import topologies
-from jzero.analysis.hlo import find_collectives
+from jzero.analysis.collectives import find_collectives
 from jzero.analysis.machines import GPUS, TPUS, machine
 from jzero.analysis.topologies import target_config, topology_devices
 

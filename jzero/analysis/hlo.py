@@ -1,129 +1,248 @@
-"""Reads the collectives out of compiled HLO text, loop trip counts multiplied in."""
+"""Compiled HLO text as data: computations, instructions, loops."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-__all__ = ["Collective", "find_collectives"]
+__all__ = ["TRIVIAL", "Array", "Computation", "Instruction", "Program", "dtype_bits", "parse_hlo"]
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\([^{]*)?.*\{$")
-_SHAPE = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_HEAD = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")
+_OPCODE = re.compile(r" *([a-z][\w\-]*)\(")
 _CALLED = re.compile(
-    r"(?:body|condition|to_apply|calls|branch_computations|true_computation|false_computation)=\{?([^,}]+)"
+    r"(body|to_apply|calls|called_computations|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+TRIVIAL = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "opt-barrier")
+"""What hands the elements of an array on."""
+
+
+class Array(NamedTuple):
+    """Shape and element type of one array on one device, and the memory it is in: 0 is the device's main memory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory_space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without padding."""
+        return -(-self.size * dtype_bits(self.dtype) // 8)
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element by HLO's name of the type; 0 for tokens and the like."""
+    found = re.match(r"[a-z]+(\d+)", dtype)
+    return int(found.group(1)) if found else 8 * (dtype == "pred")
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective operation of a compiled program.
+class Instruction:
+    """One line of HLO.
 
     Attributes:
-      kind: One of `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
-      dtype: HLO's name of the element type, such as `f32`.
-      shapes: The shapes of its results on one device (several if the combiner merged operations).
-      times: How often it runs per step: the trip counts of the loops around it, multiplied.
-      in_loop: Whether it is inside a loop.
-      num_devices: The devices of one group.
+      name: Its name, unique in the program.
+      opcode: Such as `dot`, `fusion`, `all-gather-start`.
+      result: An `Array`, or nested tuples of them.
+      operands: Names of instructions of the same computation; for a constant its text.
+      called: Names of the computations that it runs, loop conditions not counted.
+      attributes: What follows the operands, as text.
+      is_root: Whether it is what its computation returns.
     """
 
-    kind: str
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    times: int
-    in_loop: bool
+    name: str
+    opcode: str
+    result: Any
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def results(self) -> tuple[Array, ...]:
+        """All arrays of its result."""
+        return _flat(self.result)
+
+    @property
+    def op_name(self) -> str:
+        """Where in the user's program it comes from, such as `jit(f)/while/body/dot_general`."""
+        found = _OP_NAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = _TARGET.search(self.attributes)
+        return found.group(1) if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order of the schedule, if the program has one."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        """Each instruction by its name."""
+        return {x.name: x for x in self.instructions}
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(x for x in reversed(self.instructions) if x.is_root)
+
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        """The arrays that the instruction `name` returns; none if there is no such instruction."""
+        return self.by_name[name].results if name in self.by_name else ()
+
+    def source(self, name: str) -> Instruction | None:
+        """The instruction that made what `name` holds, through copies, casts and the like."""
+        found = self.by_name.get(name)
+        while found is not None and found.opcode in TRIVIAL and found.operands:
+            found = self.by_name.get(found.operands[0])
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+      computations: Its computations by name.
+      entry: The name of the one that runs; empty if there is none.
+      num_devices: Partitions times replicas.
+    """
+
+    computations: Mapping[str, Computation] = dataclasses.field(hash=False)
+    entry: str
     num_devices: int
 
-    @property
-    def whole_size(self) -> int:
-        """Elements of the whole array that it gathers, scatters or sums, once."""
-        size = sum(math.prod(shape) for shape in self.shapes)
-        return size * self.num_devices if self.kind == "reduce-scatter" else size
+    def called(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that an instruction runs."""
+        for name in instruction.called:
+            if name in self.computations:
+                yield self.computations[name]
 
-    @property
-    def elements(self) -> int:
-        """Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ."""
-        return self.whole_size * self.times * (2 if self.kind == "all-reduce" else 1)
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a `while` runs its body, as stated or as counted by its condition; `None` if unknown."""
+        stated = _TRIP_COUNT.search(loop.attributes)
+        if stated:
+            return int(stated.group(1))
+        named = _CONDITION.search(loop.attributes)
+        condition = self.computations.get(named.group(1)) if named else None
+        if condition is None or "direction=LT" not in condition.root.attributes:
+            return None
+        limit = next((_constant(condition, x) for x in condition.root.operands[1:]), None)
+        counter = condition.by_name.get(condition.root.operands[0])
+        index = re.search(r"index=(\d+)", counter.attributes) if counter is not None else None
+        if limit is None or index is None:
+            return None
+        return max(0, limit - (self._start(loop, int(index.group(1))) or 0))
+
+    def _start(self, loop: Instruction, index: int) -> int | None:
+        """The constant that a loop's counter starts from."""
+        for computation in self.computations.values():
+            if computation.by_name.get(loop.name) is loop:
+                carried = computation.source(loop.operands[0])
+                if carried is not None and carried.opcode == "tuple":
+                    return _constant(computation, carried.operands[index])
+        return None
 
 
-def find_collectives(hlo_text: str) -> list[Collective]:
-    """Returns every collective that the entry computation runs.
-
-    Args:
-      hlo_text: `jax.jit(...).lower(...).compile().as_text()`.
-
-    Raises:
-      ValueError: A collective is inside a loop whose trip count the compiler does not state.
+def parse_hlo(text: str) -> Program:
+    """Returns HLO text, such as `compiled.as_text()`, as data.
 
     Example:
-      >>> from jzero.analysis.hlo import find_collectives
-      >>> find_collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text())
-      []
+      >>> from jzero.analysis.hlo import parse_hlo
+      >>> program = parse_hlo(jax.jit(jnp.sin).lower(1.0).compile().as_text())
+      >>> program.computations[program.entry].root.results[0].dtype
+      'f32'
     """
-    computations = _split(hlo_text)
-    entry = next((name for name, (is_entry, _) in computations.items() if is_entry), None)
-    return [] if entry is None else list(_walk(computations, entry, 1, False))
-
-
-def _split(text: str) -> dict[str, tuple[bool, list[str]]]:
-    """Returns the instructions of each computation by its name."""
-    computations: dict[str, tuple[bool, list[str]]] = {}
-    lines: list[str] = []
+    computations: dict[str, Computation] = {}
+    entry, name, lines = "", "", list[Instruction]()
     for line in text.splitlines():
-        if line.endswith("{") and not line.startswith((" ", "HloModule")):
-            found = _COMPUTATION.match(line)
-            if found:
-                lines = []
-                computations[found.group(1)] = (line.startswith("ENTRY"), lines)
+        header = _HEADER.match(line) if line.endswith("{") and not line.startswith((" ", "HloModule")) else None
+        if header:
+            name, lines = header.group(2), []
+            entry = name if header.group(1) else entry
         elif line.startswith("  "):
-            lines.append(line.strip())
-    return computations
+            found = _instruction(line.strip())
+            if found is not None:
+                lines.append(found)
+        elif line == "}":
+            computations[name] = Computation(name, tuple(lines))
+    counts = [re.search(rf"{key}=(\d+)", text.split("\n", 1)[0]) for key in ("num_partitions", "replica_count")]
+    return Program(computations, entry, math.prod(int(found.group(1)) for found in counts if found))
 
 
-def _walk(
-    computations: dict[str, tuple[bool, list[str]]], name: str, times: int | None, in_loop: bool
-) -> Iterator[Collective]:
-    for line in computations[name][1]:
-        kind = next((k for k in KINDS if f" {k}(" in line or f" {k}-start(" in line), None)
-        if kind is not None:
-            if times is None:
-                raise ValueError(f"A collective runs in a loop of unknown trip count: {line[:200]}")
-            yield _parse(line, kind, times, in_loop)
-            continue
-        is_loop = " while(" in line
-        trips = _TRIP_COUNT.search(line) if is_loop else None
-        inner = times if not is_loop else None if trips is None or times is None else times * int(trips.group(1))
-        for group in _CALLED.findall(line):
-            for called in re.findall(r"[\w.\-]+", group):
-                if called in computations:
-                    yield from _walk(computations, called, inner, in_loop or is_loop)
+def _instruction(line: str) -> Instruction | None:
+    head = _HEAD.match(line)
+    if head is None:
+        return None
+    result, end = _type(line, head.end())
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing(line, opcode.end())
+    inside, attributes = line[opcode.end() : close], line[close + 1 :]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(x.strip() for x in inside.split(",") if x.strip())
+    called = tuple(n for _, names in _CALLED.findall(attributes) for n in re.findall(r"[\w.\-]+", names))
+    return Instruction(head.group(2), opcode.group(1), result, operands, called, attributes, bool(head.group(1)))
 
 
-def _parse(line: str, kind: str, times: int, in_loop: bool) -> Collective:
-    is_start = f"{kind}-start(" in line
-    result = line.split(f" {kind}-start(" if is_start else f" {kind}(", 1)[0].split("=", 1)[1]
-    found = _SHAPE.findall(result)
-    if is_start and kind != "all-reduce":  # a pair of operands and results
-        found = found[len(found) // 2 :]
-    shapes = tuple(tuple(int(d) for d in dims.split(",") if d) for _, dims in found)
-    return Collective(kind, found[0][0], shapes, times, in_loop, _group_size(line))
+def _type(line: str, at: int) -> tuple[Any, int]:
+    """Parses an array type, or a tuple of types, at a position; returns it with the position behind it."""
+    if line[at] != "(":
+        found = _ARRAY.match(line, at)
+        if found is None:  # `token[]` and the like are arrays too: this is nothing that we know
+            return (), line.find(" ", at)
+        space = re.search(r"S\((\d+)\)", found.group(3) or "")
+        dims = tuple(int(d) for d in re.findall(r"\d+", found.group(2)))
+        return Array(found.group(1), dims, int(space.group(1)) if space else 0), found.end()
+    items, at = [], at + 1
+    while line[at] != ")":
+        skipped = re.compile(r"(?:[, ]|/\*.*?\*/)+").match(line, at)
+        if skipped:
+            at = skipped.end()
+        else:
+            item, at = _type(line, at)
+            items.append(item)
+    return tuple(items), at + 1
 
 
-def _group_size(line: str) -> int:
-    """The number of devices in one group, in each of the ways that HLO writes groups."""
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    if listed:
-        return len(listed.group(1).split(","))
-    iota = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
-    if iota:
-        return int(iota.group(1))
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
-    if named:
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named.group(1)))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", named.group(2)))
-    return 1
+def _closing(line: str, at: int) -> int:
+    """Position of the parenthesis that closes the one before `at`."""
+    depth = 1
+    for i in range(at, len(line)):
+        depth += (line[i] == "(") - (line[i] == ")")
+        if depth == 0:
+            return i
+    return len(line)
+
+
+def _flat(result: Any) -> tuple[Array, ...]:
+    return (result,) if isinstance(result, Array) else tuple(x for item in result for x in _flat(item))
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    found = computation.source(name)
+    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", "".join(found.operands)):
+        return None
+    return int(found.operands[0])

@@ -1,0 +1,200 @@
+"""The collectives that a compiled program runs, loop trip counts multiplied in.
+
+[Note: How compilers write collectives]
+CPU: one instruction each. GPU: pairs such as `all-gather-start` and `all-gather-done`, whose result is a tuple
+`(operands, results, ...)`, many arrays in one pair. TPU: a reduce-scatter may be an all-reduce and a slice in one
+fusion; an asynchronous gather is a chain of fusions, `async-collective-start`, `async_collective_fusion...`,
+`async-collective-done`, each of which repeats the same `all-gather`, so that only the first counts; a small gather is
+an all-reduce of arrays that are zero but for the device's own part; and loops do not state their trip count, so that
+`Program.trip_count` reads it from their condition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from jzero.analysis.hlo import Array, Computation, Instruction, Program, parse_hlo
+
+__all__ = ["Collective", "collective_of", "continues_collective", "find_collectives", "program_collectives"]
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation of a compiled program.
+
+    Attributes:
+      kind: One of `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
+      results: Its results on one device (several if the combiner merged operations).
+      times: How often it runs per step: the trip counts of the loops around it, multiplied.
+      in_loop: Whether it is inside a loop.
+      group: The devices of its first group, by their position in the mesh.
+      op_name: Where in the user's program it comes from.
+      name: The instruction's name.
+    """
+
+    kind: str
+    results: tuple[Array, ...]
+    times: int
+    in_loop: bool
+    group: tuple[int, ...]
+    op_name: str = ""
+    name: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """HLO's name of the element type, such as `f32`; of the first result if there are several."""
+        return self.results[0].dtype
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its results on one device."""
+        return tuple(x.shape for x in self.results)
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of one group."""
+        return len(self.group)
+
+    @property
+    def whole_size(self) -> int:
+        """Elements of the whole array that it gathers, scatters or sums, once."""
+        size = sum(x.size for x in self.results)
+        return size * self.num_devices if self.kind == "reduce-scatter" else size
+
+    @property
+    def elements(self) -> int:
+        """Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ."""
+        return self.whole_size * self.times * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device of a ring sends, once: (N-1)/N of the whole array, twice that for an all-reduce."""
+        whole = sum(x.num_bytes for x in self.results) * (self.num_devices if self.kind == "reduce-scatter" else 1)
+        if self.kind == "collective-permute":
+            return float(whole)
+        return whole * (self.num_devices - 1) / self.num_devices * (2 if self.kind == "all-reduce" else 1)
+
+
+def find_collectives(hlo_text: str) -> list[Collective]:
+    """Returns every collective that the entry computation runs.
+
+    Args:
+      hlo_text: `jax.jit(...).lower(...).compile().as_text()`.
+
+    Raises:
+      ValueError: A collective is inside a loop whose trip count the compiler does not state.
+
+    Example:
+      >>> from jzero.analysis.collectives import find_collectives
+      >>> find_collectives(jax.jit(jnp.sin).lower(1.0).compile().as_text())
+      []
+    """
+    return list(program_collectives(parse_hlo(hlo_text)))
+
+
+def program_collectives(program: Program, *, unknown_trips: int | None = None) -> Iterator[Collective]:
+    """Yields every collective that a program runs.
+
+    Args:
+      program: The parsed program.
+      unknown_trips: What to count a loop of unknown trip count as; by default it is an error if it holds collectives.
+    """
+    if program.entry:
+        yield from _walk(program, program.computations[program.entry], 1, False, unknown_trips)
+
+
+def collective_of(program: Program, instruction: Instruction) -> Collective | None:
+    """Returns the collective that an instruction is or starts, counted once, if it is one."""
+    base = instruction.opcode.removesuffix("-start")
+    if base in KINDS:
+        return _collective(program, base, instruction, _results(instruction))
+    for called in program.called(instruction) if base in ("fusion", "async") else ():
+        inner = [x for x in called.instructions if x.opcode in KINDS]
+        if not inner:
+            continue
+        if base == "async" or _has_target(called, "AsyncCollectiveStart"):
+            return dataclasses.replace(
+                _collective(program, inner[0].opcode, inner[0], inner[0].results), name=instruction.name
+            )
+        root = called.source(called.root.name)
+        if inner[0].opcode == "all-reduce" and root is not None and root.opcode == "dynamic-slice":
+            found = _collective(program, "reduce-scatter", inner[0], instruction.results)
+            return dataclasses.replace(found, name=instruction.name)
+    return None
+
+
+def continues_collective(program: Program, instruction: Instruction) -> bool:
+    """Whether a fusion is a later part of an asynchronous collective that another one started."""
+    if instruction.opcode != "fusion":
+        return False
+    return any(
+        _has_target(called, "AsyncCollectiveDone")
+        or (called.name.startswith("async_collective_fusion") and not _has_target(called, "AsyncCollectiveStart"))
+        for called in program.called(instruction)
+    )
+
+
+def _has_target(computation: Computation, target: str) -> bool:
+    return any(x.opcode == "custom-call" and x.target == target for x in computation.instructions)
+
+
+def _walk(
+    program: Program, computation: Computation, times: int | None, in_loop: bool, unknown_trips: int | None
+) -> Iterator[Collective]:
+    for instruction in computation.instructions:
+        found = collective_of(program, instruction)
+        if found is not None:
+            if times is None:
+                raise ValueError(f"A collective runs in a loop of unknown trip count: {found.name}, {found.op_name}")
+            yield dataclasses.replace(found, times=times, in_loop=in_loop)
+        elif instruction.called and not continues_collective(program, instruction):
+            inner, is_loop = times, instruction.opcode == "while"
+            if is_loop:
+                trips = program.trip_count(instruction)
+                trips = unknown_trips if trips is None else trips
+                inner = None if trips is None or times is None else times * trips
+            for called in program.called(instruction):
+                yield from _walk(program, called, inner, in_loop or is_loop, unknown_trips)
+
+
+def _collective(program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]) -> Collective:
+    group = _group(instruction.attributes) or tuple(range(program.num_devices))
+    return Collective(kind, results, 1, False, group, instruction.op_name, instruction.name)
+
+
+def _results(instruction: Instruction) -> tuple[Array, ...]:
+    """The arrays that a collective returns; the result of a start is `(operands, results, ...)`."""
+    result = instruction.result
+    if not instruction.opcode.endswith("-start") or isinstance(result, Array):
+        return instruction.results
+    if instruction.opcode == "all-reduce-start" and isinstance(result[0], Array):
+        return instruction.results  # in this form without the operands
+    whole = result[1]
+    return (whole,) if isinstance(whole, Array) else tuple(x for x in whole if isinstance(x, Array))
+
+
+def _group(attributes: str) -> tuple[int, ...]:
+    """The devices of the first group, in each of the ways that HLO writes groups; empty for all devices."""
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", attributes)
+    if listed:
+        return tuple(int(i) for i in listed.group(1).split(","))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        groups, dims, order = ([int(i) for i in (text or "").split(",") if i] for text in iota.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
+        return tuple(int(i) for i in ids.reshape(groups)[0])
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+    if named:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
+        kept = re.findall(r"'([^']+)'", named.group(2))
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        first = ids[tuple(slice(None) if axis in kept else 0 for axis in sizes)]
+        return tuple(int(i) for i in first.ravel())
+    return ()

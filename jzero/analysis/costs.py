@@ -1,0 +1,177 @@
+"""How long one instruction takes on a machine: its arithmetic or its memory traffic, whichever takes longer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from jzero.analysis.collectives import Collective
+from jzero.analysis.hlo import Computation, Instruction, Program
+from jzero.analysis.machines import Machine
+
+__all__ = ["collective_seconds", "compute_seconds", "flops_of", "unknown_kernel"]
+
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast opt-barrier after-all partition-id replica-id domain "
+    "add-dependency while conditional call".split()
+)
+_BOOKKEEPING = (
+    "AllocateBuffer",
+    "AsyncCollective",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "GatherScatterIndices",
+    "Sharding",
+)
+_WINDOW = re.compile(r"window=\{([^}]*)\}")
+_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
+
+
+def compute_seconds(program: Program, computation: Computation, instruction: Instruction, machine: Machine) -> float:
+    """Returns the seconds that an instruction keeps a device busy, loops and calls not counted."""
+    if instruction.opcode in FREE or instruction.target.startswith(_BOOKKEEPING):
+        return 0.0
+    arithmetic = sum(flops / _rate(machine, dtype, highest) for flops, dtype, highest in
+                     flops_of(program, computation, instruction))  # fmt: skip
+    return max(arithmetic, _bytes(program, computation, instruction) / machine.hbm_bytes_per_s)
+
+
+def collective_seconds(collective: Collective, machine: Machine) -> float:
+    """Returns the seconds of a ring over the group's links; between nodes over all network ports of a node at once."""
+    rate = machine.intra_link_bytes_per_s
+    nodes = {i // machine.devices_per_node for i in collective.group}
+    if len(nodes) > 1 and machine.inter_link_bytes_per_s is not None:
+        per_node = collective.num_devices / len(nodes)
+        rate = min(rate, machine.inter_link_bytes_per_s * per_node)
+    return collective.sent_bytes / rate
+
+
+def unknown_kernel(instruction: Instruction) -> bool:
+    """Whether an instruction is a kernel whose arithmetic HLO does not show, such as one of Pallas."""
+    if instruction.opcode != "custom-call" or instruction.target.startswith(_BOOKKEEPING):
+        return False
+    return "gemm" not in instruction.target and "matmul" not in instruction.target and not instruction.called
+
+
+def flops_of(program: Program, computation: Computation, x: Instruction) -> Iterator[tuple[float, str, bool]]:
+    """Yields the operations of each product in an instruction, its dtype, and whether it asks for full precision."""
+    highest = "operand_precision={highest" in x.attributes
+    if x.opcode == "dot" or "gemm" in x.target or "matmul" in x.target:
+        lhs = computation.arrays(x.operands[0])
+        out = max(x.results, key=lambda array: array.size)
+        if lhs:
+            dims = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', x.attributes)
+            contracted = [int(d) for d in re.findall(r"\d+", dims.group(1))] if dims else []
+            yield 2.0 * out.size * math.prod(lhs[0].shape[d] for d in contracted), lhs[0].dtype, highest
+    elif x.opcode == "convolution" or "cudnn$conv" in x.target:
+        yield _convolution_flops(computation, x), computation.arrays(x.operands[0])[0].dtype, highest
+    elif x.opcode.startswith(("fusion", "async")):
+        for called in program.called(x):
+            for inner in called.instructions:
+                yield from flops_of(program, called, inner)
+
+
+def _rate(machine: Machine, dtype: str, highest: bool) -> float:
+    """Operations per second. By default jax multiplies fp32 as `tf32` on GPUs and as `bf16` on TPUs."""
+    flops = machine.flops
+    if dtype == "f32" and not highest:
+        return flops.get("tf32", flops["bf16"])
+    if dtype == "f32":  # six products of bf16 on TPUs
+        return flops.get("f32", flops["bf16"] / 6)
+    return flops.get(dtype, flops["bf16"])
+
+
+def _convolution_flops(computation: Computation, x: Instruction) -> float:
+    """XLA's own count: products that fall on padding or between dilated elements are none."""
+    labels = _LABELS.search(x.attributes)
+    lhs, rhs = (computation.arrays(name) for name in x.operands[:2])
+    if labels is None or not lhs or not rhs:
+        return 0.0
+    ins, kernel, outs = labels.groups()
+    out = max(x.results, key=lambda array: array.size)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if (found := _WINDOW.search(x.attributes)) else {}
+    groups = re.search(r"batch_group_count=(\d+)", x.attributes)
+    flops = 2.0 * out.shape[outs.index("f")] * rhs[0].shape[kernel.index("i")]
+    flops *= lhs[0].shape[ins.index("b")] / (int(groups.group(1)) if groups else 1)
+    for d in range(len(ins) - 2):
+        sizes = [shape[names.index(str(d))] for shape, names in
+                 ((lhs[0].shape, ins), (rhs[0].shape, kernel), (out.shape, outs))]  # fmt: skip
+        flops *= _valid_positions(window, d, *sizes)
+    return flops
+
+
+def _valid_positions(window: dict[str, str], d: int, size: int, kernel: int, out: int) -> int:
+    """Pairs of an output and a kernel position that meet an element of the input."""
+
+    def number(key: str, default: str) -> str:
+        return window[key].split("x")[d] if key in window else default
+
+    stride, dilate, spread = (int(number(key, "1")) for key in ("stride", "lhs_dilate", "rhs_dilate"))
+    low = int(number("pad", "0_0").split("_")[0])
+    last = (size - 1) * dilate
+    places = (i * stride + k * spread - low for i in range(out) for k in range(kernel))
+    return sum(0 <= place <= last and place % dilate == 0 for place in places)
+
+
+def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
+    """Bytes to and from main memory; what is in faster memory (`S(1)`) is free."""
+    read = [_in_memory(computation.arrays(name)) for name in x.operands]
+    written = _in_memory(x.results)
+    base = x.opcode.removesuffix("-start")
+    if base in ("dynamic-slice", "slice", "gather"):
+        return 2.0 * written
+    if base == "dynamic-update-slice":
+        return 2.0 * read[1]
+    if base == "scatter":
+        return float(sum(read[len(read) // 3 :]) + read[-1])
+    if base == "copy":
+        return float(sum(read) + (read[0] if x.opcode.endswith("-start") else written))
+    if base != "fusion":
+        return float(sum(read) + written)
+    called = next(program.called(x), None)
+    if called is None:
+        return float(sum(read) + written)
+    return float(sum(_read(called, i, size) for i, size in enumerate(read)) + _written(called, x))
+
+
+def _in_memory(arrays: tuple[object, ...]) -> int:
+    return sum(x.num_bytes for x in arrays if not x.memory_space)  # type: ignore[attr-defined]
+
+
+def _read(called: Computation, index: int, size: int) -> int:
+    """Bytes that a fusion reads of one parameter: of one that it only slices, the slices."""
+    parameter = next((x for x in called.instructions if x.opcode == "parameter" and x.operands == (str(index),)), None)
+    if parameter is None or not size:
+        return size
+    pending, sliced = [parameter.name], 0
+    while pending:
+        name = pending.pop()
+        for user in called.instructions:
+            if name not in user.operands:
+                continue
+            if user.opcode in ("bitcast", "reshape"):
+                pending.append(user.name)
+            elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+                sliced += user.results[0].num_bytes
+            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+                return size
+    return min(size, sliced)
+
+
+def _written(called: Computation, x: Instruction) -> int:
+    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+    root = called.root
+    outputs = root.operands if root.opcode == "tuple" else (root.name,)
+    total = 0
+    for name in outputs:
+        made = called.by_name.get(name)
+        while made is not None and made.opcode in ("bitcast", "reshape"):
+            made = called.by_name.get(made.operands[0])
+        if made is not None and made.opcode == "dynamic-update-slice":
+            total += sum(array.num_bytes for array in called.arrays(made.operands[1]))
+        else:
+            total += sum(array.num_bytes for array in called.arrays(name) if not array.memory_space)
+    if all(array.memory_space for array in x.results):
+        return 0
+    return total

@@ -1,0 +1,186 @@
+"""What `analyze` returns: the compiled truth of a step, as data, as a table and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jzero._plan import ZeroPlan
+from jzero.analysis.collectives import Collective
+from jzero.analysis.figure import draw
+from jzero.analysis.memory import Memory
+from jzero.analysis.schedule import Timeline
+from jzero.analysis.violations import PlanViolation
+
+__all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """All collectives of one kind, axis and dtype, inside or outside of loops.
+
+    Attributes:
+      kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
+      axis: The mesh axes that its devices differ in, joined by `+`.
+      dtype: HLO's name of the element type.
+      in_loop: Whether they are inside a loop.
+      count: Operations per step, trip counts of loops multiplied in.
+      elements: Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ.
+      sent_bytes: Bytes that one device sends per step, in rings.
+    """
+
+    kind: str
+    axis: str
+    dtype: str
+    in_loop: bool
+    count: int
+    elements: int
+    sent_bytes: int
+
+
+def rows_of(collectives: Iterable[tuple[Collective, str]]) -> tuple[CollectiveRow, ...]:
+    """Returns the rows for collectives, each given with its axis."""
+    rows: dict[tuple[str, str, str, bool], CollectiveRow] = {}
+    for c, axis in collectives:
+        key = (c.kind, axis, c.dtype, c.in_loop)
+        old = rows.get(key, CollectiveRow(*key, count=0, elements=0, sent_bytes=0))
+        sent = old.sent_bytes + round(c.sent_bytes * c.times)
+        rows[key] = CollectiveRow(*key, old.count + c.times, old.elements + c.elements, sent)
+    return tuple(sorted(rows.values(), key=lambda row: (-row.elements, row.kind, row.in_loop)))
+
+
+@dataclasses.dataclass(frozen=True)
+class AnalysisReport:
+    """The compiled truth of a step; `print` it for tables.
+
+    Attributes:
+      machine: What it was compiled for.
+      num_devices: The devices that it runs on.
+      memory: Bytes per device by class.
+      collectives: One row per kind, axis, dtype and loop or not.
+      communication_elements: Elements that one step moves in ZeRO's count, to be compared with 2Ψ or 3Ψ.
+      exposed_communication: Share of the time of collectives that no computation covers, by a model of the machine
+        (`jzero.analysis.schedule`); `None` where its rates are not known.
+      timeline: When the two streams of that model are busy; `None` as well.
+      plan: The plan of the state among the arguments, if there is one.
+      violations: How the program departs from the plan; `verify` raises them.
+      notes: What the figures leave out, and what could not be told.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> report = jzero.analyze(step, state, jnp.ones((8, 512)))
+      >>> isinstance(report, jzero.AnalysisReport), report.memory.aliased > 0
+      (True, True)
+    """
+
+    machine: str
+    num_devices: int
+    memory: Memory
+    collectives: tuple[CollectiveRow, ...]
+    communication_elements: int
+    exposed_communication: float | None
+    timeline: Timeline | None = dataclasses.field(repr=False)
+    plan: ZeroPlan | None = dataclasses.field(repr=False)
+    violations: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def verify(self) -> None:
+        """Raises if the compiled program departs from the plan.
+
+        Raises:
+          PlanViolation: It does; the message lists every way.
+          ValueError: There is no plan to compare with.
+        """
+        if self.plan is None:
+            raise ValueError(
+                "There is no plan to verify against: no argument of the function is a state sharded by jzero. Pass "
+                "`plan=` to `analyze`."
+            )
+        if self.violations:
+            raise PlanViolation(self.violations)
+
+    def to_json(self) -> str:
+        """Returns all of it but the timeline's spans as JSON; of the plan its stage, devices and sizes."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["memory"] = dataclasses.asdict(self.memory)
+        fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
+        fields["timeline"] = self.timeline and self.timeline.totals()
+        fields["plan"] = self.plan and _plan_summary(self.plan)
+        return json.dumps(fields, indent=2, ensure_ascii=False)
+
+    def save_figure(self, path: str) -> None:
+        """Draws memory by class and, where there is one, the timeline.
+
+        Args:
+          path: The file; its ending says which kind (`.png`, `.svg`).
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        memory = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
+        draw(path, "\n".join(self._heading()), memory, self.timeline)
+
+    def __str__(self) -> str:
+        return "\n".join([*self._heading(), *self._memory_lines(), *self._collective_lines(), *self._remarks()])
+
+    def _heading(self) -> list[str]:
+        plan = f", ZeRO stage {self.plan.config.stage} over {self.plan.num_shards}" if self.plan else ""
+        return [f"Compiled for {self.machine}: {self.num_devices} devices{plan}"]
+
+    def _memory_lines(self) -> list[str]:
+        lines = ["", "memory per device"]
+        return lines + [f"  {f.name:12}{_bytes(getattr(self.memory, f.name)):>12}" for f in dataclasses.fields(Memory)]
+
+    def _collective_lines(self) -> list[str]:
+        header = ("collective", "axis", "dtype", "in loop", "per step", "elements", "sent")
+        cells = [
+            (r.kind, r.axis, r.dtype, "yes" if r.in_loop else "", str(r.count), f"{r.elements:,}", _bytes(r.sent_bytes))
+            for r in self.collectives
+        ]
+        lines = ["", *_table([header, *cells])] if cells else ["", "no collectives"]
+        total = f"{self.communication_elements:,} elements per step"
+        size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
+        lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))
+        if self.timeline is not None and self.exposed_communication is not None:
+            totals = self.timeline.totals()
+            lines.append(
+                f"modelled step {totals['seconds'] * 1e3:.3f} ms, collectives {totals['communication'] * 1e3:.3f} ms, "
+                f"of which exposed {self.exposed_communication:.0%}"
+            )
+        return lines
+
+    def _remarks(self) -> list[str]:
+        lines: list[str] = []
+        for title, texts in (("departures from the plan", self.violations), ("notes", self.notes)):
+            lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
+        return lines
+
+
+def _plan_summary(plan: ZeroPlan) -> dict[str, Any]:
+    return {
+        "stage": plan.config.stage,
+        "num_shards": plan.num_shards,
+        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
+        "parameters": sum(leaf.param.size for leaf in plan.leaves),
+        "bytes_per_device": plan.bytes_per_device._asdict(),
+    }
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,188 @@
+"""A timeline of a compiled program: when computation and communication are busy, by a model of the machine.
+
+[Note: The model of the machine]
+The instructions of the compiled schedule run in its order on one compute stream. A product takes its operations over
+the peak rate of its dtype, anything else its bytes over the bandwidth of the device's memory; a fusion takes the longer
+of the two. Collectives run on a second stream, one after another, from where they start to where their result is
+waited for: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between
+nodes at the rate of a node's network ports together, if that is less. Asynchronous copies and fusions run on a third.
+Loops repeat their body; a conditional runs all of its branches. All rates are the vendor's peaks, from
+`jzero.analysis.machines`, which names their sources.
+
+Not in the model: latency, of kernels and of each hop of a collective, which rules where arrays are small; how far real
+kernels stay below the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic of kernels
+that HLO does not show (Pallas, attention of cuDNN), which count by their bytes; traffic to the host; that a small slice
+of a torus lacks some of its links. So the shares say what could overlap, not what a profile will show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from jzero.analysis.collectives import collective_of, continues_collective
+from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
+from jzero.analysis.hlo import Computation, Instruction, Program
+from jzero.analysis.machines import Machine
+
+__all__ = ["Span", "Timeline", "simulate"]
+
+MAX_SPANS = 2000
+"""Spans that a timeline keeps; the totals go on."""
+
+
+class Span(NamedTuple):
+    """A time during which a stream is busy, in seconds from the start of the step."""
+
+    stream: Literal["compute", "communication"]
+    start: float
+    end: float
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """What `simulate` returns.
+
+    Attributes:
+      seconds: The whole step.
+      compute: Seconds that the compute stream is busy.
+      communication: Seconds that the communication stream is busy.
+      exposed: Seconds that the compute stream waits for collectives.
+      spans: When the streams are busy, neighbours merged; at most `MAX_SPANS`.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    spans: tuple[Span, ...] = dataclasses.field(repr=False)
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the time of collectives that no computation covers; 0 if there are none."""
+        return self.exposed / self.communication if self.communication else 0.0
+
+    def totals(self) -> dict[str, float]:
+        """The seconds by name, without the spans."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
+
+
+def simulate(program: Program, machine: Machine) -> tuple[Timeline, list[str]]:
+    """Returns the timeline of one step by [Note: The model of the machine], and remarks on what it does not know."""
+    run = _Run(program, machine)
+    if program.entry:
+        run.computation(program.computations[program.entry])
+    end = max(run.now, *run.free.values())
+    notes = [f"{name}: counted by its bytes, as its arithmetic is not in the program." for name in sorted(run.unknown)]
+    return Timeline(end, run.compute, run.communication, run.exposed, tuple(run.spans)), notes
+
+
+class _Run:
+    """The state of the simulation."""
+
+    def __init__(self, program: Program, machine: Machine) -> None:
+        self.program = program
+        self.machine = machine
+        self.now = 0.0
+        self.free = {"communication": 0.0, "copies": 0.0}
+        self.pending: dict[str, tuple[str, float]] = {}
+        self.compute = self.communication = self.exposed = 0.0
+        self.spans: list[Span] = []
+        self.unknown: set[str] = set()
+
+    def computation(self, computation: Computation) -> None:
+        for instruction in computation.instructions:
+            self.instruction(computation, instruction)
+
+    def instruction(self, computation: Computation, x: Instruction) -> None:
+        collective = collective_of(self.program, x)
+        if collective is not None:
+            asynchronous = x.opcode.endswith("-start") or x.name.startswith("async-collective-start")
+            self.start(x.name, "communication", collective_seconds(collective, self.machine), collective.kind)
+            if not asynchronous:
+                self.wait(x.name)
+        elif x.opcode == "while":
+            self.loop(x)
+        elif x.opcode in ("call", "conditional"):
+            for called in self.program.called(x):
+                self.computation(called)
+        elif x.opcode.endswith("-start"):
+            self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine), x.opcode)
+        elif x.opcode.endswith("-done"):
+            self.wait(x.operands[0])
+        else:
+            self.busy(computation, x)
+
+    def busy(self, computation: Computation, x: Instruction) -> None:
+        if x.opcode == "custom-call" and unknown_kernel(x):
+            self.unknown.add(x.target)
+        if continues_collective(self.program, x) and x.name.startswith("async-collective-done"):
+            started = self._origin(computation, x)
+            if started is not None:
+                self.wait(started)
+            return
+        seconds = compute_seconds(self.program, computation, x, self.machine)
+        if seconds:
+            self.span("compute", self.now, self.now + seconds, "compute")
+            self.now += seconds
+            self.compute += seconds
+
+    def start(self, name: str, stream: str, seconds: float, kind: str) -> None:
+        begin = max(self.now, self.free[stream])
+        self.free[stream] = begin + seconds
+        self.pending[name] = (stream, begin + seconds)
+        if stream == "communication":
+            self.communication += seconds
+            self.span("communication", begin, begin + seconds, kind)
+
+    def wait(self, name: str) -> None:
+        stream, end = self.pending.pop(name, ("", 0.0))
+        if end > self.now:
+            if stream == "communication":
+                self.exposed += end - self.now
+            self.now = end
+
+    def loop(self, x: Instruction) -> None:
+        """Runs the body once for each trip; once no span is kept any more, the rest by multiplication."""
+        trips = self.program.trip_count(x)
+        bodies = [self.program.computations[name] for name in x.called if name in self.program.computations]
+        before = (self.now, self.compute, self.communication, self.exposed)
+        for trip in range(1 if trips is None else trips):
+            if trip > 2 and len(self.spans) >= MAX_SPANS:
+                self.skip((trips or 0) - trip, before)
+                return
+            before = (self.now, self.compute, self.communication, self.exposed)
+            for body in bodies:
+                self.computation(body)
+
+    def skip(self, trips: int, before: tuple[float, float, float, float]) -> None:
+        """Goes on as if the last trip, which began at `before`, ran `trips` times more."""
+        after = (self.now, self.compute, self.communication, self.exposed)
+        now, compute, communication, exposed = (b + (b - a) * trips for a, b in zip(before, after, strict=True))
+        for stream in self.free:
+            self.free[stream] += now - self.now
+        self.now, self.compute, self.communication, self.exposed = now, compute, communication, exposed
+
+    def span(self, stream: Literal["compute", "communication"], start: float, end: float, name: str) -> None:
+        last = next((i for i in range(len(self.spans) - 1, -1, -1) if self.spans[i].stream == stream), None)
+        if last is not None and self.spans[last].name == name and start - self.spans[last].end < 1e-12:
+            self.spans[last] = self.spans[last]._replace(end=end)
+        elif len(self.spans) < MAX_SPANS:
+            self.spans.append(Span(stream, start, end, name))
+
+    def _origin(self, computation: Computation, done: Instruction) -> str | None:
+        """The start of the chain of fusions that `done` ends: the same array is handed from one to the next."""
+        pending, seen = [done], set[str]()
+        while pending:
+            x = pending.pop()
+            for name in x.operands:
+                source = computation.source(name)
+                if source is None or source.name in seen:
+                    continue
+                seen.add(source.name)
+                if source.name in self.pending:
+                    return source.name
+                if continues_collective(self.program, source):
+                    pending.append(source)
+        return None

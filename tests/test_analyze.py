@@ -1,0 +1,251 @@
+"""`analyze`: figures against hand arithmetic, and every planted fault is found."""
+
+import dataclasses
+import functools
+import json
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from tests import models
+
+LAYERS, WIDTH, VOCAB = 3, 64, 256
+TOKENS = models.tokens(16, vocab=VOCAB)
+
+
+@functools.cache
+def model_and_plain():
+    model = models.GPT(d_model=WIDTH, heads=4, vocab=VOCAB, layers=LAYERS)
+    return models.gpt_loss(model), models.gpt_state(model, optax.adam(1e-3))
+
+
+def sharded(stage, **options):
+    _, plain = model_and_plain()
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options))
+
+
+@functools.cache
+def report_of(stage, **options):
+    return jzero.analyze(jzero.make_train_step(model_and_plain()[0]), sharded(stage, **options), TOKENS)
+
+
+def size(plan, wanted=lambda leaf: True):
+    return sum(leaf.param.size for leaf in plan.leaves if wanted(leaf))
+
+
+SCALARS = 3 * 2  # loss, weight of the batch and norm of the gradient are summed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_are_clean_and_move_two_psi(stage, precision):
+    report = report_of(stage, precision=precision)
+    report.verify()
+    assert report.communication_elements == 2 * size(report.plan) + SCALARS
+    assert {row.axis for row in report.collectives} == {"data"}
+
+
+def test_stage_3_is_clean_and_moves_three_psi():
+    """Inside the loop exactly: every leaf once forward and once reduced, and again those that its gradient needs."""
+    report = report_of(3)
+    report.verify()
+    rows = {(row.kind, row.in_loop): row for row in report.collectives}
+    stack = size(report.plan, lambda leaf: leaf.scan_dim == 0)
+    again = size(report.plan, lambda leaf: leaf.scan_dim == 0 and leaf.path.endswith(("kernel", "scale")))
+    assert rows["reduce-scatter", True].elements == stack
+    assert rows["all-gather", True].elements == stack + again
+    assert sum(row.elements for key, row in rows.items() if key[0] == "reduce-scatter") == size(report.plan)
+    assert report.communication_elements <= 3 * size(report.plan) + SCALARS
+    assert report.communication_elements == sum(row.elements for row in report.collectives)
+    sent = rows["all-gather", True].sent_bytes
+    assert sent == pytest.approx((stack + again) * 4 * 7 / 8, abs=100)
+
+
+def test_memory_is_that_of_the_plan():
+    report = report_of(3)
+    state = report.plan.bytes_per_device
+    batch = TOKENS.nbytes // 8
+    counters = 8  # `step`, and adam's `count` is part of the optimizer state
+    assert 0 <= report.memory.arguments - (state.params + state.opt_state + batch) <= counters
+    assert report.memory.aliased >= state.params + state.opt_state
+    assert report.memory.peak >= report.memory.arguments + report.memory.temporaries
+    assert report.memory.host == 0
+
+
+def test_no_share_is_told_where_no_rates_are_known():
+    report = report_of(3)
+    assert report.exposed_communication is None
+    assert report.timeline is None
+    assert any("rates" in note for note in report.notes)
+
+
+def test_other_steps_and_layouts():
+    loss_fn, plain = model_and_plain()
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    evaluated = jzero.analyze(jzero.make_eval_step(lambda p, b: {"loss": loss_fn(p, b)}), plain, TOKENS, config=config)
+    evaluated.verify()
+    assert evaluated.communication_elements == size(evaluated.plan) + 2  # one gather of everything; the mean
+    mesh = jzero.make_mesh(replica=2, data=4)
+    config = dataclasses.replace(config, replica_axis="replica", precision="bf16")
+    hybrid = jzero.analyze(jzero.value_and_grad(loss_fn), plain, TOKENS, config=config, mesh=mesh)
+    hybrid.verify()
+    assert hybrid.plan.num_shards == 4
+    assert {"data", "replica"} <= {row.axis for row in hybrid.collectives}
+    assert sum(row.elements for row in hybrid.collectives if row.axis == "replica") == 2 * size(hybrid.plan) // 4
+
+
+def test_nnx_state_is_laid_out_anew_and_stays_as_it_is():
+    module = nnx.Linear(WIDTH, VOCAB, rngs=nnx.Rngs(0))
+    pair = (module, nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param))
+    pair = jzero.shard_train_state(pair, stage=3)
+    step = jzero.make_train_step(lambda module, batch: jnp.square(module(batch)).mean())
+    report = jzero.analyze(step, pair, jnp.ones((16, WIDTH)), config=jzero.ZeroConfig(stage=2))
+    report.verify()
+    assert report.communication_elements == 2 * (WIDTH * VOCAB + VOCAB) + SCALARS
+    assert jzero.plan_of(pair).config.stage == 3
+    step(pair, jnp.ones((16, WIDTH)))
+
+
+def test_plain_jitted_function():
+    mesh = jzero.make_mesh()
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    x, w = put(np.ones((16, 64), np.float32), None, "data"), put(np.ones((64, 32), np.float32), "data")
+    report = jzero.analyze(jax.jit(lambda x, w: (x @ w).sum(0)), x, w)
+    assert report.communication_elements > 0
+    assert report.plan is None
+    with pytest.raises(ValueError, match="plan"):
+        report.verify()
+    with pytest.raises(TypeError, match=r"jax\.jit"):
+        jzero.analyze(lambda x: x, x)
+
+
+# Planted faults.
+
+
+def violations(report):
+    with pytest.raises(jzero.PlanViolation) as caught:
+        report.verify()
+    assert caught.value.violations == report.violations
+    assert all(text in str(caught.value) for text in report.violations)
+    return "\n".join(report.violations)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_all_reduce_of_gradients_is_found(stage):
+    """GSPMD on the CPU backend sums whole gradients and slices."""
+    loss_fn, _ = model_and_plain()
+    state = sharded(stage)
+    batch = jax.device_put(TOKENS, NamedSharding(jzero.plan_of(state).mesh, PartitionSpec("data")))
+    step = lambda s, b: s.apply_gradients(grads=jax.grad(loss_fn)(jzero.natural_params(s), b))
+    found = violations(jzero.analyze(jax.jit(step, donate_argnums=0), state, batch))
+    assert "all-reduce" in found
+    assert "kernel" in found
+    assert "donated" not in found
+
+
+def test_lost_donation_is_found():
+    step = jzero.make_train_step(model_and_plain()[0])
+    found = violations(jzero.analyze(jax.jit(step), sharded(1), TOKENS))
+    assert "donated" in found
+    assert found.count("\n") == 0, "and nothing else"
+
+
+def test_wide_gathers_are_found():
+    """The plan says bf16, the program was written for fp32. On CPU that is read from the lowered program."""
+    planned = jzero.plan_of(sharded(3, precision="bf16"))
+    step = jzero.make_train_step(model_and_plain()[0])
+    report = jzero.analyze(step, sharded(3), TOKENS, plan=planned)
+    assert "wider than the bfloat16" in violations(report)
+    assert any("widens" in note for note in report.notes)
+
+
+def test_a_loss_that_casts_up_gathers_16_bits_all_the_same():
+    loss_fn, _ = model_and_plain()
+    wide = lambda params, batch: loss_fn(jax.tree.map(lambda x: x.astype(jnp.float32), params), batch)
+    jzero.analyze(jzero.make_train_step(wide), sharded(3, precision="bf16"), TOKENS).verify()
+
+
+def test_gathered_weights_kept_for_the_backward_pass_are_found():
+    kept = sharded(3, reshard_after_forward=False)
+    step = jzero.make_train_step(model_and_plain()[0])
+    jzero.analyze(step, kept, TOKENS).verify()
+    found = violations(jzero.analyze(step, kept, TOKENS, plan=jzero.plan_of(sharded(3))))
+    assert "stored in a stack" in found
+    assert f"f32[{WIDTH},{4 * WIDTH}]" in found
+
+
+def test_stack_cut_where_it_is_scanned_is_found():
+    model = models.GPT(d_model=WIDTH, heads=4, vocab=VOCAB, layers=8)
+    plain = models.gpt_state(model, optax.sgd(1e-3))
+    rules = {"layers/.*kernel": jzero.LeafRule(dim=0)}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules=rules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine says so too
+        step = jzero.make_train_step(models.gpt_loss(model))
+        found = violations(jzero.analyze(step, plain, TOKENS, config=config))
+    assert f"whole stack f32[8,{WIDTH},{4 * WIDTH}]" in found
+
+
+# What becomes of a report.
+
+
+def test_report_as_text_and_json():
+    report = report_of(2)
+    text = str(report)
+    assert "ZeRO stage 2 over 8" in text
+    assert f"2.00 × {size(report.plan):,} parameters" in text
+    data = json.loads(report.to_json())
+    assert data["memory"] == dataclasses.asdict(report.memory)
+    assert data["collectives"] == [dataclasses.asdict(row) for row in report.collectives]
+    assert data["plan"]["parameters"] == size(report.plan)
+    assert data["plan"]["mesh"] == {"data": 8}
+    assert data["exposed_communication"] is None
+    assert data["notes"] == list(report.notes)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_figure(suffix, tmp_path):
+    path = tmp_path / f"report.{suffix}"
+    report_of(2).save_figure(str(path))
+    assert path.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml"}[suffix])
+
+
+def test_figure_names_the_extra_that_it_needs(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"jzero\[examples\]"):
+        report_of(2).save_figure(str(tmp_path / "report.png"))
+
+
+# Machines that are not there.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("topology", ["h200:8", "v5e:2x4"])
+def test_machines_that_are_not_there(topology, scan, tmp_path):
+    model = models.GPT(d_model=256, heads=4, vocab=1024, layers=4, scan=scan)
+    plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
+    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
+    step = jzero.make_train_step(models.gpt_loss(model))
+    report = jzero.analyze(step, plain, models.tokens(16, vocab=1024), topology=topology, config=config)
+    report.verify()
+    psi = size(report.plan)
+    assert 2.5 * psi < report.communication_elements < 3.5 * psi
+    assert 0 < report.exposed_communication <= 1
+    assert report.memory.aliased >= report.plan.bytes_per_device.params + report.plan.bytes_per_device.opt_state
+    if topology == "h200:8":
+        assert report.communication_elements <= 3 * psi
+        kept = dataclasses.replace(config, reshard_after_forward=False)
+        other = jzero.analyze(
+            step, plain, models.tokens(16, vocab=1024), topology=topology, config=kept, plan=report.plan
+        )
+        assert "forward gather" in violations(other)

@@ -1,0 +1,208 @@
+"""HLO as text becomes data; collectives in each of the ways that compilers write them; the model of a machine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jzero.analysis.collectives import find_collectives
+from jzero.analysis.costs import flops_of
+from jzero.analysis.hlo import Array, parse_hlo
+from jzero.analysis.machines import machine
+from jzero.analysis.schedule import simulate
+
+HEADER = "HloModule step, is_scheduled=true, num_partitions=8\n\n"
+ALL = "replica_groups=mesh['data'=8] {'data'}"
+
+GPU = (
+    HEADER
+    + f"""%body (p.0: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {{
+  %p.0 = (s32[], bf16[128,256]{{1,0}}) parameter(0)
+  %i.0 = s32[] get-tuple-element(%p.0), index=0
+  %w.0 = bf16[128,256]{{1,0}} get-tuple-element(%p.0), index=1
+  %b.0 = bf16[16]{{0}} constant({{...}})
+  %ag = ((bf16[128,256]{{1,0}}, bf16[16]{{0}}), (bf16[1024,256]{{1,0}}, /*index=1*/bf16[128]{{0}})) \
+all-gather-start(%w.0, %b.0), \
+channel_id=1, {ALL}, dimensions={{0}}, metadata={{op_name="jit(step)/while/body/all_gather"}}
+  %lhs = bf16[512,1024]{{1,0}} constant({{...}})
+  %done = (bf16[1024,256]{{1,0}}, bf16[128]{{0}}) all-gather-done(%ag)
+  %whole = bf16[1024,256]{{1,0}} get-tuple-element(%done), index=0
+  %product = bf16[512,256]{{1,0}} dot(%lhs, %whole), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %t.0 = (s32[], bf16[128,256]{{1,0}}) tuple(%i.0, %w.0)
+}}
+
+%condition (p.1: (s32[], bf16[128,256])) -> pred[] {{
+  %p.1 = (s32[], bf16[128,256]{{1,0}}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %n = s32[] constant(7)
+  ROOT %less = pred[] compare(%i.1, %n), direction=LT
+}}
+
+ENTRY %main (w: bf16[128,256]) -> f32[2] {{
+  %w = bf16[128,256]{{1,0}} parameter(0)
+  %zero = s32[] constant(2)
+  %t.1 = (s32[], bf16[128,256]{{1,0}}) tuple(%zero, %w)
+  %loop = (s32[], bf16[128,256]{{1,0}}) while(%t.1), condition=%condition, body=%body
+  %two = f32[2]{{0}} constant({{1, 2}})
+  %ar = ((f32[2]{{0}}), f32[2]{{0}}) all-reduce-start(%two), {ALL}, to_apply=%add
+  ROOT %sum = f32[2]{{0}} all-reduce-done(%ar)
+}}
+"""
+)
+
+
+def test_program_as_data():
+    program = parse_hlo(GPU)
+    assert (program.entry, program.num_devices, set(program.computations)) == ("main", 8, {"main", "body", "condition"})
+    body = program.computations["body"]
+    assert body.by_name["ag"].result[1] == (Array("bf16", (1024, 256)), Array("bf16", (128,)))
+    assert body.by_name["ag"].operands == ("w.0", "b.0")
+    assert body.by_name["ag"].op_name == "jit(step)/while/body/all_gather"
+    assert body.source("whole").name == "ag" or body.source("whole").opcode == "all-gather-done"
+    assert body.root.name == "t.0"
+    loop = program.computations["main"].by_name["loop"]
+    assert loop.called == ("body",)
+    assert program.trip_count(loop) == 5, "from 2 to below 7"
+
+
+def test_pairs_count_once_with_all_their_arrays():
+    gather, reduced = find_collectives(GPU)
+    assert (gather.kind, gather.dtype, gather.shapes) == ("all-gather", "bf16", ((1024, 256), (128,)))
+    assert (gather.times, gather.in_loop, gather.num_devices) == (5, True, 8)
+    assert gather.elements == 5 * (1024 * 256 + 128)
+    assert gather.sent_bytes == 2 * (1024 * 256 + 128) * 7 / 8
+    assert (reduced.shapes, reduced.elements) == (((2,),), 4), "not the operands"
+
+
+def test_unknown_trip_count_is_an_error_if_it_matters():
+    with pytest.raises(ValueError, match="unknown trip count"):
+        find_collectives(GPU.replace("direction=LT", "direction=NE"))
+
+
+TPU = (
+    HEADER
+    + f"""%start (p.0: bf16[32,256]) -> (bf16[32,256], bf16[256,256], u32[]) {{
+  %p.0 = bf16[32,256]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
+  %ag.0 = bf16[256,256]{{1,0:T(8,128)(2,1)}} all-gather(%p.0), {ALL}, dimensions={{0}}
+  ROOT %c.0 = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) custom-call(%ag.0), \
+custom_call_target="AsyncCollectiveStart"
+}}
+
+%async_collective_fusion.1 (p.1: bf16[32,256], q.1: f32[8]) -> (f32[8], bf16[256,256]) {{
+  %p.1 = bf16[32,256]{{1,0}} parameter(0)
+  %q.1 = f32[8]{{0}} parameter(1)
+  %ag.1 = bf16[256,256]{{1,0}} all-gather(%p.1), {ALL}, dimensions={{0}}
+  %negated = f32[8]{{0}} negate(%q.1)
+  ROOT %t.1 = (f32[8]{{0}}, bf16[256,256]{{1,0}}) tuple(%negated, %ag.1)
+}}
+
+%done (p.2: bf16[256,256]) -> bf16[256,256] {{
+  %p.2 = bf16[256,256]{{1,0}} parameter(0)
+  %ag.2 = bf16[256,256]{{1,0}} all-gather(%p.2), {ALL}, dimensions={{0}}
+  ROOT %c.2 = bf16[256,256]{{1,0}} custom-call(%ag.2), custom_call_target="AsyncCollectiveDone"
+}}
+
+%all-reduce-scatter.3 (p.3: bf16[1024,256]) -> bf16[128,256] {{
+  %p.3 = bf16[1024,256]{{1,0}} parameter(0)
+  %ar = bf16[1024,256]{{1,0}} all-reduce(%p.3), {ALL}, to_apply=%add
+  %at = s32[] constant(0)
+  ROOT %slice = bf16[128,256]{{1,0}} dynamic-slice(%ar, %at, %at), dynamic_slice_sizes={{128,256}}
+}}
+
+ENTRY %main (w: bf16[32,256], g: bf16[1024,256], x: f32[8]) -> bf16[256,256] {{
+  %w = bf16[32,256]{{1,0}} parameter(0)
+  %g = bf16[1024,256]{{1,0}} parameter(1)
+  %x = f32[8]{{0}} parameter(2)
+  %async-collective-start = (bf16[32,256]{{1,0}}, bf16[256,256]{{1,0}}, u32[]{{:S(2)}}) fusion(%w), kind=kCustom, \
+calls=%start
+  %part = bf16[32,256]{{1,0}} get-tuple-element(%async-collective-start), index=0
+  %fusion.1 = (f32[8]{{0}}, bf16[256,256]{{1,0}}) fusion(%part, %x), kind=kOutput, calls=%async_collective_fusion.1
+  %whole = bf16[256,256]{{1,0}} get-tuple-element(%fusion.1), index=1
+  %scattered = bf16[128,256]{{1,0}} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.3
+  ROOT %async-collective-done = bf16[256,256]{{1,0}} fusion(%whole), kind=kCustom, calls=%done
+}}
+"""
+)
+
+
+def test_chains_of_fusions_count_once():
+    gather, scatter = find_collectives(TPU)
+    assert (gather.kind, gather.shapes, gather.elements) == ("all-gather", ((256, 256),), 256 * 256)
+    assert (scatter.kind, scatter.shapes, scatter.elements) == ("reduce-scatter", ((128, 256),), 1024 * 256)
+    assert parse_hlo(TPU).computations["start"].by_name["p.0"].results[0].memory_space == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "first"),
+    [
+        ("replica_groups={{0,2},{1,3}}", (0, 2)),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("replica_groups=mesh['a'=2, 'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=2, 'b'=4] {'a'}", (0, 4)),
+        ("replica_groups={}", tuple(range(8))),
+    ],
+)
+def test_groups(groups, first):
+    entry = f"ENTRY %m (p: f32[4]) -> f32[4] {{\n  ROOT %a = f32[4]{{0}} all-reduce(%p), {groups}, to_apply=%add\n}}\n"
+    (found,) = find_collectives(HEADER + entry)
+    assert found.group == first
+
+
+# The model of a machine.
+
+
+def test_what_no_computation_covers_is_exposed():
+    """The gather ends after the product before it is waited for: by hand."""
+    h200 = machine("h200:8")
+    gather = 2 * (1024 * 256 + 128) * 7 / 8 / h200.intra_link_bytes_per_s
+    product = max(
+        2 * 512 * 1024 * 256 / h200.flops["bf16"],
+        2 * (512 * 1024 + 1024 * 256 + 512 * 256) / h200.hbm_bytes_per_s,
+    )
+    reduced = 2 * 8 * 7 / 8 / h200.intra_link_bytes_per_s
+    timeline, _ = simulate(parse_hlo(GPU), h200)
+    assert timeline.communication == pytest.approx(5 * gather + reduced)
+    assert timeline.compute == pytest.approx(5 * product)
+    assert timeline.exposed == pytest.approx(timeline.communication), "the product waits for it"
+    assert timeline.exposed_share == pytest.approx(1)
+    assert timeline.seconds == pytest.approx(timeline.compute + timeline.communication)
+    lines = GPU.splitlines()
+    moved = next(line for line in lines if "%product =" in line)
+    lines.remove(moved)
+    at = next(i for i, line in enumerate(lines) if "%done =" in line)
+    covered, _ = simulate(parse_hlo("\n".join([*lines[:at], moved.replace("%whole", "%w.0"), *lines[at:]])), h200)
+    assert covered.exposed == pytest.approx(5 * max(0, gather - covered.compute / 5) + reduced)
+    assert covered.seconds < timeline.seconds
+
+
+def test_collectives_between_hosts_take_the_network():
+    text = GPU.replace("'data'=8", "'data'=16")
+    one, _ = simulate(parse_hlo(GPU), machine("h200:8"))
+    two, _ = simulate(parse_hlo(text), machine("h200:16"))
+    h200 = machine("h200:16")
+    slower = h200.intra_link_bytes_per_s / (8 * h200.inter_link_bytes_per_s)
+    assert two.communication == pytest.approx(one.communication * slower * (15 / 16) / (7 / 8))
+
+
+def test_fast_links_and_rates_shorten_what_they_should():
+    h200 = machine("h200:8")
+    quick, _ = simulate(parse_hlo(GPU), dataclasses.replace(h200, intra_link_bytes_per_s=1e18))
+    assert quick.communication < 1e-9
+    assert quick.compute == simulate(parse_hlo(GPU), h200)[0].compute
+
+
+def flops(fn, *args):
+    program = parse_hlo(jax.jit(fn).lower(*args).compile().as_text())
+    entry = program.computations[program.entry]
+    return sum(flops for x in entry.instructions for flops, _, _ in flops_of(program, entry, x))
+
+
+def test_operations_of_products():
+    assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), jnp.ones((3, 4, 5)), jnp.ones((3, 5, 6))) == 2 * 360
+    image, kernel = jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))
+    valid = jax.jit(lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "VALID"))
+    assert flops(valid, image, kernel) == 2 * 2 * 4 * 3 * (6 * 3) ** 2
+    same = jax.jit(lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"))
+    assert flops(same, image, kernel) == 2 * 2 * 4 * 3 * (8 * 3 - 2) ** 2, "products with padding are none"
