@@ -31,7 +31,11 @@ from jzero._train_step import make_eval_step as make_eval_step
 from jzero._train_step import make_train_step as make_train_step
 from jzero._train_step import value_and_grad as value_and_grad
 from jzero.analysis.analyze import analyze as analyze
+from jzero.analysis.fit import Fit as Fit
+from jzero.analysis.fit import fit as fit
 from jzero.analysis.report import AnalysisReport as AnalysisReport
+from jzero.analysis.step_memory import StepMemory as StepMemory
+from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
 from jzero.analysis.violations import PlanViolation as PlanViolation
 from jzero.estimator import MemoryEstimate as MemoryEstimate
 from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
@@ -62,12 +66,14 @@ __all__ = [
     "AnalysisReport",
     "DynamicLossScale",
     "EquivalenceReport",
+    "Fit",
     "LeafRule",
     "LossScaleError",
     "MemoryEstimate",
     "PerExample",
     "PlanViolation",
     "Precision",
+    "StepMemory",
     "Summed",
     "TrainState",
     "Weighted",
@@ -76,6 +82,7 @@ __all__ = [
     "ZeroPlan",
     "analyze",
     "check_equivalence",
+    "estimate_step_memory",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero1_model_states_mem_needs_all_cold",
     "estimate_zero1_model_states_mem_needs_all_live",
@@ -85,6 +92,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "fit",
     "gather_params",
     "get_full_grad",
     "get_full_opt_state",

@@ -20,6 +20,7 @@ from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import cast_dtype
+from jzero._remat import with_remat
 from jzero._tree import path_str
 from jzero._walk import Walk
 
@@ -147,7 +148,12 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> Non
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any], plan: ZeroPlan, inputs: LossInputs, *, accumulate_steps: int = 1
+    loss_fn: Callable[..., Any],
+    plan: ZeroPlan,
+    inputs: LossInputs,
+    *,
+    accumulate_steps: int = 1,
+    remat: bool | None = None,
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
     batch, rng = inputs.batch, inputs.rng
@@ -167,6 +173,9 @@ def trace_loss(
     axis_env = [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
     trace = jax.make_jaxpr(call, axis_env=axis_env, return_shape=True)
     jaxpr, out_shape = trace(params, carried, local, key)
+    if remat is not None:
+        leaves = jax.tree.leaves((params, carried, local, key))
+        jaxpr = jax.make_jaxpr(functools.partial(_with_remat, jaxpr, remat), axis_env=axis_env)(*leaves)
     ordered = _compat.ordered_effects(jaxpr)
     if ordered:
         raise ValueError(
@@ -176,6 +185,10 @@ def trace_loss(
     specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
     return TracedLoss(jaxpr, out_shape, sizes, specs)
+
+
+def _with_remat(jaxpr: Any, remat: bool, *inputs: Any) -> list[Any]:
+    return with_remat(jaxpr, inputs, remat=remat)
 
 
 def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:

@@ -156,7 +156,7 @@ def shard_train_state(
 
 
 def abstract_train_state(
-    state: State, *, config: ZeroConfig, mesh: Mesh, trainable: PyTree | str | None = None
+    state: State, *, config: ZeroConfig, mesh: AnyMesh, trainable: PyTree | str | None = None
 ) -> State:
     """Returns what `shard_train_state` would return, as shapes with shardings: for steps lowered without devices.
 

@@ -44,7 +44,13 @@ class _Step:
     """A function of `(state, batch, rng)`, jitted once per plan."""
 
     def __init__(
-        self, loss_fn: Loss, *, has_aux: bool, mutable: Sequence[str], micro: MicroBatches = WHOLE_BATCH
+        self,
+        loss_fn: Loss,
+        *,
+        has_aux: bool,
+        mutable: Sequence[str],
+        micro: MicroBatches = WHOLE_BATCH,
+        remat: bool | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -58,6 +64,7 @@ class _Step:
         self.has_aux = has_aux
         self.mutable = tuple(mutable)
         self.micro = micro
+        self.remat = remat
         self._jits: dict[Any, Any] = {}
 
     donated: tuple[int, ...] = ()
@@ -90,17 +97,18 @@ class _Step:
 
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
-        train_state = adapt_sharded(state).state
-        plan = train_state.tx.plan
-        train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
-        return self._jit(plan, train_state).trace(train_state, batch, **_optional(rng))
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **_optional(rng))
 
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **_optional(rng))
+
+    def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
+        """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
         train_state = adapt_sharded(state).state
-        plan = train_state.tx.plan
-        train_state, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
-        return self._jit(plan, train_state).eval_shape(train_state, batch, **_optional(rng))
+        return _abstract_inputs(train_state.tx.plan, train_state, batch, rng)
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
@@ -110,9 +118,8 @@ class _Step:
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
-        train_state = adapt_sharded(state).state
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan = train_state.tx.plan
-        _, batch, rng = _abstract_inputs(plan, train_state, batch, rng)
         leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
         return dataclasses.replace(plan, closed_over=leaves)
 
@@ -122,7 +129,8 @@ class _Step:
         """Returns the traced loss and what it is evaluated on."""
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)
-        return trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps), inputs
+        traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
+        return traced, inputs
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
@@ -304,13 +312,14 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
     return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable)
 
 
-def make_train_step(
+def make_train_step(  # noqa: PLR0913  # the options of a step
     loss_fn: Loss,
     has_aux: bool = False,
     *,
     accumulate_steps: int = 1,
     clip_norm: float | None = None,
     reduce: Literal["each", "last"] = "each",
+    remat: bool | None = None,
     mutable: Sequence[str] = (),
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
@@ -324,6 +333,9 @@ def make_train_step(
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
+      remat: True recomputes every pass of the loss's loops (scanned layers) in the backward pass, in place of keeping
+        what it computed, unless the loop says itself what to recompute. False recomputes nothing, whatever
+        `jax.checkpoint` in the loss says. None leaves the loss as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
 
     Returns:
@@ -347,8 +359,10 @@ def make_train_step(
     """
     if reduce not in ("each", "last"):
         raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
+    if remat not in (None, True, False):
+        raise ValueError(f"`remat` must be None, True or False: got {remat!r}.")
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
-    return TrainStep(loss_fn, has_aux=has_aux, micro=micro, clip_norm=clip_norm, mutable=mutable)
+    return TrainStep(loss_fn, has_aux=has_aux, micro=micro, clip_norm=clip_norm, mutable=mutable, remat=remat)
 
 
 def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jzero._config import ZeroConfig
 from jzero._mesh import make_mesh
-from jzero._optimizer import ZeroTransformation
 from jzero._plan import ZeroPlan
-from jzero._state import adapt
-from jzero._train_state import abstract_train_state
 from jzero._train_step import EvalStep, TrainStep, ValueAndGrad
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.memory import memory_of
+from jzero.analysis.placing import mesh_of, moved, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import simulate
-from jzero.analysis.topologies import topology_devices
+from jzero.analysis.step_memory import memory_of_trace
+from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 
-__all__ = ["analyze"]
+__all__ = ["analyze", "this_machine"]
 
 
 def analyze(
@@ -75,15 +74,17 @@ def analyze(
             "`jzero.analyze(jax.jit(fn), ...)`."
         )
     devices = None if topology is None else topology_devices(topology)
-    relaid = [_relaid(x, devices, mesh, config) for x in args]
-    plans = [found for x in relaid if (found := _plan(x)) is not None]
+    placed = [relaid(x, devices=devices, mesh=mesh, config=config) for x in args]
+    plans = [found for x in placed if (found := plan_of_argument(x)) is not None]
     mesh = mesh or (plans[0].mesh if plans and isinstance(plans[0].mesh, Mesh) else None)
-    mesh = mesh or (make_mesh(devices=devices) if devices is not None else _mesh_of((args, keywords)))
+    mesh = mesh or (make_mesh(devices=devices) if devices is not None else mesh_of((args, keywords)))
     if topology is not None and not isinstance(fn, TrainStep | EvalStep | ValueAndGrad):
         assert mesh is not None
-        relaid, keywords = _moved(relaid, keywords, mesh)
-    lowered = fn.trace(*relaid, **keywords).lower()
-    compiled = lowered.compile(None if compiler_options is None else dict(compiler_options))
+        placed, keywords = moved(placed, keywords, mesh)
+    traced = fn.trace(*placed, **keywords)
+    lowered = traced.lower()
+    options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
+    compiled = lowered.compile(options or None)
     program = parse_hlo(compiled.as_text())
     platform = _platform(mesh)
     facts = Compiled(
@@ -92,14 +93,18 @@ def analyze(
         lowered=lowered.as_text(),
         platform=platform,
         memory=memory_of(compiled, platform),
-        returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in relaid),
+        returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
     )
     used = plan or (plans[0] if plans else None)
     notes = []
     if topology is not None and platform == "gpu":
         notes.append("Compile-only GPU devices list no memories: buffers on the host count as the device's.")
-    hardware = machine(topology) if topology is not None else _this_machine(mesh)
-    return _report(facts, used, mesh, hardware, notes)
+    hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
+    reckoned = None
+    if isinstance(fn, TrainStep) and plans:
+        arguments = fn.abstract_arguments(*placed, **keywords)
+        reckoned = memory_of_trace(traced, arguments, plans[0], hardware, gpu=platform == "gpu")
+    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
 
 
 def _report(
@@ -132,75 +137,9 @@ def _report(
     )
 
 
-def _as_state(x: Any) -> Any:
-    """Returns `x` seen as a train state, or `None` if it is none."""
-    try:
-        return adapt(x).state
-    except (TypeError, ValueError):
-        return None
-
-
-def _plan(x: Any) -> ZeroPlan | None:
-    state = _as_state(x)
-    return state.tx.plan if state is not None and isinstance(state.tx, ZeroTransformation) else None
-
-
-def _relaid(x: Any, devices: list[jax.Device] | None, mesh: Mesh | None, config: ZeroConfig | None) -> Any:
-    """Returns a state as it would be laid out there, abstract; anything else as it is."""
-    state = _as_state(x)
-    if state is None or (devices is None and mesh is None and config is None):
-        return x
-    plan = _plan(x)
-    config = config or (None if plan is None else plan.config)
-    if config is None:  # a plain state of some plain function
-        return x
-    if mesh is None and devices is None and plan is not None and isinstance(plan.mesh, Mesh):
-        mesh = plan.mesh
-    if mesh is None:
-        sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
-        mesh = make_mesh(devices=devices, **{**sizes, config.axis: -1})
-    # The state itself, not the objects that it was seen in: those of NNX hold no abstract arrays.
-    return abstract_train_state(state, config=config, mesh=mesh)
-
-
-def _moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:
-    """Returns arguments of a plain function for another machine: the same specs on its mesh."""
-
-    def move(x: Any) -> Any:
-        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-            return x
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh != mesh:
-            names = jax.tree.leaves(tuple(sharding.spec))
-            spec = sharding.spec if set(names) <= set(mesh.shape) else PartitionSpec()
-            sharding = NamedSharding(mesh, spec)
-        kept = sharding if isinstance(sharding, NamedSharding) else None
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kept)
-
-    moved, named = jax.tree.map(move, (args, keywords))
-    if any(getattr(x, "sharding", None) is not None for x in jax.tree.leaves((moved, named))):
-        return moved, named
-
-    def place(x: Any) -> Any:
-        if not isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    return jax.tree.map(place, (moved, named))
-
-
-def _mesh_of(args: Any) -> Mesh | None:
-    """The mesh of the first argument that has one."""
-    for x in jax.tree.leaves(args):
-        sharding = getattr(x, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
-
-
 def _returns(out: Any, state: Any) -> bool:
     """Whether `out` holds a state like `state`, which carries a plan."""
-    if _plan(state) is None:
+    if plan_of_argument(state) is None:
         return False
     wanted = jax.tree.structure(state)
     parts = [out, *(out if isinstance(out, tuple | list) else ())]
@@ -215,9 +154,12 @@ def _platform(mesh: Mesh | None) -> str:
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 
 
-def _this_machine(mesh: Mesh | None) -> Machine | None:
-    """What is known about the machine that a mesh is of."""
-    devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
+def _devices_of(mesh: Mesh | None) -> list[jax.Device]:
+    return list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
+
+
+def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
+    """Returns what is known about the machine that devices are of, or `None` if nothing is."""
     kind = devices[0].device_kind
     if kind in _TPU_KINDS:
         chip = _TPU_KINDS[kind]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jzero._plan import ZeroPlan
@@ -12,6 +12,8 @@ from jzero.analysis.collectives import Collective
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
+from jzero.analysis.step_memory import StepMemory, activation_lines
+from jzero.analysis.table import format_bytes, format_rows
 from jzero.analysis.violations import PlanViolation
 
 __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
@@ -67,6 +69,7 @@ class AnalysisReport:
       plan: The plan of the state among the arguments, if there is one.
       violations: How the program departs from the plan; `verify` raises them.
       notes: What the figures leave out, and what could not be told.
+      reckoned: Of a training step the same memory as `estimate_step_memory` reckons it, with activations by layer.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -85,6 +88,7 @@ class AnalysisReport:
     plan: ZeroPlan | None = dataclasses.field(repr=False)
     violations: tuple[str, ...]
     notes: tuple[str, ...]
+    reckoned: StepMemory | None = None
 
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.
@@ -107,6 +111,7 @@ class AnalysisReport:
         fields["memory"] = dataclasses.asdict(self.memory)
         fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
         fields["timeline"] = self.timeline and self.timeline.totals()
+        fields["reckoned"] = self.reckoned and self.reckoned.to_dict()
         fields["plan"] = self.plan and _plan_summary(self.plan)
         return json.dumps(fields, indent=2, ensure_ascii=False)
 
@@ -130,16 +135,31 @@ class AnalysisReport:
         return [f"Compiled for {self.machine}: {self.num_devices} devices{plan}"]
 
     def _memory_lines(self) -> list[str]:
-        lines = ["", "memory per device"]
-        return lines + [f"  {f.name:12}{_bytes(getattr(self.memory, f.name)):>12}" for f in dataclasses.fields(Memory)]
+        sizes = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
+        lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes.items())]
+        if self.reckoned is None:
+            return lines
+        off = self.reckoned.peak / self.memory.peak - 1
+        lines.append(
+            f"  {'reckoned':12}{format_bytes(self.reckoned.peak):>12}  from the trace, {off:+.1%} off the peak"
+        )
+        return [*lines, "", *activation_lines(self.reckoned.activations)]
 
     def _collective_lines(self) -> list[str]:
         header = ("collective", "axis", "dtype", "in loop", "per step", "elements", "sent")
         cells = [
-            (r.kind, r.axis, r.dtype, "yes" if r.in_loop else "", str(r.count), f"{r.elements:,}", _bytes(r.sent_bytes))
+            (
+                r.kind,
+                r.axis,
+                r.dtype,
+                "yes" if r.in_loop else "",
+                str(r.count),
+                f"{r.elements:,}",
+                format_bytes(r.sent_bytes),
+            )
             for r in self.collectives
         ]
-        lines = ["", *_table([header, *cells])] if cells else ["", "no collectives"]
+        lines = ["", *format_rows([header, *cells], left=4)] if cells else ["", "no collectives"]
         total = f"{self.communication_elements:,} elements per step"
         size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
         lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))
@@ -166,21 +186,3 @@ def _plan_summary(plan: ZeroPlan) -> dict[str, Any]:
         "parameters": sum(leaf.param.size for leaf in plan.leaves),
         "bytes_per_device": plan.bytes_per_device._asdict(),
     }
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

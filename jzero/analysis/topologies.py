@@ -27,7 +27,7 @@ from jax.experimental import topologies
 
 from jzero.analysis.machines import GPUS, GPUS_PER_HOST, KIB, TPUS, GpuFacts, TpuFacts, parse_machine
 
-__all__ = ["target_config", "topology_devices"]
+__all__ = ["target_config", "topology_devices", "topology_options"]
 
 
 def topology_devices(name: str) -> list[jax.Device]:
@@ -55,6 +55,22 @@ def topology_devices(name: str) -> list[jax.Device]:
       8
     """
     return list(_devices(name))
+
+
+def topology_options(name: str) -> dict[str, str]:
+    """Returns the compiler options that programs for `topology_devices(name)` need.
+
+    Args:
+      name: As for `machine`.
+
+    Returns:
+      Options for `lowered.compile`. For several GPU hosts none of XLA's own kernels for small all-reduces, which serve
+      GPUs of one host only: the compiler of jax 0.12 does not see the hosts, and from 64 GPUs ends the process.
+    """
+    chip, shape = parse_machine(name)
+    if chip not in GPUS or shape[0] <= GPUS_PER_HOST or jax.__version_info__ < (0, 12):
+        return {}
+    return {"xla_gpu_experimental_use_collective_kernels": ""}
 
 
 def target_config(facts: GpuFacts) -> str:

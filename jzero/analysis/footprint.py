@@ -1,0 +1,140 @@
+"""What a traced program takes of one device's memory: its buffers from when they are written to their last use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from jzero.analysis.traced import Buffer, Kind, Operation, TracedProgram
+
+__all__ = ["Footprint", "footprint"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """What a program takes of one device's memory beside its arguments.
+
+    Attributes:
+      peak: Bytes at the most.
+      at_peak: Bytes at the peak by what they are for.
+      kept: The buffers that the forward pass leaves to the backward pass.
+    """
+
+    peak: int
+    at_peak: Mapping[Kind, int]
+    kept: tuple[Buffer, ...]
+
+
+def footprint(program: TracedProgram, *, gpu: bool) -> Footprint:
+    """Returns what a program takes, by [Note: How memory is reckoned].
+
+    Args:
+      program: From `trace_program`.
+      gpu: Whether the compiler is that for GPUs, which moves reductions of gradients about.
+    """
+    bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
+    last = _last_uses(program, gpu=gpu)
+    kept = _kept(program, last)
+    kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]
+    sizes = [x.num_bytes for x in program.buffers]
+    for i in () if gpu else program.regathered:
+        sizes[i] = 0
+    ahead = dict(_ahead(program)) if gpu else {}
+
+    live: set[int] = set()
+    best, at_peak = -1, _no_bytes()
+    for t, op in enumerate(program.operations):
+        if op.in_place:
+            live -= _taken_over(op, live, sizes, last, t)
+        live |= set(op.writes)
+        found = _no_bytes()
+        found["working"] = ahead.get(t, 0)
+        for i in live:
+            found[kinds[i]] += sizes[i]
+        for kind, num_bytes in bodies[t].at_peak.items() if t in bodies else ():
+            found[kind] += num_bytes
+        if sum(found.values()) >= best:
+            best, at_peak = sum(found.values()), found
+        live = {i for i in live if last.get(i, -1) > t}
+    copies = [sizes[i] for i in program.regathered] if gpu else []
+    if copies and sum(copies) + max(copies) > best:
+        at_peak = {**_no_bytes(), "gathered": sum(copies) + max(copies)}
+    inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.kept]
+    return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(kept)), *inside))
+
+
+def _no_bytes() -> dict[Kind, int]:
+    return {"activations": 0, "gradients": 0, "gathered": 0, "working": 0}
+
+
+def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
+    """Returns the operation that reads each buffer last."""
+    operations = program.operations
+    last = {i: t for t, op in enumerate(operations) for i in op.reads}
+    last.update(dict.fromkeys(program.outputs, len(operations)))
+    if not gpu:
+        return last
+    last.update(dict.fromkeys(program.regathered, len(operations)))
+    # Gradients that are complete before a backward loop wait until after it to be reduced.
+    loop = max((t for t, _ in _reducing_loops(program)), default=0)
+    for op in operations[:loop]:
+        if op.is_transfer and op.backward and not op.gathers:
+            last.update({i: max(last[i], loop) for i in op.reads})
+    return last
+
+
+def _taken_over(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
+    """Returns what dies at an operation and leaves its memory to what this writes, being of the same size."""
+    dying = [i for i in op.reads if i in live and last[i] <= t]
+    taken: set[int] = set()
+    for i in op.writes:
+        match = next((j for j in dying if j not in taken and sizes[j] == sizes[i]), None)
+        if match is not None:
+            taken.add(match)
+    return taken
+
+
+def _kept(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
+    """The buffers that are written in the forward pass and read in the backward pass."""
+    operations = program.operations
+    start = next((t for t, op in enumerate(operations) if op.backward), len(operations))
+    return {
+        i
+        for op in operations[:start]
+        for i in op.writes
+        if start <= last.get(i, -1) < len(operations) and program.buffers[i].kind == "working"
+    }
+
+
+def _reducing_loops(program: TracedProgram) -> Iterator[tuple[int, TracedProgram]]:
+    """The backward loops that reduce gradients: when, and their bodies."""
+    for t, op in enumerate(program.operations):
+        if op.inner is not None and op.backward and any(x.kind == "reduce-scatter" for x in op.inner.transfers):
+            yield t, op.inner
+
+
+def _ahead(program: TracedProgram) -> Iterator[tuple[int, int]]:
+    """Yields what a loop's first pass takes for operations beside which it is computed, and its last reduction."""
+    operations = program.operations
+    born = {i: t for t, op in enumerate(operations) for i in op.writes}
+    for t, body in _reducing_loops(program):
+        stacks = [born[i] for i in operations[t].reads if i in born and program.buffers[i].times > 1]
+        taken = _prefix(body)
+        for before in range(max(stacks, default=t) + 1, t):
+            yield before, taken
+        # What a pass reduces is reduced during the next one.
+        yield t, sum(x.num_bytes for x in body.transfers if x.kind == "reduce-scatter")
+
+
+def _prefix(body: TracedProgram) -> int:
+    """Bytes at the most of a loop body up to the first collective, or until it needs what the loop carries."""
+    last = {i: t for t, op in enumerate(body.operations) for i in op.reads}
+    live: set[int] = set()
+    peak = 0
+    for t, op in enumerate(body.operations):
+        if op.is_transfer or op.reads & body.varying:
+            return peak
+        live |= set(op.writes)
+        peak = max(peak, sum(body.buffers[i].num_bytes for i in live))
+        live = {i for i in live if last.get(i, -1) > t}
+    return peak

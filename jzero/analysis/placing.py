@@ -1,0 +1,109 @@
+"""Arguments of a step as they would be laid out on another machine: shapes with shardings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jzero._config import ZeroConfig
+from jzero._mesh import AnyMesh, make_mesh
+from jzero._optimizer import ZeroTransformation
+from jzero._plan import ZeroPlan
+from jzero._state import adapt
+from jzero._train_state import abstract_train_state
+
+__all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
+
+
+def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
+    """Returns a mesh without devices; one of `axes` may be -1, which takes what the others leave."""
+    known = math.prod(size for size in axes.values() if size != -1)
+    sizes = {name: num_devices // known if size == -1 else size for name, size in axes.items()}
+    if math.prod(sizes.values()) != num_devices:
+        raise ValueError(f"The mesh axes {sizes} do not make {num_devices} devices.")
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def plan_of_argument(x: Any) -> ZeroPlan | None:
+    """Returns the plan of a sharded state, or `None` of anything else."""
+    state = _as_state(x)
+    return state.tx.plan if state is not None and isinstance(state.tx, ZeroTransformation) else None
+
+
+def relaid(
+    x: Any,
+    *,
+    devices: list[jax.Device] | int | None = None,
+    mesh: AnyMesh | None = None,
+    config: ZeroConfig | None = None,
+) -> Any:
+    """Returns a state as it would be laid out there, abstract; anything else as it is.
+
+    Args:
+      x: An argument.
+      devices: Those of the machine, or how many there are; the ZeRO axis takes all that the other axes leave.
+      mesh: The mesh, where that is known.
+      config: What to partition, and how, where the state does not say.
+    """
+    state = _as_state(x)
+    if state is None or (devices is None and mesh is None and config is None):
+        return x
+    plan = plan_of_argument(x)
+    config = config or (None if plan is None else plan.config)
+    if config is None:  # a plain state of some plain function
+        return x
+    if mesh is None and devices is None and plan is not None:
+        mesh = plan.mesh
+    if mesh is None:
+        sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
+        axes = {**sizes, config.axis: -1}
+        mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
+    # The state itself, not the objects that it was seen in: those of NNX hold no abstract arrays.
+    return abstract_train_state(state, config=config, mesh=mesh)
+
+
+def moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:
+    """Returns arguments of a plain function for another machine: the same specs on its mesh."""
+
+    def move(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return x
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh != mesh:
+            names = jax.tree.leaves(tuple(sharding.spec))
+            spec = sharding.spec if set(names) <= set(mesh.shape) else PartitionSpec()
+            sharding = NamedSharding(mesh, spec)
+        kept = sharding if isinstance(sharding, NamedSharding) else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=kept)
+
+    there, named = jax.tree.map(move, (args, keywords))
+    if any(getattr(x, "sharding", None) is not None for x in jax.tree.leaves((there, named))):
+        return there, named
+
+    def place(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    return jax.tree.map(place, (there, named))
+
+
+def mesh_of(args: Any) -> Mesh | None:
+    """The mesh of the first argument that has one."""
+    for x in jax.tree.leaves(args):
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def _as_state(x: Any) -> Any:
+    """Returns `x` seen as a train state, or `None` if it is none."""
+    try:
+        return adapt(x).state
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,265 @@
+"""What a training step needs, reckoned from its trace: no compiler and no device is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero import _compat
+from jzero._config import ZeroConfig
+from jzero._mesh import AnyMesh
+from jzero._plan import ZeroPlan, itemsize
+from jzero._train_step import TrainStep
+from jzero.analysis.footprint import footprint
+from jzero.analysis.machines import Machine, machine
+from jzero.analysis.placing import plan_of_argument, relaid
+from jzero.analysis.table import format_bytes, format_rows
+from jzero.analysis.traced import Buffer, Transfer, trace_program
+
+__all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationRow:
+    """What one layer keeps for the backward pass.
+
+    Attributes:
+      layer: Its path by name scopes, such as `Decoder/blocks`, and the operation.
+      times: How often the layer runs: the trip count of the loop that it is scanned by, or 1.
+      num_bytes: On one device, of all of these together.
+    """
+
+    layer: str
+    times: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMemory:
+    """What a training step needs on one device, in bytes, as reckoned from its trace.
+
+    Attributes:
+      params: Parameters as stored.
+      opt_state: The optimizer's state, masters included.
+      other: The rest of the state, and the device's part of the batch.
+      activations: What the forward pass leaves to the backward pass, by layer; the largest first.
+      at_peak: What the temporaries are for when they are at the most: kept activations, gradients, gathered
+        parameters, and what is being worked on.
+      temporaries: Their sum, the most that the step needs beside its arguments.
+      sent_bytes: What one device sends per step, in rings.
+      communication_seconds: How long that takes at the machine's rates if nothing else slows it, `None` without a
+        machine.
+      flops: Operations of one device's products per step, recomputation included.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> memory = jzero.estimate_step_memory(step, state, jnp.ones((8, 512)))
+      >>> memory.params == jzero.plan_of(state).bytes_per_device.params
+      True
+    """
+
+    params: int
+    opt_state: int
+    other: int
+    activations: tuple[ActivationRow, ...]
+    at_peak: dict[str, int] = dataclasses.field(hash=False)
+    temporaries: int
+    sent_bytes: int
+    communication_seconds: float | None
+    flops: float
+
+    @property
+    def arguments(self) -> int:
+        """State and batch: what is there before the step and after it."""
+        return self.params + self.opt_state + self.other
+
+    @property
+    def peak(self) -> int:
+        """The most that the step needs."""
+        return self.arguments + self.temporaries
+
+    @property
+    def activation_bytes(self) -> int:
+        """All that the forward pass leaves to the backward pass."""
+        return sum(row.num_bytes for row in self.activations)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain data."""
+        totals = {"arguments": self.arguments, "peak": self.peak, "activation_bytes": self.activation_bytes}
+        return {**dataclasses.asdict(self), **totals}
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __str__(self) -> str:
+        terms = {
+            "parameters": self.params,
+            "optimizer state": self.opt_state,
+            "other state, batch": self.other,
+            **{f"  {name} at the peak": num_bytes for name, num_bytes in self.at_peak.items()},
+            "temporaries": self.temporaries,
+            "peak": self.peak,
+        }
+        lines = ["reckoned per device"]
+        lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
+        lines += ["", *activation_lines(self.activations)]
+        return "\n".join(lines)
+
+
+def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[str]:
+    """Returns the table of activations by layer."""
+    rows = list(rows)
+    cells = [(row.layer, str(row.times), format_bytes(row.num_bytes / row.times), format_bytes(row.num_bytes))
+             for row in rows[:max_rows]]  # fmt: skip
+    rest = sum(row.num_bytes for row in rows[max_rows:])
+    if rest:
+        cells.append((f"{len(rows) - max_rows} more", "", "", format_bytes(rest)))
+    total = ("total", "", "", format_bytes(sum(row.num_bytes for row in rows)))
+    header = ("kept for the backward pass", "layers", "per layer", "in all")
+    return format_rows([header, *cells, total], left=1)
+
+
+def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
+    step: TrainStep,
+    state: Any,
+    batch: Any,
+    *,
+    rng: Any = None,
+    topology: str | None = None,
+    mesh: AnyMesh | None = None,
+    config: ZeroConfig | None = None,
+) -> StepMemory:
+    """Returns what a training step needs on one device, reckoned from its trace; nothing is compiled.
+
+    The states are exact. The rest follows [Note: How memory is reckoned]; `analyze` has the compiler's own figure.
+
+    Args:
+      step: From `make_train_step`.
+      state: What it is called with, concrete or abstract; sharded, or plain if `config` is given.
+      batch: The global batch, concrete or abstract.
+      rng: As the step is called with it.
+      topology: A machine such as `"h200:8"`, for its number of devices and its rates. Its compiler is not needed.
+      mesh: Over which devices; may be abstract. By default that of the state, or all of `topology` on the ZeRO axis.
+      config: What to partition, and how, where it is not what the state's plan says.
+
+    Returns:
+      A `StepMemory`; `print` it for tables.
+
+    Raises:
+      TypeError: `step` is not a training step of jzero, or the state is plain and there is no `config`.
+      ValueError: There is no such machine, or the batch does not fit it.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> memory = jzero.estimate_step_memory(step, state, jnp.ones((64, 512)), topology="h200:64")
+      >>> memory.params == 512 * 512 * 4 // 64
+      True
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
+    hardware = None if topology is None else machine(topology)
+    num_devices = None if hardware is None or mesh is not None else hardware.num_devices
+    state = relaid(state, devices=num_devices, mesh=mesh, config=config)
+    plan = plan_of_argument(state)
+    if plan is None:
+        raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
+    traced, arguments = step.trace(state, batch, rng=rng), step.abstract_arguments(state, batch, rng=rng)
+    return memory_of_trace(traced, arguments, plan, hardware, gpu=_is_gpu(plan, hardware))
+
+
+def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machine | None, *, gpu: bool) -> StepMemory:
+    """Returns what a traced step needs.
+
+    Args:
+      traced: What `step.trace(...)` returned.
+      arguments: What `step.abstract_arguments(...)` returned.
+      plan: That of the state.
+      hardware: For the rates of its links.
+      gpu: Whether the compiler will be that for GPUs.
+    """
+    opened, _ = _compat.open_jaxpr(traced.jaxpr)
+    leaves = jax.tree.leaves(arguments)
+    shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
+    parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
+    program = trace_program(traced.jaxpr, parts)
+    found = footprint(program, gpu=gpu)
+    num_bytes = sum(_num_bytes(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
+    sizes = plan.bytes_per_device
+    sent = [_sent_bytes(x, plan.mesh) * x.times for x in program.transfers]
+    seconds = None
+    if hardware is not None:
+        rates = [_rate(x.axes, plan.mesh, hardware) for x in program.transfers]
+        seconds = sum(amount / rate for amount, rate in zip(sent, rates, strict=True))
+    return StepMemory(
+        params=sizes.params,
+        opt_state=sizes.opt_state,
+        other=num_bytes - sizes.params - sizes.opt_state,
+        activations=_rows(found.kept),
+        at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
+        temporaries=found.peak,
+        sent_bytes=round(sum(sent)),
+        communication_seconds=seconds,
+        flops=program.flops,
+    )
+
+
+def _rows(kept: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
+    sums: dict[tuple[str, int], int] = {}
+    for x in kept:
+        key = (_layer(x.name), x.times)
+        sums[key] = sums.get(key, 0) + x.num_bytes
+    rows = [ActivationRow(layer, times, num_bytes) for (layer, times), num_bytes in sums.items() if num_bytes]
+    return tuple(sorted(rows, key=lambda row: -row.num_bytes))
+
+
+def _layer(name: str) -> str:
+    """Returns a name stack without what transformations write around it, and the operation."""
+    stack, _, operation = name.rpartition(":")
+    stack = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|pmap|jit)\b(?=\()", "", stack)
+    parts = [part for part in re.sub(r"[()]", "", stack).split("/") if part]
+    return f"{'/'.join(parts) or '(no name)'}: {operation}"
+
+
+def _num_parts(aval: Any, sharding: Any) -> int:
+    if not isinstance(sharding, NamedSharding) or not aval.shape:
+        return 1
+    names = [n for n in jax.tree.leaves(tuple(sharding.spec)) if isinstance(n, str)]
+    return math.prod(int(sharding.mesh.shape[n]) for n in names)
+
+
+def _num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * itemsize(aval.dtype)
+
+
+def _sent_bytes(x: Transfer, mesh: AnyMesh) -> float:
+    """What one device sends in a ring."""
+    size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
+    passes = 2 if x.kind == "all-reduce" else 1
+    return passes * x.num_bytes * (size - 1) / size
+
+
+def _rate(axes: tuple[str, ...], mesh: AnyMesh, hardware: Machine) -> float:
+    """Bytes per second that a device sends along mesh axes: those of the slowest link on its way."""
+    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
+    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    group = grid[tuple(slice(None) if name in axes else 0 for name in sizes)].ravel()
+    num_nodes = len({int(i) // hardware.devices_per_node for i in group})
+    if num_nodes == 1 or hardware.inter_link_bytes_per_s is None:
+        return hardware.intra_link_bytes_per_s
+    return min(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * len(group) / num_nodes)
+
+
+def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
+    if hardware is not None:
+        return hardware.kind == "gpu"
+    devices = getattr(plan.mesh, "devices", None)
+    return devices is not None and devices.flat[0].platform in ("gpu", "cuda", "rocm")

@@ -1,0 +1,393 @@
+"""A traced step as buffers and operations: what takes memory, in which order, and what it costs.
+
+[Note: How memory is reckoned]
+A step's jaxpr says which values there are; what XLA makes of it decides which of them take memory. A few habits that
+its compilers for GPUs and TPUs share are enough to tell:
+
+* Elementwise operations, casts, broadcasts and slices are fused into what reads them and take no memory; what reads
+  them reads their own inputs, which therefore live on. They are written only where something that cannot be fused asks
+  for them: a product, a collective, a loop.
+* What is written elementwise takes over the memory of an input of its size that nobody needs any more.
+* A loop's carried values and what it stacks exist once, outside of its body; a donated argument and the result that
+  replaces it are one.
+* Operations count in the order of the program. The GPU compiler departs from it where a backward loop reduces
+  gradients: to overlap them it reduces those of one pass during the next, and those from before the loop after it; and
+  it takes the first pass out of the loop, and then recomputes, up to the first collective, what that pass needs beside
+  whatever comes before the loop.
+* On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
+  donated argument there. The largest exists once more while it is brought into its layout.
+
+Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+
+from jzero import _compat
+from jzero._plan import itemsize
+
+__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
+
+Kind = Literal["activations", "gradients", "gathered", "working"]
+
+ALIASES = frozenset(
+    "reshape squeeze expand_dims transpose stop_gradient copy copy_p reduce_precision bitcast_convert_type "
+    "sharding_constraint reshard pvary pcast".split()
+)
+FUSIBLE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index broadcast_in_dim cbrt ceil clamp "
+    "concatenate convert_element_type cos cosh device_put div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 "
+    "floor ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not "
+    "one_minus_square or pad population_count pow random_bits random_fold_in random_seed random_unwrap random_wrap "
+    "real rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice "
+    "split sqrt square sub tan tanh threefry2x32 xor".split()
+)
+CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split())
+REDUCTIONS = frozenset("argmax argmin gather reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
+"""What elementwise operations are fused into, but not through."""
+IN_PLACE = frozenset("dynamic_update_slice scatter scatter_add scatter-add".split())
+TRANSFERS = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+NOTHING: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass
+class Buffer:
+    """An array that takes memory.
+
+    Attributes:
+      num_bytes: On one device; 0 if it is part of an argument.
+      name: The name stack and the primitive that it comes from.
+      times: For a stack that a loop writes, the loop's trip count; else 1.
+      kind: What it is for.
+    """
+
+    num_bytes: int
+    name: str = ""
+    times: int = 1
+    kind: Kind = "working"
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective.
+
+    Attributes:
+      kind: As HLO calls it.
+      num_bytes: Of the whole array: what a gather makes, what a reduce-scatter or all-reduce takes, on one device.
+      axes: The mesh axes that it goes over.
+      times: How often a step does it.
+    """
+
+    kind: str
+    num_bytes: int
+    axes: tuple[str, ...]
+    times: int = 1
+
+
+@dataclasses.dataclass
+class Operation:
+    """Something that is done at one point of the program.
+
+    Attributes:
+      reads: Indices of buffers.
+      writes: Indices of buffers.
+      backward: Whether it is part of the backward pass.
+      in_place: Whether what it writes may take over the memory of what it reads.
+      inner: The body of a loop or branch.
+      is_transfer: Whether it is a collective.
+      gathers: Whether it is one that makes arrays whole.
+    """
+
+    reads: frozenset[int]
+    writes: tuple[int, ...]
+    backward: bool
+    in_place: bool = False
+    inner: TracedProgram | None = None
+    is_transfer: bool = False
+    gathers: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Value:
+    """An array of the program: a buffer, or something that is computed from buffers wherever it is read.
+
+    Attributes:
+      reads: The buffers.
+      num_bytes: What it takes on one device.
+      name: Where it comes from.
+      parts: Among how many devices it is split, outside of `shard_map`.
+      is_buffer: Whether it is the buffer that it reads.
+    """
+
+    reads: frozenset[int]
+    num_bytes: int
+    name: str = ""
+    parts: int = 1
+    is_buffer: bool = False
+
+
+class TracedProgram:
+    """One body of code: its buffers and operations, calls in it included.
+
+    Attributes:
+      buffers: Every array that takes memory.
+      operations: In the order of the program.
+      transfers: The collectives, those of inner loops included.
+      flops: Operations of its products, those of inner loops included.
+      outputs: The buffers that outlive it.
+      varying: The buffers that a loop carries from pass to pass, if this is its body.
+      regathered: The buffers with results that the program gathers, which take the place of donated arguments.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.operations: list[Operation] = []
+        self.transfers: list[Transfer] = []
+        self.flops = 0.0
+        self.outputs: frozenset[int] = NOTHING
+        self.varying: frozenset[int] = NOTHING
+        self.regathered: frozenset[int] = NOTHING
+        self._written: dict[_Value, _Value] = {}
+
+    def argument(self, aval: Any, parts: int = 1) -> _Value:
+        """Returns a value that exists before the program starts, and after it."""
+        self.buffers.append(Buffer(0))
+        return _Value(frozenset([len(self.buffers) - 1]), _num_bytes(aval) // parts, "", parts, is_buffer=True)
+
+    def run(self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool) -> list[_Value]:
+        """Adds a jaxpr; returns its outputs."""
+        jaxpr, _ = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, _Value] = {v: self.argument(v.aval) for v in jaxpr.constvars}
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> _Value:
+            return _Value(NOTHING, _num_bytes(atom.aval)) if _compat.is_literal(atom) else env[atom]
+
+        for eqn in _needed(jaxpr):
+            stack = str(eqn.source_info.name_stack)
+            visitor = _Visitor(self, eqn, "/".join(filter(None, [name, stack])), backward or "transpose(" in stack)
+            env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def finish(self, outputs: Iterable[_Value]) -> TracedProgram:
+        """Says which values outlive the program."""
+        self.outputs = _reads(outputs)
+        return self
+
+    def write(self, x: _Value, *, backward: bool) -> _Value:
+        """Returns a value as a buffer: writes it, unless it is one or has been written before."""
+        if x.is_buffer or not x.num_bytes:
+            return x
+        if x not in self._written:
+            self.buffers.append(Buffer(x.num_bytes, x.name))
+            made = len(self.buffers) - 1
+            self.operations.append(Operation(x.reads, (made,), backward, in_place=True))
+            self._written[x] = dataclasses.replace(x, reads=frozenset([made]), is_buffer=True)
+        return self._written[x]
+
+    def include(self, inner: TracedProgram, times: int) -> None:
+        """Counts what a body does that runs `times` times."""
+        self.flops += times * inner.flops
+        self.transfers += [dataclasses.replace(x, times=times * x.times) for x in inner.transfers]
+
+
+def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
+    """Returns the buffers and operations of a program, by [Note: How memory is reckoned].
+
+    Args:
+      jaxpr: Of the whole program, such as `jax.jit(...).trace(...).jaxpr`.
+      parts: For each input, among how many devices it is split.
+    """
+    program = TracedProgram()
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
+    outputs = program.run(jaxpr, inputs, "", backward=False)
+    gathered = {i for x in outputs for i in x.reads if program.buffers[i].kind == "gathered"}
+    for x in outputs:  # a result takes over the memory of the argument that it replaces, unless a collective made it
+        if x.is_buffer and not x.reads & gathered:
+            for i in x.reads:
+                program.buffers[i].num_bytes = 0
+    program.regathered = frozenset(gathered)
+    return program
+
+
+@dataclasses.dataclass
+class _Visitor:
+    """Adds one equation to a program."""
+
+    program: TracedProgram
+    eqn: Any
+    name: str
+    backward: bool
+
+    def __call__(self, inputs: list[_Value]) -> list[_Value]:
+        kind = self.eqn.primitive.name
+        if kind == "optimization_barrier":
+            return [self._write(x) for x in inputs]
+        if kind in ALIASES:
+            return [self._resharded(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
+        if kind in CALLS:
+            body = next(_compat.contained_jaxprs(self.eqn))
+            return self.program.run(body, inputs, self.name, backward=self.backward)
+        if kind == "shard_map":
+            return self._shard_map(inputs)
+        if kind in FUSIBLE:
+            return [
+                _Value(_reads(inputs), num_bytes, f"{self.name}:{kind}", parts)
+                for num_bytes, parts in (_split(v.aval, inputs) for v in self.eqn.outvars)
+            ]
+        if kind == "scan":
+            return self._scan(inputs)
+        if kind in REDUCTIONS:
+            return self._operation(inputs, inputs)
+        return self._opaque(inputs)
+
+    def _write(self, x: _Value) -> _Value:
+        return self.program.write(x, backward=self.backward)
+
+    def _resharded(self, x: _Value) -> _Value:
+        """Outside of `shard_map`: a value that was split and no longer is has been gathered."""
+        sharding = self.eqn.params["sharding"]
+        names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
+        names = [n for n in names if isinstance(n, str)]
+        parts = math.prod(int(sharding.mesh.shape[n]) for n in names)
+        whole = x.num_bytes * x.parts
+        if parts >= x.parts:
+            return dataclasses.replace(x, parts=parts, num_bytes=whole // parts)
+        axes = tuple(str(n) for n in sharding.mesh.shape if n not in names)
+        self.program.transfers.append(Transfer("all-gather", whole // parts, axes))
+        shard, x = self._write(x), dataclasses.replace(x, parts=parts)
+        return self._operation([x], [shard], kind="gathered", moves=True)[0]
+
+    def _shard_map(self, inputs: list[_Value]) -> list[_Value]:
+        jaxpr = next(_compat.contained_jaxprs(self.eqn))
+        local = [dataclasses.replace(x, parts=1) for x in inputs]
+        outputs = self.program.run(jaxpr, local, self.name, backward=self.backward)
+        found = []
+        for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
+            for i in x.reads if v.aval.ndim else ():
+                if self.program.buffers[i].kind == "working":
+                    self.program.buffers[i].kind = "gradients"
+            found.append(dataclasses.replace(x, parts=max(1, _num_bytes(v.aval) // max(1, _num_bytes(inner.aval)))))
+        return found
+
+    def _scan(self, inputs: list[_Value]) -> list[_Value]:
+        num_consts, num_carry = _compat.scan_groups(self.eqn)
+        jaxpr, _ = _compat.open_jaxpr(self.eqn.params["jaxpr"])
+        length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
+        body = TracedProgram()
+        given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
+        # Slices of stacks are read where they are, until something needs one by itself.
+        given += [_Value(NOTHING, _num_bytes(v.aval), f"{self.name}:slice") for v in jaxpr.invars[num_outside:]]
+        body.varying = _reads(given[num_consts:num_outside])
+        outputs = body.run(jaxpr, given, self.name, backward=self.backward)
+        self.program.include(body.finish(outputs), length)
+        kind: Kind = "gradients" if self.backward else "working"
+        whole = [self._write(x) for x in inputs]
+        made = self._operation(inputs, whole, in_place=True, inner=body, kind=kind)
+        for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
+            for i in x.reads:
+                self.program.buffers[i].times = length
+                self.program.buffers[i].name = inside.name or f"{self.name}:carried"
+        return made
+
+    def _opaque(self, inputs: list[_Value]) -> list[_Value]:
+        """What needs its inputs as arrays: products, collectives, loops, kernels."""
+        kind = self.eqn.primitive.name
+        bodies = [self._body(jaxpr) for jaxpr in _compat.contained_jaxprs(self.eqn)]
+        largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
+        if largest is not None:
+            self.program.include(largest, 1)
+        self.program.flops += _flops(self.eqn)
+        whole = [self._write(x) for x in inputs]
+        if kind in TRANSFERS:
+            axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
+            axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
+            sizes = [max(x.num_bytes, _num_bytes(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
+            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
+        made: Kind = "gathered" if kind.startswith("all_gather") else "working"
+        return self._operation(
+            inputs, whole, in_place=kind in IN_PLACE, inner=largest, kind=made, moves=kind in TRANSFERS
+        )
+
+    def _body(self, jaxpr: Any) -> TracedProgram:
+        body = TracedProgram()
+        inputs = [body.argument(v.aval) for v in jaxpr.invars]
+        return body.finish(body.run(jaxpr, inputs, self.name, backward=self.backward))
+
+    def _operation(
+        self,
+        inputs: Sequence[_Value],
+        read: Sequence[_Value],
+        *,
+        in_place: bool = False,
+        inner: TracedProgram | None = None,
+        kind: Kind = "working",
+        moves: bool = False,
+    ) -> list[_Value]:
+        """Adds the operation, which reads `read` and writes every output."""
+        name = f"{self.name}:{self.eqn.primitive.name}"
+        values, first = [], len(self.program.buffers)
+        for i, v in enumerate(self.eqn.outvars):
+            num_bytes, parts = _split(v.aval, inputs)
+            self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
+            values.append(_Value(frozenset([first + i]), num_bytes, name, parts, is_buffer=True))
+        writes = tuple(range(first, len(self.program.buffers)))
+        gathers = moves and kind == "gathered"
+        self.program.operations.append(Operation(_reads(read), writes, self.backward, in_place, inner, moves, gathers))
+        return values
+
+
+def _reads(values: Iterable[_Value]) -> frozenset[int]:
+    return NOTHING.union(*(x.reads for x in values))
+
+
+def _needed(jaxpr: Any) -> Iterator[Any]:
+    """The equations whose outputs are needed, in order."""
+    wanted = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+    kept = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in wanted for v in eqn.outvars):
+            kept.append(eqn)
+            wanted.update(v for v in eqn.invars if not _compat.is_literal(v))
+    return reversed(kept)
+
+
+def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
+    """One device's bytes of a value, and among how many devices it is split, judging by what it is computed from."""
+    num_bytes = _num_bytes(aval)
+    parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)
+    return num_bytes // parts, parts
+
+
+def _num_bytes(aval: Any) -> int:
+    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return 0
+    return math.prod(aval.shape) * itemsize(aval.dtype)
+
+
+def _flops(eqn: Any) -> float:
+    """Operations of a product; 0 for anything else."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
+    return 0.0
