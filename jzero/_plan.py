@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._config import ZeroConfig
 from jzero._layout import Cut
 from jzero._mesh import AnyMesh, axis_size
-from jzero._plan_table import format_plan
+from jzero._plan_table import format_plan, plan_as_dict
 
 __all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
 
@@ -303,6 +304,10 @@ class ZeroPlan:
           max_rows: Rows per section; the rest is counted. `None` for all.
         """
         return format_plan(self, max_rows=max_rows)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: bytes by term, one row per parameter, what stays whole."""
+        return json.dumps(plan_as_dict(self), indent=2, ensure_ascii=False)
 
 
 def itemsize(dtype: Any) -> int:

@@ -1,16 +1,16 @@
-"""A plan as a text table."""
+"""A plan as a text table, and as data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jzero._mesh import batch_axes
 
 if TYPE_CHECKING:
     from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 
-__all__ = ["format_bytes", "format_plan"]
+__all__ = ["format_bytes", "format_plan", "plan_as_dict"]
 
 Row = Sequence[str]
 
@@ -79,3 +79,36 @@ def _columns(rows: Sequence[Row]) -> str:
     widths = [max(len(row[i]) for row in rows if len(row[i]) < 60 or i == 0) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * min(max(len(line) for line in lines), 110), *lines[1:]])
+
+
+def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
+    """Returns `plan` as what JSON can hold, see `ZeroPlan.to_json`."""
+    config, ours, whole = plan.config, plan.bytes_per_device, plan.replicated_bytes
+    return {
+        "stage": config.stage,
+        "axis": config.axis,
+        "num_shards": plan.num_shards,
+        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
+        "persistence_threshold": config.persistence_threshold,
+        "bytes_per_device": {**ours._asdict(), "total": ours.total},
+        "bytes_replicated": {**whole._asdict(), "total": whole.total},
+        "gathered_bytes": plan.gathered_bytes,
+        "parameters": [
+            *(_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained) for leaf in plan.leaves),
+            *(_as_dict(leaf, config.axis, leaf.dtype, trained=False) for leaf in _frozen(plan)),
+        ],
+        "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
+    }
+
+
+def _as_dict(leaf: StateLeaf, axis: str, compute_dtype: Any, trained: bool) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "compute_dtype": str(compute_dtype),
+        "trained": trained,
+        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(axis)],
+        "stored_shape": list(leaf.stored_shape),
+        "padding": 0 if leaf.cut is None else leaf.cut.padding,
+    }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import numbers
 from typing import Any, Literal
 
@@ -105,6 +106,11 @@ class MemoryEstimate:
     num_nodes: int
     additional_buffer_factor: float
     formulas: Formulas
+
+    def to_json(self) -> str:
+        """Returns the estimate as JSON, the options of each row also as DeepSpeed names them."""
+        rows = [{**dataclasses.asdict(row), "options": row.options} for row in self.rows]
+        return json.dumps({**dataclasses.asdict(self), "rows": rows}, indent=2)
 
     def __str__(self) -> str:
         nodes = f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''}"

@@ -36,6 +36,8 @@ METHODS = [
     (jzero.TrainState, "create"),
     (jzero.TrainState, "apply_gradients"),
     (jzero.ZeroPlan, "table"),
+    (jzero.ZeroPlan, "to_json"),
+    (jzero.MemoryEstimate, "to_json"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "__call__"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "lower"),
     (type(jzero.make_eval_step(lambda params, batch: 0.0)), "__call__"),

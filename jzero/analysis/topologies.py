@@ -21,13 +21,16 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import jax
 from jax.experimental import topologies
 
 from jzero.analysis.machines import GPUS, GPUS_PER_HOST, KIB, TPUS, GpuFacts, TpuFacts, parse_machine
 
-__all__ = ["target_config", "topology_devices", "topology_options"]
+__all__ = ["missing_compiler", "target_config", "topology_devices", "topology_options"]
+
+Kind = Literal["gpu", "tpu"]
 
 
 def topology_devices(name: str) -> list[jax.Device]:
@@ -71,6 +74,31 @@ def topology_options(name: str) -> dict[str, str]:
     if chip not in GPUS or shape[0] <= GPUS_PER_HOST or jax.__version_info__ < (0, 12):
         return {}
     return {"xla_gpu_experimental_use_collective_kernels": ""}
+
+
+def missing_compiler(kind: Kind) -> str | None:
+    """Returns what has to be installed to compile for machines that are not there, or `None` if it is.
+
+    Args:
+      kind: `"gpu"` or `"tpu"`.
+
+    Example:
+      >>> from jzero.analysis.topologies import missing_compiler
+      >>> missing_compiler("tpu")  # doctest: +SKIP
+      "libtpu, which is not installed: `pip install 'jzero[tpu]'`"
+    """
+    if kind == "tpu":
+        if "TPU_LIBRARY_PATH" in os.environ or _is_installed("libtpu"):
+            return None
+        return "libtpu, which is not installed: `pip install 'jzero[tpu]'`"
+    if not any(_is_installed(f"jax_plugins.xla_cuda{version}") for version in (13, 12)):
+        return "jax's CUDA plugin, which is not installed: `pip install 'jzero[gpu]'` (it needs no GPU and no driver)"
+    if not _has_ptxas():
+        return (
+            "NVIDIA's assembler, `ptxas`, which is not installed: `pip install nvidia-cuda-nvcc` (for CUDA 12 "
+            "`nvidia-cuda-nvcc-cu12`), or the CUDA toolkit"
+        )
+    return None
 
 
 def target_config(facts: GpuFacts) -> str:
@@ -127,7 +155,7 @@ def _devices(name: str) -> tuple[jax.Device, ...]:
 
 
 def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ...]:
-    _require_gpu_compiler(name)
+    _require_compiler(name, "gpu")
     num_hosts = max(1, count // GPUS_PER_HOST)
     # The plugin looks for the CUDA libraries that a program would run with, and refuses to serve without them.
     defaults = {} if glob.glob("/dev/nvidia[0-9]*") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
@@ -149,7 +177,7 @@ def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ..
 
 
 def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
-    _require_tpu_compiler(name)
+    _require_compiler(name, "tpu")
     # Else libtpu asks Google's metadata server which machine it is on, and complains at length that there is none.
     defaults = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -179,22 +207,10 @@ def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(key, None)
 
 
-def _require_tpu_compiler(name: str) -> None:
-    if "TPU_LIBRARY_PATH" not in os.environ and not _is_installed("libtpu"):
-        raise ImportError(f"Compiling for {name!r} needs libtpu, which is not installed: `pip install 'jzero[tpu]'`.")
-
-
-def _require_gpu_compiler(name: str) -> None:
-    if not any(_is_installed(f"jax_plugins.xla_cuda{version}") for version in (13, 12)):
-        raise ImportError(
-            f"Compiling for {name!r} needs jax's CUDA plugin, which is not installed: `pip install 'jzero[gpu]'`. It "
-            "needs no GPU and no driver."
-        )
-    if not _has_ptxas():
-        raise ImportError(
-            f"Compiling for {name!r} needs NVIDIA's assembler, `ptxas`, which is not installed: "
-            "`pip install nvidia-cuda-nvcc` (for CUDA 12 `nvidia-cuda-nvcc-cu12`), or the CUDA toolkit."
-        )
+def _require_compiler(name: str, kind: Kind) -> None:
+    missing = missing_compiler(kind)
+    if missing is not None:
+        raise ImportError(f"Compiling for {name!r} needs {missing}.")
 
 
 def _has_ptxas() -> bool:

@@ -1,0 +1,109 @@
+"""A module as users write it for the command line; copied to the directory that the tests run in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jzero
+
+print("a module that prints")
+
+LAYERS, WIDTH, BATCH = 4, 128, 16
+PARAMS = LAYERS * 2 * WIDTH * 4 * WIDTH
+NOT_A_FUNCTION = 3
+
+
+def make_state(key):
+    shapes = {"up": (LAYERS, WIDTH, 4 * WIDTH), "down": (LAYERS, 4 * WIDTH, WIDTH)}
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+    params = {name: 0.05 * jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
+    return jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+
+
+def loss_fn(params, batch):
+    layer = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)
+    return jnp.square(jax.lax.scan(layer, batch, params)[0]).mean()
+
+
+def factory():
+    return make_state, loss_fn, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+
+
+def abstract():
+    print("a function that prints")
+    return jax.eval_shape(make_state, jax.random.key(0)), loss_fn, np.ones((BATCH, WIDTH), np.float32)
+
+
+def concrete():
+    return [make_state(jax.random.key(0)), loss_fn, jnp.ones((BATCH, WIDTH))]
+
+
+def with_rng():
+    return (
+        make_state,
+        lambda params, batch, rng: loss_fn(params, batch + jax.random.normal(rng, batch.shape)),
+        factory()[2],
+    )
+
+
+def odd():
+    params = {"kernel": jnp.ones((37, 11)), "bias": jnp.ones(11)}
+    return jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), loss_fn, jnp.ones((8, 37))
+
+
+def make_nnx(key):
+    model = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=nnx.Rngs(params=key))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+
+def nnx_pair():
+    return make_nnx, lambda model, batch: jnp.square(model(batch)).mean(), jnp.ones((BATCH, WIDTH))
+
+
+# What goes wrong.
+
+
+def raises():
+    raise KeyError("lost")
+
+
+def leaves():
+    raise SystemExit("usage: ...")
+
+
+def two_values():
+    return make_state, loss_fn
+
+
+def no_tuple():
+    return None
+
+
+def takes_one(size):
+    return size
+
+
+def no_loss():
+    return make_state, "loss", jnp.ones((8, WIDTH))
+
+
+def no_state():
+    return {"w": jnp.ones(3)}, loss_fn, jnp.ones((8, WIDTH))
+
+
+def bad_maker():
+    return lambda key: 1 / 0, loss_fn, jnp.ones((8, WIDTH))
+
+
+def bad_maker_arguments():
+    return lambda: 0, loss_fn, jnp.ones((8, WIDTH))
+
+
+def uneven_batch():
+    return make_state, loss_fn, jnp.ones((13, WIDTH))
+
+
+def bad_loss():
+    return make_state, lambda params, batch: params["typo"], jnp.ones((8, WIDTH))

@@ -1,0 +1,401 @@
+"""The command line: numbers against independent values, JSON and nothing else, messages in place of tracebacks."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import jax
+import pytest
+from typer.testing import CliRunner
+
+import jzero
+from jzero import __main__ as main
+from jzero import doctor
+from jzero.analysis import topologies
+from jzero.cli import app
+from tests import cli_models
+from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
+
+ROOT = pathlib.Path(__file__).parents[1]
+LAYERS, WIDTH, PSI = cli_models.LAYERS, cli_models.WIDTH, cli_models.PARAMS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with a user's modules."""
+    path = tmp_path_factory.mktemp("user")
+    (path / "users.py").write_text(pathlib.Path(cli_models.__file__).read_text())
+    (path / "needs_more.py").write_text("import a_package_that_is_not_there")
+    (path / "no_python.py").write_text("def")
+    return path
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    """Returns a function that runs a command line in that directory."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "users", raising=False)
+
+    def call(line):
+        return CliRunner().invoke(app, shlex.split(line))
+
+    return call
+
+
+def text_of(result):
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def data_of(result):
+    return json.loads(text_of(result))
+
+
+def message_of(result):
+    assert result.exit_code == 2, result.output
+    assert not result.stdout
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+# estimate
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("options", "table"), [("--stage 3 --largest-layer 32e6", ZERO3_T5_3B_COLD), ("--stage 2", ZERO2_T5_3B_COLD)]
+)
+def test_estimate_prints_deepspeeds_table(run, options, table):
+    found = text_of(run(f"estimate --params 2851e6 --num-gpus-per-node 8 {options}"))
+    assert found.strip() == table.strip()
+
+
+def test_estimate_as_json(run):
+    p, n = 10**6, 4  # documented: 4P + 16P/N on the device; 1.5 · 4N·P and 1.5 · max(4N, 16)·P on the host
+    found = data_of(run("estimate --params 1e6 --stage 2 --num-gpus-per-node 4 --json"))
+    assert [(row["options"], row["gpu_bytes"], row["cpu_bytes"]) for row in found["rows"]] == [
+        ("offload_optimizer=cpu", 2 * p, 24 * p),
+        ("offload_optimizer=none", 4 * p + 16 * p // n, 24 * p),
+    ]
+    assert (found["stage"], found["total_params"], found["largest_layer_params"]) == (2, p, None)
+    newer = data_of(run("estimate --params 1e6 --stage 2 --num-gpus-per-node 4 --formulas deepspeed-0.19 --json"))
+    assert newer["rows"][1]["gpu_bytes"] == 2 * p + 18 * p // n
+    wide = data_of(run("estimate --params 1e6 --stage 1 --num-nodes 2 --additional-buffer-factor 2 --json"))
+    assert wide["rows"][1] == {
+        "cpu_bytes": 2 * 4 * p,
+        "gpu_bytes": 4 * p + 12 * p // 2,
+        "cpu_offload": False,
+        "cpu_offload_params": None,
+        "zero_init": None,
+        "options": "offload_optimizer=none",
+    }
+
+
+@pytest.mark.parametrize("function", ["factory", "concrete"])
+def test_estimate_counts_a_model(run, function):
+    found = data_of(run(f"estimate users:{function} --num-gpus-per-node 2 --json"))
+    assert (found["total_params"], found["largest_layer_params"]) == (PSI, PSI // LAYERS)
+    last = found["rows"][-1]
+    assert last["gpu_bytes"] == 18 * PSI // 2 + 4 * PSI // LAYERS
+
+
+# plan
+
+
+def test_plan_as_json(run):
+    found = data_of(run("plan users:factory --devices 32 --json"))
+    assert found["mesh"] == {"data": 32}
+    assert (found["stage"], found["num_shards"]) == (3, 32)
+    share = 4 * PSI // 32
+    expected = {"params": share, "grads": share, "opt_state": 2 * share + 4, "total": 4 * share + 4}
+    assert found["bytes_per_device"] == expected
+    assert found["bytes_replicated"]["total"] == 16 * PSI + 4
+    assert found["gathered_bytes"] == 2 * 4 * PSI
+    (down, up) = found["parameters"]
+    assert (up["path"], up["shape"], up["dtype"], up["padding"]) == ("up", [LAYERS, WIDTH, 4 * WIDTH], "float32", 0)
+    assert up["spec"] in ([None, "data"], [None, None, "data"]), "never the scanned dimension"
+    assert down["stored_shape"] == down["shape"] == [LAYERS, 4 * WIDTH, WIDTH]
+    whole = {(leaf["term"], leaf["path"]): leaf for leaf in found["replicated"]}
+    assert set(whole) == {("opt_state", "0/count"), ("other", "step")}
+    assert all(leaf["reason"] == "scalar" and leaf["num_bytes"] == 4 for leaf in whole.values())
+
+
+def test_plan_options(run):
+    found = data_of(run("plan users:abstract --stage 2 --precision bf16 --devices 8 --json"))
+    per_device = found["bytes_per_device"]
+    assert (per_device["params"], per_device["grads"]) == (2 * PSI, 2 * PSI // 8)
+    assert per_device["opt_state"] == pytest.approx(12 * PSI // 8, abs=16)  # and counters
+    assert {row["dtype"] for row in found["parameters"]} == {row["compute_dtype"] for row in found["parameters"]}
+    kept = data_of(run("plan users:odd --devices 8 --json"))
+    assert {(leaf["term"], leaf["path"]) for leaf in kept["replicated"]} >= {("params", "kernel"), ("params", "bias")}
+    cut = data_of(run("plan users:odd --devices 8 --persistence-threshold 0 --json"))
+    rows = {row["path"]: row for row in cut["parameters"]}
+    assert (rows["kernel"]["stored_shape"], rows["kernel"]["padding"]) == ([40, 11], 3 * 11)
+    assert cut["bytes_per_device"]["params"] == 4 * (40 * 11 + 16) // 8
+
+
+def test_plan_prints_the_table_of_this_machine(run):
+    state = cli_models.concrete()[0]
+    assert text_of(run("plan users:concrete --stage 1")) == f"{jzero.plan_train_state(state, stage=1)}\n"
+
+
+def test_plan_of_an_nnx_pair_that_is_made_from_a_key(run):
+    found = data_of(run("plan users:nnx_pair --devices 8 --persistence-threshold 0 --json"))
+    assert [(row["path"], row["shape"]) for row in found["parameters"]] == [("kernel", [WIDTH, 4 * WIDTH])]
+    assert found["bytes_per_device"]["params"] == WIDTH * 4 * WIDTH * 4 // 8
+
+
+# analyze
+
+
+def test_analyze_as_json(run, tmp_path):
+    path = tmp_path / "report.svg"
+    result = run(f"analyze users:factory --json --verify --figure {path}")
+    found = data_of(result)
+    assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
+    assert (found["num_devices"], found["plan"]["stage"], found["violations"]) == (8, 3, [])
+    state, batch = 3 * 4 * PSI // 8 + 8, cli_models.BATCH * WIDTH * 4 // 8
+    assert found["memory"]["arguments"] == pytest.approx(state + batch, rel=0.01)
+    assert path.read_bytes().startswith(b"<?xml")
+    assert "a module that prints" in result.stderr
+
+
+def test_analyze_options(run):
+    found = text_of(run("analyze users:with_rng --stage 1 --accumulate-steps 2 --precision bf16 --cpu-devices 8"))
+    assert "ZeRO stage 1 over 8" in found
+    assert f"2.00 × {PSI:,} parameters" in found
+
+
+def test_analyze_of_an_nnx_pair_that_is_made_from_a_key(run):
+    found = data_of(run("analyze users:nnx_pair --stage 2 --json"))
+    assert found["communication_elements"] == pytest.approx(2 * WIDTH * 4 * WIDTH, rel=0.02)
+
+
+def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypatch):
+    analyze = jzero.analyze
+    departs = lambda *args, **kwargs: dataclasses.replace(analyze(*args, **kwargs), violations=("a planted fault",))
+    monkeypatch.setattr(jzero, "analyze", departs)
+    result = run("analyze users:nnx_pair --json --verify")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["violations"] == ["a planted fault"]
+    assert "departs from the plan:\n  a planted fault" in result.stderr
+    assert run("analyze users:nnx_pair").exit_code == 0, "only if asked"
+
+
+# doctor
+
+
+def test_doctor(run):
+    found = data_of(run("doctor --json"))
+    assert found["ok"]
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert set(found["versions"]) == {"python", "jzero", *"jax jaxlib flax optax orbax-checkpoint numpy".split()}
+    (group,) = found["devices"]
+    assert (group["count"], group["platform"]) == (8, "cpu")
+    assert group["default_memory"] in group["memory_kinds"]
+    assert {check["name"]: check["status"] for check in found["checks"]} == dict.fromkeys(
+        ("devices", "collectives", "donation", "host memory", "train step"), "ok"
+    )
+    assert set(found["compilers"]) == {"gpu", "tpu"}
+
+
+def doubled(function):
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+def test_doctor_ends_with_1_if_a_reduction_is_wrong(run, monkeypatch):
+    monkeypatch.setattr(jax.lax, "psum_scatter", doubled(jax.lax.psum_scatter))
+    result = run("doctor --json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert not found["ok"]
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks["collectives"]["status"] == "failed"
+    assert "reduce-scatter over 8 devices" in checks["collectives"]["detail"]
+    assert checks["train step"]["status"] == "failed"
+    assert "deviates" in checks["train step"]["detail"]
+    assert checks["donation"]["status"] == "ok", "the others go on"
+
+
+def check_of(name):
+    return doctor._run(name, lambda: doctor.CHECKS[name](jzero.make_mesh()))
+
+
+def test_doctor_finds_lost_donation(monkeypatch):
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda fn, donate_argnums=None: jit(fn))
+    found = check_of("donation")
+    assert found.status == "failed"
+    assert "0 are reused, and the argument is still there" in found.detail
+
+
+def test_doctor_finds_host_memory_that_does_not_keep_what_it_is_given(monkeypatch):
+    device_put = jax.device_put
+    flaw = lambda x, to: device_put(x * 2 if to.memory_kind == "pinned_host" else x, to)
+    monkeypatch.setattr(jax, "device_put", flaw)
+    assert check_of("host memory").status == "failed"
+    stays = lambda x, to: device_put(x, to.with_memory_kind("device"))
+    monkeypatch.setattr(jax, "device_put", stays)
+    assert "is in device" in check_of("host memory").detail
+
+
+def test_doctor_says_what_is_not_available(monkeypatch):
+    alone = jzero.make_mesh(devices=jax.devices()[:1])
+    check_all = lambda: [doctor._run(name, lambda check=check: check(alone)) for name, check in doctor.CHECKS.items()]
+    with pytest.warns(UserWarning, match="one device"):
+        found = check_all()
+    assert [check.status for check in found] == ["not available", "ok", "ok", "ok"]
+    assert "cuts nothing" in found[-1].detail
+    monkeypatch.setattr(doctor, "HOST", "a_memory")
+    without = check_of("host memory")
+    assert (without.status, "pinned_host" in without.detail) == ("not available", True)
+
+
+def test_doctor_goes_on_where_there_are_no_devices(run, monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"devices +failed +RuntimeError: Unable to initialize", result.stdout)
+
+
+def test_doctor_names_missing_compilers(monkeypatch, run):
+    monkeypatch.setattr(topologies, "_is_installed", lambda package: False)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(doctor, "CHECKS", {})
+    text = text_of(run("doctor"))
+    assert "pip install 'jzero[gpu]'" in text
+    assert "pip install 'jzero[tpu]'" in text
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "libtpu.so")
+    assert data_of(run("doctor --json"))["compilers"]["tpu"] is None
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("plan users", r"`module:function`.*got 'users'"),
+        ("plan :factory", r"`module:function`.*got ':factory'"),
+        ("plan nowhere:factory", r"no module 'nowhere'.*current directory"),
+        ("plan users.inner:factory", r"'users\.inner'"),
+        ("plan needs_more:model", r"'needs_more' cannot be imported: No module named 'a_package_that_is_not_there'"),
+        ("plan no_python:model", r"'no_python' cannot be imported: SyntaxError"),
+        ("plan users:nothing", r"`users:nothing` must be a function without arguments: 'users' has no such name"),
+        ("plan users:NOT_A_FUNCTION", r"'users' has a int"),
+        ("plan users:takes_one", r"without arguments: missing a required argument: 'size'"),
+        ("plan users:raises", r"`users:raises` failed: KeyError: 'lost'"),
+        ("plan users:leaves", r"`users:leaves` failed: SystemExit: usage"),
+        ("plan users:two_values", r"must return `\(state, loss_fn, batch\)`: got 2 values"),
+        ("plan users:no_tuple", r"got NoneType"),
+        ("plan users:no_loss", r"a function as `loss_fn`: got str"),
+        ("plan users:no_state", r"got dict.*TrainState\.create"),
+        ("plan users:bad_maker", r"The state of `users:bad_maker` failed: ZeroDivisionError"),
+        ("plan users:bad_maker_arguments", r"of one argument, a PRNG key: too many"),
+        ("analyze users:uneven_batch", r"13"),
+        ("analyze users:factory --accumulate-steps 3", r"16"),
+        ("analyze users:factory --topology h300:8", r"'h300:8'.*GPUs: .*h200"),
+        ("analyze users:factory --topology h200:9", r"'h200:9'"),
+        ("analyze users:factory --topology h200:8 --cpu-devices 8", r"give one of them"),
+        ("analyze users:factory --cpu-devices 3", r"jax_num_cpu_devices"),
+        ("estimate", r"`--params`, one of the two"),
+        ("estimate users:factory --params 1e6", r"`--params`, one of the two"),
+        ("estimate users:factory --largest-layer 1e6", r"`--largest-layer` goes with `--params`"),
+        ("estimate --params 1e6", r"give `--largest-layer`"),
+        ("estimate --params 1e6 --largest-layer 2e6", r"`largest_layer_params` must not exceed"),
+        ("estimate --params 1e6 --stage 1 --num-nodes 0", r"`num_nodes`.*got 0"),
+    ],
+)
+@pytest.mark.parametrize("json_too", ["", " --json"])
+def test_wrong_input_is_answered_with_a_message(run, line, says, json_too):
+    found = message_of(run(line + json_too))
+    assert re.search(says, found, re.DOTALL), found
+    assert "`--traceback`" in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["plan", "plan users:factory --stage 4", "plan users:factory --precision f8", "plan users:factory --devices 0"],
+)
+def test_wrong_options_are_usage_errors(run, line):
+    assert "Usage:" in message_of(run(line))
+
+
+def test_a_missing_extra_is_named(run, monkeypatch):
+    monkeypatch.setattr(topologies, "_is_installed", lambda package: False)
+    topologies._devices.cache_clear()
+    assert "pip install 'jzero[gpu]'" in message_of(run("analyze users:factory --topology h200:7"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("analyze users:nnx_pair --figure report.png")
+    assert result.exit_code == 2
+    assert "pip install 'jzero[examples]'" in result.stderr
+    assert "ZeRO stage 3" in result.stdout, "what was asked for beside it was printed before"
+
+
+def test_a_figure_that_cannot_be_written(run):
+    result = run("analyze users:nnx_pair --figure nowhere/report.png")
+    assert result.exit_code == 2
+    assert "No such file or directory: 'nowhere/report.png'" in result.stderr
+
+
+def test_traceback_is_there_for_those_who_ask_and_for_surprises(run):
+    asked = run("plan users:raises --traceback")
+    assert asked.exit_code == 2
+    assert 'raise KeyError("lost")' in asked.stderr
+    surprise = run("analyze users:bad_loss")
+    assert surprise.exit_code == 2
+    assert "Traceback" in surprise.stderr
+    assert "KeyError: 'typo'" in surprise.stderr
+
+
+# As users start it.
+
+
+def test_as_a_process(folder):
+    """With another number of devices than the tests have, from a directory that is not the package's."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
+    script = "import sys; sys.path.remove(''); from jzero.__main__ import main; main()"  # scripts have no '' there
+    line = "analyze users:factory --cpu-devices 4 --json --verify"
+    finished = subprocess.run(
+        [sys.executable, "-c", script, *line.split()],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert found["num_devices"] == 4
+    assert found["communication_elements"] == pytest.approx(3 * PSI, rel=0.02)
+
+
+def test_without_typer_the_script_says_what_to_install(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
+    with pytest.raises(SystemExit) as caught:
+        main.main()
+    assert caught.value.code == 2
+    assert "pip install 'jzero[cli]'" in capsys.readouterr().err
+
+
+def test_the_script_is_declared():
+    assert 'jzero = "jzero.__main__:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_readme_commands_run(run, monkeypatch):
+    """Except that the model is a small one, and that machines which are not there are left out."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
+    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "doctor"}
+    for line in lines:
+        here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", line.removeprefix("jzero "), count=1))
+        assert run(here).exit_code == 0, line
