@@ -172,9 +172,7 @@ def fit(
     cpu_devices: CpuDevices = None,
     hbm_bytes: Annotated[
         float | None,
-        typer.Option(
-            help="What a step may take of one device's memory, e.g. `80e9`. By default 90 % of the machine's."
-        ),
+        typer.Option(help="What a step may take of one device's memory, e.g. `80e9`. By default 90 % of what it has."),
     ] = None,
     precision: PrecisionName = "fp32",
     threshold: Threshold = 100_000,

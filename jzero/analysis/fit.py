@@ -171,7 +171,7 @@ class Fit:
             )
             for x in self.tried
         ]
-        table = format_rows([header, *rows], left=5)
+        table = format_rows([header, *rows], left=4, last_left=True)
         return "\n".join([self._headline(), "", *table, *([""] if self.notes else []), *self.notes])
 
 
