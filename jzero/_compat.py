@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax._src import (
+    core,  # nor has the effect of naming a mesh axis
     effects,  # which effects are ordered has no public name
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
@@ -21,6 +22,7 @@ __all__ = [
     "bind",
     "contained_jaxprs",
     "equation_context",
+    "has_side_effects",
     "is_literal",
     "open_jaxpr",
     "ordered_effects",
@@ -53,6 +55,11 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
 def ordered_effects(jaxpr: Any) -> list[str]:
     """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
+
+
+def has_side_effects(eqn: Equation) -> bool:
+    """Whether an equation does more than return its outputs. Naming a mesh axis, which jax calls an effect, is not."""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def scan_groups(eqn: Equation) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class Lazy:
     def make_whole(self) -> jax.Array:
         """Returns the whole value."""
         if self.whole is not None:
-            value = lax.stop_gradient(self.whole).astype(self.wire_dtype)
+            value = self.whole.astype(self.wire_dtype)
         else:
             assert self.shard is not None
             value = gather_param(narrow(self.shard, self.wire_dtype), self.cut, self.wire)

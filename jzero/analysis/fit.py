@@ -236,7 +236,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         tried = search.confirmed(state, tried)
     chosen = next((x for x in tried if x.peak <= limit), None)
     name = hardware.name if hardware is not None else f"{num_devices} {jax.devices()[0].device_kind} devices"
-    return Fit(name, limit, tuple(_judged(tried, chosen, limit)), chosen, tuple(notes))
+    judged = tuple(_judged(tried, chosen, limit))
+    return Fit(name, limit, judged, next((x for x in judged if x.peak <= limit), None), tuple(notes))
 
 
 def _hardware(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:

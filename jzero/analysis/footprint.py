@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 from jzero.analysis.traced import Buffer, Kind, Operation, TracedProgram
@@ -25,19 +26,24 @@ class Footprint:
     kept: tuple[Buffer, ...]
 
 
-def footprint(program: TracedProgram, *, gpu: bool) -> Footprint:
+def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
     """Returns what a program takes, by [Note: How memory is reckoned].
 
     Args:
       program: From `trace_program`.
       gpu: Whether the compiler is that for GPUs, which moves reductions of gradients about.
+      limit: What its scheduler plans with.
     """
     bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
+    copies = [program.buffers[i].num_bytes for i in program.regathered] if gpu else []
+    fits = sum(copies) + max(copies, default=0) <= limit
+    if fits:
+        last.update(dict.fromkeys(program.regathered, len(program.operations)))
     kept = _kept(program, last)
     kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
-    for i in () if gpu else program.regathered:
+    for i in () if gpu else (*program.regathered, *program.copies.values()):
         sizes[i] = 0
     ahead = dict(_ahead(program)) if gpu else {}
 
@@ -56,9 +62,9 @@ def footprint(program: TracedProgram, *, gpu: bool) -> Footprint:
         if sum(found.values()) >= best:
             best, at_peak = sum(found.values()), found
         live = {i for i in live if last.get(i, -1) > t}
-    copies = [sizes[i] for i in program.regathered] if gpu else []
-    if copies and sum(copies) + max(copies) > best:
-        at_peak = {**_no_bytes(), "gathered": sum(copies) + max(copies)}
+    if copies:  # the last of them comes into its layout, or the largest by itself
+        regathered = (sum(copies) if fits else max(copies)) + max(copies)
+        at_peak = at_peak if best > regathered else {**_no_bytes(), "gathered": regathered}
     inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.kept]
     return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(kept)), *inside))
 
@@ -74,7 +80,6 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     last.update(dict.fromkeys(program.outputs, len(operations)))
     if not gpu:
         return last
-    last.update(dict.fromkeys(program.regathered, len(operations)))
     # Gradients that are complete before a backward loop wait until after it to be reduced.
     loop = max((t for t, _ in _reducing_loops(program)), default=0)
     for op in operations[:loop]:

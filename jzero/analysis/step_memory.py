@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._config import ZeroConfig
@@ -25,6 +25,10 @@ from jzero.analysis.table import format_bytes, format_rows
 from jzero.analysis.traced import Buffer, Transfer, trace_program
 
 __all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]
+
+
+GPU_SCHEDULER_SHARE = 0.8
+"""Of a GPU's memory: what XLA's scheduler plans with (its log says so where a program does not fit)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +195,9 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
     parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
-    found = footprint(program, gpu=gpu)
     num_bytes = sum(_num_bytes(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
+    limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
+    found = footprint(program, gpu=gpu, limit=limit)
     sizes = plan.bytes_per_device
     sent = [_sent_bytes(x, plan.mesh) * x.times for x in program.transfers]
     seconds = None
@@ -261,5 +266,4 @@ def _rate(axes: tuple[str, ...], mesh: AnyMesh, hardware: Machine) -> float:
 def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
     if hardware is not None:
         return hardware.kind == "gpu"
-    devices = getattr(plan.mesh, "devices", None)
-    return devices is not None and devices.flat[0].platform in ("gpu", "cuda", "rocm")
+    return isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")

@@ -14,8 +14,11 @@ its compilers for GPUs and TPUs share are enough to tell:
   gradients: to overlap them it reduces those of one pass during the next, and those from before the loop after it; and
   it takes the first pass out of the loop, and then recomputes, up to the first collective, what that pass needs beside
   whatever comes before the loop.
+* On GPUs a stack of layers that is cut behind the first dimension of a layer is copied into another layout for as long
+  as loops gather from it.
 * On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
-  donated argument there. The largest exists once more while it is brought into its layout.
+  donated argument there. The largest exists once more while it is brought into its layout. Where that would take more
+  than the scheduler plans with, they are gathered one by one.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead.
 """
@@ -123,21 +126,23 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """An array of the program: a buffer, or something that is computed from buffers wherever it is read.
+    """An array of the program: a buffer, or something that is computed from other values wherever it is read.
 
     Attributes:
-      reads: The buffers.
       num_bytes: What it takes on one device.
       name: Where it comes from.
       parts: Among how many devices it is split, outside of `shard_map`.
-      is_buffer: Whether it is the buffer that it reads.
+      buffer: The index of its buffer.
+      sources: What it is computed from, if it has none.
+      stack: Inside of a loop: which of the stacks that it runs over this is a slice of, casts aside.
     """
 
-    reads: frozenset[int]
     num_bytes: int
     name: str = ""
     parts: int = 1
-    is_buffer: bool = False
+    buffer: int | None = None
+    sources: tuple[_Value, ...] = ()
+    stack: int | None = None
 
 
 class TracedProgram:
@@ -150,6 +155,8 @@ class TracedProgram:
       flops: Operations of its products, those of inner loops included.
       outputs: The buffers that outlive it.
       varying: The buffers that a loop carries from pass to pass, if this is its body.
+      transposed: Inside of a loop: the stacks that it gathers along another dimension than a layer's first.
+      copies: For the buffers of such stacks, those of their copies.
       regathered: The buffers with results that the program gathers, which take the place of donated arguments.
     """
 
@@ -161,42 +168,63 @@ class TracedProgram:
         self.outputs: frozenset[int] = NOTHING
         self.varying: frozenset[int] = NOTHING
         self.regathered: frozenset[int] = NOTHING
+        self.transposed: set[int] = set()
+        self.copies: dict[int, int] = {}
         self._written: dict[_Value, _Value] = {}
 
     def argument(self, aval: Any, parts: int = 1) -> _Value:
         """Returns a value that exists before the program starts, and after it."""
         self.buffers.append(Buffer(0))
-        return _Value(frozenset([len(self.buffers) - 1]), _num_bytes(aval) // parts, "", parts, is_buffer=True)
+        return _Value(_num_bytes(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
 
-    def run(self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool) -> list[_Value]:
-        """Adds a jaxpr; returns its outputs."""
+    def run(
+        self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool, used: Sequence[bool] | None = None
+    ) -> list[_Value]:
+        """Adds a jaxpr, as far as its outputs are used; returns these, and nothings for the others."""
         jaxpr, _ = _compat.open_jaxpr(jaxpr)
         env: dict[Any, _Value] = {v: self.argument(v.aval) for v in jaxpr.constvars}
         env.update(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atom: Any) -> _Value:
-            return _Value(NOTHING, _num_bytes(atom.aval)) if _compat.is_literal(atom) else env[atom]
+            if _compat.is_literal(atom):
+                return _Value(_num_bytes(atom.aval))
+            return env.get(atom, _Value(_num_bytes(atom.aval)))
 
-        for eqn in _needed(jaxpr):
+        for eqn, wanted in _needed(jaxpr, used):
             stack = str(eqn.source_info.name_stack)
-            visitor = _Visitor(self, eqn, "/".join(filter(None, [name, stack])), backward or "transpose(" in stack)
+            path = "/".join(filter(None, [name, stack]))
+            visitor = _Visitor(self, eqn, wanted, path, backward or "transpose(" in stack)
             env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def finish(self, outputs: Iterable[_Value]) -> TracedProgram:
         """Says which values outlive the program."""
-        self.outputs = _reads(outputs)
+        self.outputs = self.reads(outputs)
         return self
+
+    def reads(self, values: Iterable[_Value]) -> frozenset[int]:
+        """Returns the buffers that are read to compute values: theirs, or those of what they are computed from."""
+        found, seen, pending = set(), set(), list(values)
+        while pending:
+            x = pending.pop()
+            x = self._written.get(x, x)
+            if x.buffer is not None:
+                found.add(x.buffer)
+            elif x not in seen:
+                seen.add(x)
+                pending += x.sources
+        return frozenset(found)
 
     def write(self, x: _Value, *, backward: bool) -> _Value:
         """Returns a value as a buffer: writes it, unless it is one or has been written before."""
-        if x.is_buffer or not x.num_bytes:
+        if x.buffer is not None or not x.num_bytes:
             return x
         if x not in self._written:
+            reads = self.reads([x])
             self.buffers.append(Buffer(x.num_bytes, x.name))
             made = len(self.buffers) - 1
-            self.operations.append(Operation(x.reads, (made,), backward, in_place=True))
-            self._written[x] = dataclasses.replace(x, reads=frozenset([made]), is_buffer=True)
+            self.operations.append(Operation(reads, (made,), backward, in_place=True))
+            self._written[x] = dataclasses.replace(x, buffer=made, sources=())
         return self._written[x]
 
     def include(self, inner: TracedProgram, times: int) -> None:
@@ -216,12 +244,10 @@ def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
     opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
     outputs = program.run(jaxpr, inputs, "", backward=False)
-    gathered = {i for x in outputs for i in x.reads if program.buffers[i].kind == "gathered"}
-    for x in outputs:  # a result takes over the memory of the argument that it replaces, unless a collective made it
-        if x.is_buffer and not x.reads & gathered:
-            for i in x.reads:
-                program.buffers[i].num_bytes = 0
-    program.regathered = frozenset(gathered)
+    made = {x.buffer for x in outputs if x.buffer is not None}
+    program.regathered = frozenset(i for i in program.reads(outputs) if program.buffers[i].kind == "gathered")
+    for i in made - program.regathered:  # a result takes over the memory of the argument that it replaces
+        program.buffers[i].num_bytes = 0
     return program
 
 
@@ -231,6 +257,7 @@ class _Visitor:
 
     program: TracedProgram
     eqn: Any
+    used: list[bool]
     name: str
     backward: bool
 
@@ -242,12 +269,13 @@ class _Visitor:
             return [self._resharded(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
         if kind in CALLS:
             body = next(_compat.contained_jaxprs(self.eqn))
-            return self.program.run(body, inputs, self.name, backward=self.backward)
+            return self.program.run(body, inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
         if kind in FUSIBLE:
+            stack = inputs[0].stack if len(inputs) == 1 else None
             return [
-                _Value(_reads(inputs), num_bytes, f"{self.name}:{kind}", parts)
+                _Value(num_bytes, f"{self.name}:{kind}", parts, sources=tuple(inputs), stack=stack)
                 for num_bytes, parts in (_split(v.aval, inputs) for v in self.eqn.outvars)
             ]
         if kind == "scan":
@@ -276,10 +304,10 @@ class _Visitor:
     def _shard_map(self, inputs: list[_Value]) -> list[_Value]:
         jaxpr = next(_compat.contained_jaxprs(self.eqn))
         local = [dataclasses.replace(x, parts=1) for x in inputs]
-        outputs = self.program.run(jaxpr, local, self.name, backward=self.backward)
+        outputs = self.program.run(jaxpr, local, self.name, backward=self.backward, used=self.used)
         found = []
         for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
-            for i in x.reads if v.aval.ndim else ():
+            for i in self.program.reads([x]) if v.aval.ndim else ():
                 if self.program.buffers[i].kind == "working":
                     self.program.buffers[i].kind = "gradients"
             found.append(dataclasses.replace(x, parts=max(1, _num_bytes(v.aval) // max(1, _num_bytes(inner.aval)))))
@@ -292,18 +320,34 @@ class _Visitor:
         body = TracedProgram()
         given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices of stacks are read where they are, until something needs one by itself.
-        given += [_Value(NOTHING, _num_bytes(v.aval), f"{self.name}:slice") for v in jaxpr.invars[num_outside:]]
-        body.varying = _reads(given[num_consts:num_outside])
+        given += [
+            _Value(_num_bytes(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
+            for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
+        ]
+        body.varying = body.reads(given[num_consts:num_outside])
         outputs = body.run(jaxpr, given, self.name, backward=self.backward)
         self.program.include(body.finish(outputs), length)
         kind: Kind = "gradients" if self.backward else "working"
-        whole = [self._write(x) for x in inputs]
-        made = self._operation(inputs, whole, in_place=True, inner=body, kind=kind)
+        # What the body does not read is not there: the compiler drops it.
+        read = body.outputs.union(*(op.reads for op in body.operations))
+        whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
+        copies = [self._transposed(self._write(inputs[i])) for i in sorted(body.transposed)]
+        made = self._operation(inputs, [*whole, *copies], in_place=True, inner=body, kind=kind)
         for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
-            for i in x.reads:
-                self.program.buffers[i].times = length
-                self.program.buffers[i].name = inside.name or f"{self.name}:carried"
+            assert x.buffer is not None
+            self.program.buffers[x.buffer].times = length
+            self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
         return made
+
+    def _transposed(self, stack: _Value) -> _Value:
+        """The copy of a stack in another layout, which every loop over it reads."""
+        program = self.program
+        assert stack.buffer is not None
+        if stack.buffer not in program.copies:
+            program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
+            made = program.copies[stack.buffer] = len(program.buffers) - 1
+            program.operations.append(Operation(frozenset([stack.buffer]), (made,), self.backward))
+        return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[_Value]) -> list[_Value]:
         """What needs its inputs as arrays: products, collectives, loops, kernels."""
@@ -320,6 +364,8 @@ class _Visitor:
             sizes = [max(x.num_bytes, _num_bytes(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
             self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
+        if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
+            self.program.transposed.add(inputs[0].stack)
         return self._operation(
             inputs, whole, in_place=kind in IN_PLACE, inner=largest, kind=made, moves=kind in TRANSFERS
         )
@@ -345,24 +391,27 @@ class _Visitor:
         for i, v in enumerate(self.eqn.outvars):
             num_bytes, parts = _split(v.aval, inputs)
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
-            values.append(_Value(frozenset([first + i]), num_bytes, name, parts, is_buffer=True))
+            values.append(_Value(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
         gathers = moves and kind == "gathered"
-        self.program.operations.append(Operation(_reads(read), writes, self.backward, in_place, inner, moves, gathers))
+        self.program.operations.append(
+            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers)
+        )
         return values
 
 
-def _reads(values: Iterable[_Value]) -> frozenset[int]:
-    return NOTHING.union(*(x.reads for x in values))
-
-
-def _needed(jaxpr: Any) -> Iterator[Any]:
-    """The equations whose outputs are needed, in order."""
-    wanted = {v for v in jaxpr.outvars if not _compat.is_literal(v)}
+def _needed(jaxpr: Any, used: Sequence[bool] | None) -> Iterator[tuple[Any, list[bool]]]:
+    """The equations whose outputs are needed, in order, and which outputs these are."""
+    wanted = {
+        v
+        for v, is_used in zip(jaxpr.outvars, used or [True] * len(jaxpr.outvars), strict=True)
+        if is_used and not _compat.is_literal(v)
+    }
     kept = []
     for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(v in wanted for v in eqn.outvars):
-            kept.append(eqn)
+        flags = [v in wanted for v in eqn.outvars]
+        if _compat.has_side_effects(eqn) or any(flags):
+            kept.append((eqn, flags))
             wanted.update(v for v in eqn.invars if not _compat.is_literal(v))
     return reversed(kept)
 

@@ -1,0 +1,276 @@
+"""`estimate_step_memory` and `make_train_step(remat=)`: against hand arithmetic and compiled programs."""
+
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType
+
+import jzero
+from tests import models
+
+WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
+LOCAL = ROWS // 8
+
+
+def mlp_state(config):
+    params = {"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), config=config)
+
+
+def mlp_loss(params, x):
+    return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]).mean()
+
+
+def stack_state(config, optimizer=None):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, HIDDEN)) / 8, jnp.float32),
+        "down": jnp.asarray(rng.normal(size=(LAYERS, HIDDEN, WIDTH)) / 16, jnp.float32),
+    }
+    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
+    return jzero.shard_train_state(plain, config=config)
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+
+def stack_loss(params, x):
+    return jnp.square(jax.lax.scan(layer, x, params)[0]).mean()
+
+
+def rematted_loss(params, x):
+    return jnp.square(jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0]).mean()
+
+
+BATCH = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
+
+
+def config_of(stage, **options):
+    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
+
+
+def reckoned(loss, state, **options):
+    return jzero.estimate_step_memory(jzero.make_train_step(loss, **options), state, BATCH)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_are_those_of_the_plan_and_of_the_buffers(stage):
+    state = stack_state(config_of(stage))
+    memory = reckoned(stack_loss, state)
+    held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    assert memory.params == held(state.params)
+    assert memory.opt_state == held(state.opt_state)
+    assert memory.other == LOCAL * WIDTH * 4 + held(state.step)
+    assert memory.peak == memory.arguments + sum(memory.at_peak.values())
+
+
+def test_what_a_layer_keeps():
+    """Of tanh(x·up)·down: the hyperbolic tangents, which both gradients read, and the output, whose square is taken."""
+    memory = reckoned(mlp_loss, mlp_state(config_of(0)))
+    assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_scanned_layers_keep_with_and_without_remat(stage):
+    state = stack_state(config_of(stage))
+    output = LOCAL * WIDTH * 4  # whose square is taken
+    kept = LAYERS * LOCAL * (WIDTH + 2 * HIDDEN) * 4 + output  # input, tangents t, and 1 - t for jax
+    recomputed = LAYERS * LOCAL * WIDTH * 4 + output  # its input alone
+    cases = [
+        (stack_loss, None, kept),
+        (stack_loss, False, kept),
+        (stack_loss, True, recomputed),
+        (rematted_loss, None, recomputed),
+        (rematted_loss, True, recomputed),
+        (rematted_loss, False, kept),
+    ]
+    for loss, remat, want in cases:
+        memory = reckoned(loss, state, remat=remat)
+        assert memory.activation_bytes == pytest.approx(want, abs=8), (loss.__name__, remat, memory)  # and a scalar
+        assert {row.times for row in memory.activations} == {1, LAYERS}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_remat_changes_no_number_but_memory(stage):
+    """Equal to plain optax on one device, however it is recomputed; what XLA allocates follows."""
+    tx = optax.sgd(0.1)
+    params = stack_state(config_of(0), tx).params
+    for _ in range(3):
+        grads = jax.grad(stack_loss)(params, jnp.asarray(BATCH))
+        params = optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+    temporaries = {}
+    many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
+    for loss, remat in [(stack_loss, None), (stack_loss, True), (rematted_loss, False)]:
+        state, step = stack_state(config_of(stage), tx), jzero.make_train_step(loss, remat=remat)
+        temporaries[loss.__name__, remat] = jzero.analyze(step, state, many).memory.temporaries
+        for _ in range(3):
+            state, _ = step(state, BATCH)
+        got = jzero.gather_params(state)
+        for name in params:  # sums over 8 parts in another order
+            np.testing.assert_allclose(got[name], params[name], rtol=2e-5, atol=2e-6)
+    saved = temporaries["stack_loss", None] - temporaries["stack_loss", True]
+    assert saved >= (LAYERS - 2) * 64 * LOCAL * 2 * HIDDEN * 4, temporaries  # one layer is recomputed at a time
+    assert temporaries["rematted_loss", False] == temporaries["stack_loss", None]
+
+
+def test_remat_of_a_model_of_layers_in_a_scan_inside_jit():
+    """Linen's scan, called through `jit`, with a loss that takes a key."""
+    model = models.GPT(layers=3)
+    plain = models.gpt_state(model, optax.sgd(1e-2))
+
+    def loss(params, batch, rng):
+        noise = 1 + 0 * jax.random.normal(rng, ())
+        return noise * jax.jit(models.gpt_loss(model))(params, batch)
+
+    def last_loss(remat):
+        state = jzero.shard_train_state(plain, config=config_of(3))
+        step = jzero.make_train_step(loss, remat=remat)
+        losses = []
+        for seed in range(2):
+            state, metrics = step(state, models.tokens(8, seed), rng=jax.random.key(seed))
+            losses.append(float(metrics["loss"]))
+        return losses
+
+    np.testing.assert_allclose(last_loss(True), last_loss(None), rtol=1e-6)
+
+
+def test_remat_is_checked():
+    with pytest.raises(ValueError, match="`remat` must be None, True or False: got 'all'"):
+        jzero.make_train_step(mlp_loss, remat="all")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
+    """fp32 on CPUs, where XLA keeps every collective of the trace, and adds the gathers of updated parameters."""
+    state = stack_state(config_of(stage))
+    step = jzero.make_train_step(stack_loss, accumulate_steps=accumulate_steps)
+    report = jzero.analyze(step, state, BATCH)
+    sent = sum(row.sent_bytes for row in report.collectives)
+    assert report.reckoned.sent_bytes == pytest.approx(sent, rel=1e-3)
+    assert report.reckoned == jzero.estimate_step_memory(step, state, BATCH)
+
+
+def test_products_are_counted():
+    forward = 2 * LOCAL * WIDTH * HIDDEN * 2 * LAYERS
+    memory = reckoned(stack_loss, stack_state(config_of(2)))
+    assert memory.flops == 3 * forward  # the scan computes the gradient of its first input, too
+    assert reckoned(stack_loss, stack_state(config_of(2)), remat=True).flops == pytest.approx(4 * forward, rel=0.2)
+
+
+def test_accumulation_keeps_one_micro_batch():
+    whole = reckoned(stack_loss, stack_state(config_of(2)))
+    halves = reckoned(stack_loss, stack_state(config_of(2)), accumulate_steps=2)
+    assert halves.activation_bytes == pytest.approx(whole.activation_bytes / 2, abs=8)
+
+
+@functools.cache
+def abstract_gpt():
+    model = models.GPT(vocab=4096, d_model=512, heads=8, layers=4, remat={"prevent_cse": False})
+    plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
+    return models.gpt_loss(model), plain, sum(math.prod(x.shape) for x in jax.tree.leaves(plain.params))
+
+
+def test_states_fall_with_the_number_of_devices():
+    """8, 64 and 512 devices that are not there, without their compiler: 16 bytes of state per parameter, over N."""
+    loss, plain, num_params = abstract_gpt()
+    for n in (8, 64, 512):
+        batch = jax.ShapeDtypeStruct((n, models.SEQ + 1), jnp.int32)
+        memory = jzero.estimate_step_memory(
+            jzero.make_train_step(loss), plain, batch, topology=f"h200:{n}", config=config_of(3, precision="bf16")
+        )
+        assert (memory.params + memory.opt_state) * n == pytest.approx(12 * num_params, rel=0.02)
+        assert memory.communication_seconds > 0
+
+
+def test_rates_are_those_of_the_slowest_link():
+    """fp32 at stage 3 moves 3Ψ: within a node at 450 GB/s, between two at 8 ports of 50 GB/s per node."""
+    _, plain, _ = abstract_gpt()
+    loss = lambda params, batch: jnp.square(batch @ params["position"]["w"]).mean()
+    plain = jzero.TrainState.create(params={"position": {"w": jnp.ones((1024, 512))}}, tx=optax.sgd(0.1))
+    seconds = {}
+    for n in (8, 16):
+        memory = jzero.estimate_step_memory(
+            jzero.make_train_step(loss), plain, np.ones((16, 1024), np.float32), topology=f"h200:{n}",
+            config=config_of(3),
+        )  # fmt: skip
+        sent = 2 * 1024 * 512 * 4 * (n - 1) / n  # one gather, as its gradient needs no parameter, one reduce-scatter
+        assert memory.sent_bytes == pytest.approx(sent, rel=1e-3)
+        seconds[n] = memory.communication_seconds / sent
+    assert seconds[8] == pytest.approx(1 / 450e9, rel=1e-3)
+    assert seconds[16] == pytest.approx(1 / 400e9, rel=1e-3)
+
+
+def test_abstract_mesh_and_replicas():
+    loss, plain, num_params = abstract_gpt()
+    mesh = AbstractMesh((4, 16), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    memory = jzero.estimate_step_memory(
+        jzero.make_train_step(loss), plain, jax.ShapeDtypeStruct((64, models.SEQ + 1), jnp.int32), mesh=mesh,
+        config=config_of(3, replica_axis="replica"),
+    )  # fmt: skip
+    assert memory.params * 16 == pytest.approx(4 * num_params, rel=0.02)
+    assert memory.communication_seconds is None
+
+
+def test_unrolled_layers_have_their_names():
+    model = models.GPT(vocab=512, d_model=64, heads=4, layers=2, scan=False)
+    state = jzero.shard_train_state(models.gpt_state(model, optax.adam(1e-3)), config=config_of(3))
+    memory = jzero.estimate_step_memory(
+        jzero.make_train_step(models.gpt_loss(model)), state, models.tokens(8, vocab=512)
+    )
+    layers = {row.layer for row in memory.activations}
+    assert any(layer.startswith("GPT/layer_0") for layer in layers), layers
+    assert any(layer.startswith("GPT/layer_1") for layer in layers), layers
+    assert "GPT/layer_1" in str(memory)
+
+
+class Convolution(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(16, (3, 3), name="conv")(x)
+        return nn.Dense(10)(nn.relu(x).mean(axis=(1, 2)))
+
+
+def test_convolutions():
+    model = Convolution()
+    params = model.init(jax.random.key(0), jnp.zeros((1, 12, 12, 3)))["params"]
+    plain = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+    loss = lambda params, x: jnp.square(model.apply({"params": params}, x)).mean()
+    state = jzero.shard_train_state(plain, config=config_of(0))
+    memory = jzero.estimate_step_memory(jzero.make_train_step(loss), state, np.ones((8, 12, 12, 3), np.float32))
+    forward = 2 * 12 * 12 * 16 * 3 * 3 * 3
+    assert memory.flops >= 2 * forward  # the image has no gradient
+    assert memory.activation_bytes >= 12 * 12 * 16 * 4
+
+
+def test_json_and_table():
+    memory = reckoned(stack_loss, stack_state(config_of(3)))
+    data = json.loads(memory.to_json())
+    assert data["peak"] == memory.peak == data["arguments"] + data["temporaries"]
+    assert sum(row["num_bytes"] for row in data["activations"]) == data["activation_bytes"]
+    text = str(memory)
+    assert "optimizer state" in text
+    assert "kept for the backward pass" in text
+
+
+def test_errors():
+    state = stack_state(config_of(3))
+    with pytest.raises(TypeError, match="must be what `make_train_step` returned: got PjitFunction"):
+        jzero.estimate_step_memory(jax.jit(stack_loss), state, BATCH)
+    step = jzero.make_train_step(stack_loss)
+    plain = jzero.unshard_train_state(state)
+    with pytest.raises(TypeError, match="not sharded by jzero: pass `config="):
+        jzero.estimate_step_memory(step, plain, BATCH)
+    with pytest.raises(ValueError, match="GPUs: h200"):
+        jzero.estimate_step_memory(step, state, BATCH, topology="h300:8")
+    with pytest.raises(ValueError, match="must be divisible by 64"):
+        jzero.estimate_step_memory(step, state, BATCH, topology="h200:64")
