@@ -1,14 +1,17 @@
 """What the GPU and TPU compilers make of the steps: run without hardware, with the extra `gpu` or `tpu` installed.
 
-python -m pytest -m slow tests/test_accelerators.py -k h200     # needs jzero[gpu]
-python -m pytest -m slow tests/test_accelerators.py -k v5e      # needs jzero[tpu]
+python -m pytest -m slow tests/test_accelerators.py -k "h200 or h100"    # needs jzero[gpu]
+python -m pytest -m slow tests/test_accelerators.py -k "v5e or v5p"      # needs jzero[tpu]
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +89,52 @@ def test_fp32_gathers_are_seen():
     """The check can fail: without a policy the same program gathers fp32."""
     gathered = results(compiled_text("h200:8", 3, "fp32", scan=True), "all-gather")
     assert "f32" in {dtype for dtype, size in gathered if size > 1024}, gathered
+
+
+# Peak memory as reckoned beside the compiler's: bytes of states are exact, what XLA schedules is not.
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+decoder_models = importlib.import_module("decoder_models")
+
+
+def off_by(model, topology, stage):
+    make_state, loss_fn, batch = getattr(decoder_models, model)()
+    plain = jax.eval_shape(make_state, jax.random.key(0))
+    config = jzero.ZeroConfig(stage=stage, precision="bf16")
+    report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology=topology, config=config)
+    assert report.memory.arguments == pytest.approx(report.reckoned.arguments, rel=1e-3)
+    return report.reckoned.peak / report.memory.peak - 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["gpt_124m", "gpt_1_4b"])
+@pytest.mark.parametrize("topology", ["h200:8", "v5p:2x2x2"])
+def test_reckoned_peak_is_that_of_the_compiler(topology, model, stage):
+    assert abs(off_by(model, topology, stage)) < 0.10
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v5p:4x4x4", "v5p:8x8x8"])
+def test_states_fall_with_the_number_of_tpus(topology):
+    """Stage 3 over 8, 64 and 512 chips: what the compiler takes as arguments is 12 bytes per parameter over N."""
+    config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
+    make_state, loss_fn, _ = decoder_models.gpt_124m()
+    plain = jax.eval_shape(make_state, jax.random.key(0))
+    num_devices = math.prod(map(int, topology.removeprefix("v5p:").split("x")))
+    batch = jax.ShapeDtypeStruct((num_devices, 257), jnp.int32)
+    report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology=topology, config=config)
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(plain.params))
+    assert report.num_devices == num_devices
+    assert report.memory.arguments * num_devices == pytest.approx(12 * num_params, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "hbm_bytes"), [("llama_7b", "h100:8", 80e9), ("llama_70b", "h200:64", None)]
+)
+def test_large_models_fit(model, topology, hbm_bytes):
+    config = jzero.ZeroConfig(stage=0, precision="bf16")
+    limit = None if hbm_bytes is None else int(hbm_bytes)
+    choice = jzero.fit(*getattr(decoder_models, model)(), topology=topology, hbm_bytes=limit, config=config)
+    print(choice)
+    last_loser = choice.tried[choice.tried.index(choice.chosen) - 1]
+    assert choice.chosen.compiled_peak <= choice.limit < last_loser.compiled_peak
+    assert choice.chosen.memory.peak == pytest.approx(choice.chosen.compiled_peak, rel=0.15)

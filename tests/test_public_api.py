@@ -19,9 +19,9 @@ import jzero
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
-    AnalysisReport DynamicLossScale EquivalenceReport LeafRule LossScaleError MemoryEstimate PerExample
-    PlanViolation Precision Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan analyze check_equivalence
-    gather_params get_full_grad get_full_opt_state get_full_param init_train_state make_eval_step make_mesh
+    AnalysisReport DynamicLossScale EquivalenceReport Fit LeafRule LossScaleError MemoryEstimate PerExample
+    PlanViolation Precision StepMemory Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan analyze check_equivalence
+    estimate_step_memory fit gather_params get_full_grad get_full_opt_state get_full_param init_train_state make_eval_step make_mesh
     make_train_step natural_params plan_of plan_train_state set_full_opt_state set_full_param shard_train_state
     unshard_train_state update_params value_and_grad
     """.split()

@@ -219,10 +219,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       ValueError: There is no such machine, its memory is not known, or the batch cannot be split over it.
 
     Example:
-      >>> choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8")  # doctest: +SKIP
-      >>> step = jzero.make_train_step(  # doctest: +SKIP
-      ...     loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat
-      ... )
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> choice = jzero.fit(plain_state, loss_fn, jnp.ones((64, 512)), topology="h200:8", confirm=False)
+      >>> new_state = jzero.shard_train_state(plain_state, config=choice.config)
+      >>> step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
     """
     hardware, devices, notes = _hardware(topology, confirm=confirm)
     num_devices = hardware.num_devices if hardware is not None else len(devices or jax.devices())
