@@ -134,7 +134,6 @@ def test_large_models_fit(model, topology, hbm_bytes):
     config = jzero.ZeroConfig(stage=0, precision="bf16")
     limit = None if hbm_bytes is None else int(hbm_bytes)
     choice = jzero.fit(*getattr(decoder_models, model)(), topology=topology, hbm_bytes=limit, config=config)
-    print(choice)
     last_loser = choice.tried[choice.tried.index(choice.chosen) - 1]
     assert choice.chosen.compiled_peak <= choice.limit < last_loser.compiled_peak
     assert choice.chosen.memory.peak == pytest.approx(choice.chosen.compiled_peak, rel=0.15)
