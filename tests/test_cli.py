@@ -189,6 +189,42 @@ def test_analyze_ends_with_1_if_the_program_departs_from_the_plan(run, monkeypat
     assert run("analyze users:nnx_pair").exit_code == 0, "only if asked"
 
 
+# fit
+
+
+def test_fit_as_json(run):
+    """16Ψ bytes of states at stage 0 do not fit into 10Ψ; cut over 8 devices they do."""
+    found = data_of(run(f"fit users:factory --topology h200:8 --hbm-bytes {10 * PSI} --no-confirm --json"))
+    assert found["limit"] == 10 * PSI
+    assert found["chosen"]["verdict"] == "chosen"
+    assert found["chosen"]["stage"] > 0
+    assert found["tried"][0]["stage"] == 0
+    assert found["tried"][0]["reckoned_peak"] > 12 * PSI
+    assert found["tried"][0]["verdict"].endswith("too much")
+    assert found["notes"] == ["Nothing was compiled: the figures are reckoned."]
+
+
+def test_fit_compiles_for_this_machine(run):
+    text = text_of(run("fit users:factory --hbm-bytes 1e9 --precision bf16"))
+    assert "8 cpu devices: stage 0 fits" in text
+    assert "(compiled)" in text
+
+
+def test_fit_ends_with_1_if_nothing_fits(run):
+    result = run(f"fit users:factory --topology h200:8 --hbm-bytes {PSI} --no-confirm")
+    assert result.exit_code == 1
+    assert "nothing fits. The least is stage 3" in result.stdout
+
+
+def test_fit_without_the_compiler_says_so(run, monkeypatch):
+    monkeypatch.setattr(topologies, "missing_compiler", lambda kind: f"no {kind} compiler")
+    topologies._devices.cache_clear()
+    found = data_of(run("fit users:factory --topology h200:8 --json"))
+    assert found["chosen"]["compiled_peak"] is None
+    assert "Nothing was compiled" in found["notes"][0]
+    assert "no gpu compiler" in found["notes"][0]
+
+
 # doctor
 
 
@@ -395,7 +431,8 @@ def test_readme_commands_run(run, monkeypatch):
     """Except that the model is a small one, and that machines which are not there are left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
-    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "doctor"}
+    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "fit", "doctor"}
     for line in lines:
         here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", line.removeprefix("jzero "), count=1))
-        assert run(here).exit_code == 0, line
+        memory = " --hbm-bytes 1e9" if here.startswith("fit") else ""
+        assert run(here + memory).exit_code == 0, line
