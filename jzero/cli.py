@@ -134,6 +134,12 @@ def analyze(
     precision: PrecisionName = "fp32",
     threshold: Threshold = 100_000,
     accumulate_steps: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    remat: Annotated[
+        bool | None,
+        typer.Option(
+            "--remat/--no-remat", help="Recompute the loops of the loss, or nothing. By default what it says."
+        ),
+    ] = None,
     figure: Annotated[
         str | None, typer.Option(metavar="PATH", help="Draw memory and timeline there; the ending says which kind.")
     ] = None,
@@ -145,7 +151,7 @@ def analyze(
     with _messages(traceback):
         _choose_devices(topology, cpu_devices)
         user = _load(model)
-        step = jzero.make_train_step(user.loss_fn, accumulate_steps=accumulate_steps)
+        step = jzero.make_train_step(user.loss_fn, accumulate_steps=accumulate_steps, remat=remat)
         config = _config(stage, precision, threshold)
         report = jzero.analyze(step, user.state, user.batch, topology=topology, config=config, **user.keywords)
     _show(report, as_json)

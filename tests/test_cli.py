@@ -173,6 +173,15 @@ def test_analyze_options(run):
     assert f"2.00 × {PSI:,} parameters" in found
 
 
+def test_analyze_with_and_without_remat(run):
+    """What is kept of a layer: its input; else also hyperbolic tangents t and, as jax has it, 1 - t."""
+    kept = [data_of(run(f"analyze users:factory {option} --json"))["reckoned"]["activation_bytes"]
+            for option in ("--remat", "--no-remat", "")]  # fmt: skip
+    rows, last = cli_models.BATCH // 8, 4 * WIDTH * cli_models.BATCH // 8
+    assert kept[0] == pytest.approx(4 * rows * LAYERS * WIDTH + last, abs=8)
+    assert kept[1] == kept[2] == pytest.approx(4 * rows * LAYERS * (WIDTH + 2 * 4 * WIDTH) + last, abs=8)
+
+
 def test_analyze_of_an_nnx_pair_that_is_made_from_a_key(run):
     found = data_of(run("analyze users:nnx_pair --stage 2 --json"))
     assert found["communication_elements"] == pytest.approx(2 * WIDTH * 4 * WIDTH, rel=0.02)

@@ -331,7 +331,7 @@ class _Visitor:
         # What the body does not read is not there: the compiler drops it.
         read = body.outputs.union(*(op.reads for op in body.operations))
         whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
-        copies = [self._transposed(self._write(inputs[i])) for i in sorted(body.transposed)]
+        copies = [self._transposed(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
         made = self._operation(inputs, [*whole, *copies], in_place=True, inner=body, kind=kind)
         for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
             assert x.buffer is not None
