@@ -26,6 +26,9 @@ from jzero.analysis.violations import Compiled, axes_of, find_violations
 
 __all__ = ["analyze", "this_machine"]
 
+TILES_WORTH_A_NOTE = 0.02
+"""Share of the arguments' memory beyond which what tiles waste is noted."""
+
 
 def analyze(
     fn: Any,
@@ -104,6 +107,12 @@ def analyze(
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
         reckoned = memory_of_trace(traced, arguments, plans[0], hardware, gpu=platform == "gpu")
+        excess = facts.memory.arguments / reckoned.arguments - 1
+        if excess > TILES_WORTH_A_NOTE:
+            notes.append(
+                f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some shards in "
+                "tiles that they do not fill."
+            )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
 
 
