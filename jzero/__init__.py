@@ -31,7 +31,7 @@ from jzero._train_step import make_eval_step as make_eval_step
 from jzero._train_step import make_train_step as make_train_step
 from jzero._train_step import value_and_grad as value_and_grad
 from jzero.analysis.analyze import analyze as analyze
-from jzero.analysis.fit import Fit as Fit
+from jzero.analysis.candidates import Fit as Fit
 from jzero.analysis.fit import fit as fit
 from jzero.analysis.report import AnalysisReport as AnalysisReport
 from jzero.analysis.step_memory import StepMemory as StepMemory

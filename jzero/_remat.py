@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,80 +11,106 @@ from jax import lax
 
 from jzero import _compat
 
-__all__ = ["has_remat", "with_remat"]
+__all__ = ["REMAT", "recomputes", "with_remat"]
 
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
 
 
-def has_remat(jaxpr: Any) -> bool:
-    """Whether anything in a jaxpr is recomputed in the backward pass."""
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
-    return any(
-        eqn.primitive.name in REMAT or any(has_remat(inner) for inner in _compat.contained_jaxprs(eqn))
-        for eqn in jaxpr.eqns
+def recomputes(eqn: Any) -> bool:
+    """Whether an equation, or anything in it, is recomputed in the backward pass."""
+    return eqn.primitive.name in REMAT or any(
+        recomputes(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns
     )
 
 
 def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: bool) -> list[Any]:
     """Evaluates a jaxpr, with recomputation as `remat` says.
 
+    Looks into `jit`, `cond`, `scan` and `jax.checkpoint`; whatever else holds code is evaluated as it is.
+
     Args:
       jaxpr: A closed jaxpr.
       inputs: Its inputs.
-      remat: True: every pass of every loop that recomputes nothing yet keeps only what it is called with. False:
+      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. False:
         nothing is recomputed, whatever the code says.
 
     Returns:
       Its outputs.
     """
-    jaxpr, consts = _compat.open_jaxpr(jaxpr)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        with _compat.equation_context(eqn):
-            outputs = _apply(eqn, [read(v) for v in eqn.invars], remat=remat)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return _Rewrite(remat)(jaxpr, inputs)
 
 
-def _apply(eqn: Any, inputs: list[Any], *, remat: bool) -> list[Any]:
-    kind = eqn.primitive.name
-    if kind in REMAT and not remat:
-        return with_remat(eqn.params["jaxpr"], inputs, remat=remat)
-    if kind in ("jit", "pjit"):
+@dataclasses.dataclass
+class _Rewrite:
+    """Evaluates jaxprs; calls stay calls, one function per jaxpr, which `jax.jit` caches."""
+
+    remat: bool
+    calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            with _compat.equation_context(eqn):
+                outputs = self._apply(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        kind = eqn.primitive.name
+        if kind in REMAT:
+            return self._checkpoint(eqn, inputs)
+        if kind in ("jit", "pjit"):
+            return list(self._call(eqn)(*inputs))
+        if kind == "cond":
+            branches = [lambda *xs, branch=branch: self(branch, xs) for branch in eqn.params["branches"]]
+            return list(lax.switch(inputs[0], branches, *inputs[1:]))
+        if kind == "scan" and not (self.remat and recomputes(eqn)):
+            return self._scan(eqn, inputs)
+        return _compat.bind(eqn, inputs)
+
+    def _call(self, eqn: Any) -> Callable[..., Any]:
         jaxpr = eqn.params["jaxpr"]
+        if id(jaxpr) not in self.calls:
 
-        def call(*xs: Any) -> list[Any]:
-            return with_remat(jaxpr, xs, remat=remat)
+            def call(*xs: Any) -> list[Any]:
+                return self(jaxpr, xs)
 
-        call.__name__ = eqn.params.get("name", "jit")
-        return list(jax.jit(call)(*inputs))
-    if kind == "scan" and not (remat and has_remat(eqn.params["jaxpr"])):
-        return _scan(eqn, inputs, remat=remat)
-    return _compat.bind(eqn, inputs)
+            call.__name__ = eqn.params.get("name", "jit")
+            self.calls[id(jaxpr)] = jax.jit(call)
+        return self.calls[id(jaxpr)]
 
+    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        def body(*xs: Any) -> list[Any]:
+            return self(eqn.params["jaxpr"], xs)
 
-def _scan(eqn: Any, inputs: list[Any], *, remat: bool) -> list[Any]:
-    num_consts, num_carry = _compat.scan_groups(eqn)
-    consts, init, xs = (
-        inputs[:num_consts],
-        inputs[num_consts : num_consts + num_carry],
-        inputs[num_consts + num_carry :],
-    )
+        if self.remat:
+            body = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
+        return list(body(*inputs))
 
-    def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
-        return with_remat(eqn.params["jaxpr"], [*consts, *carry, *x], remat=remat)
+    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        num_consts, num_carry = _compat.scan_groups(eqn)
+        jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        end = num_consts + num_carry
+        consts, init, xs = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
+        # What is carried unchanged stays so in plain sight.
+        fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
 
-    if remat:
-        run = jax.checkpoint(run, prevent_cse=False)
+        def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
+            return self(eqn.params["jaxpr"], [*consts, *carry, *x])
 
-    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = run(consts, carry, x)
-        return outputs[:num_carry], outputs[num_carry:]
+        if self.remat:
+            run = jax.checkpoint(run, prevent_cse=False)
 
-    carry, ys = lax.scan(body, init, xs, **{k: eqn.params[k] for k in ("length", "reverse", "unroll")})
-    return [*carry, *ys]
+        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = run(consts, carry, x)
+            new = [c if same else y for c, y, same in zip(carry, outputs, fixed, strict=False)]
+            return new, outputs[num_carry:]
+
+        carry, ys = lax.scan(body, init, xs, **{k: eqn.params[k] for k in ("length", "reverse", "unroll")})
+        return [*carry, *ys]

@@ -333,9 +333,10 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
-      remat: True recomputes every pass of the loss's loops (scanned layers) in the backward pass, in place of keeping
-        what it computed, unless the loop says itself what to recompute. False recomputes nothing, whatever
-        `jax.checkpoint` in the loss says. None leaves the loss as it is.
+      remat: True recomputes every pass of the loss's scans (scanned layers) in the backward pass, in place of keeping
+        what it computed, unless the scan says itself what to recompute. False recomputes nothing, whatever
+        `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of `while_loop`, `custom_vjp` and
+        `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
 
     Returns:

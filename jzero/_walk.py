@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._remat import REMAT, recomputes
 
 __all__ = ["Walk"]
 
@@ -53,12 +54,14 @@ class Walk:
       regather: Whether gathered parameters are dropped after use and gathered again for the backward
         pass, see [Note: Gathering again in the backward pass].
       in_loop: Whether this is the body of a loop.
+      sealing: Whether this is inside of a `jax.checkpoint` of jzero's own, which must not undo those of the loss.
       cache: What has been found out about the jaxprs of this trace; lives as long as the trace.
     """
 
     axes: frozenset[str]
     regather: bool
     in_loop: bool = False
+    sealing: bool = False
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -92,7 +95,7 @@ class Walk:
         if eqn.primitive.name == "sharding_constraint":
             return [self._constrain(eqn, inputs[0])]
         names_mesh = self._names_mesh(eqn)
-        if lazy or names_mesh:
+        if lazy or names_mesh or (self.sealing and recomputes(eqn)):
             rule = _RULES.get(eqn.primitive.name)
             if rule is not None:
                 return rule(self, eqn, inputs)
@@ -134,7 +137,7 @@ class Walk:
         return list(self.cache[key](inputs))
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
-        inner = dataclasses.replace(self, regather=False)
+        inner = dataclasses.replace(self, regather=False, sealing=False)
         policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
         # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
         body = jax.checkpoint(
@@ -142,7 +145,7 @@ class Walk:
             prevent_cse=eqn.params["prevent_cse"],
             policy=policy,
         )
-        return list(body(inputs))
+        return list((_sealed(body) if self.sealing else body)(inputs))
 
     def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
@@ -153,8 +156,9 @@ class Walk:
         # Carried values that the body hands on unchanged are constants of the loop.
         fixed = [is_lazy(x) and v is o for x, v, o in zip(init, carry_vars, jaxpr.outvars, strict=False)]
         lazily = [is_lazy(x) and _only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
-        inner = dataclasses.replace(self, in_loop=True)
         hoisted, whole = share([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
+        regathers = self.regather and not all(is_free(x) for x in hoisted)
+        inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
 
         def loop(leaves: list[Any]) -> list[Any]:
             """The loop, given what the constants and carried values are made of that are gathered before it."""
@@ -174,14 +178,15 @@ class Walk:
             end, ys = lax.scan(body, start, xs, **options)
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
-        if self.regather and not all(is_free(x) for x in hoisted):
+        if regathers:
             return list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted))
         return loop(hoisted)
 
     def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         def switch(xs: list[Any]) -> list[Any]:
             index, *operands = xs
-            branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
+            walk = dataclasses.replace(self, sealing=self.sealing or self.regather)
+            branches = [functools.partial(walk._branch, branch) for branch in eqn.params["branches"]]
             return lax.switch(index, branches, *operands)
 
         return self._use(switch, inputs, opaque=True)
@@ -261,6 +266,17 @@ def _checkpointed(fn: Callable[[list[Any]], list[Any]], *, prevent_cse: bool) ->
     return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=_refuse_gathers(lambda *_, **__: True))
 
 
+def _sealed(fn: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
+    """`fn` with what it keeps for the backward pass settled.
+
+    jax asks the policy of an enclosing `jax.checkpoint` inside of inner ones, too, so that one that keeps everything
+    but gathers would undo them.
+    """
+    region = jax.custom_vjp(fn)
+    region.defvjp(lambda xs: jax.vjp(fn, xs), lambda vjp, cotangents: vjp(cotangents))
+    return region
+
+
 def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
     """`policy`, not asked about gathers and what only changes their layout: these are done again."""
 
@@ -327,7 +343,15 @@ def _sliceable(x: Any) -> Any:
 def _only_indexed(jaxpr: Jaxpr, var: Any) -> bool:
     """Whether the loop body reads constant `var` one slice at a time."""
     uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
-    return bool(uses) and all(e.primitive.name == "dynamic_slice" for e in uses) and var not in jaxpr.outvars
+    return bool(uses) and all(_indexes(eqn, var) for eqn in uses) and var not in jaxpr.outvars
+
+
+def _indexes(eqn: Equation, var: Any) -> bool:
+    """Whether an equation reads `var` by slices alone."""
+    if eqn.primitive.name not in REMAT | {"jit", "pjit"}:
+        return eqn.primitive.name == "dynamic_slice"
+    body = next(_compat.contained_jaxprs(eqn))
+    return all(_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)
 
 
 def _is_opaque(eqn: Equation) -> bool:

@@ -110,8 +110,8 @@ def analyze(
         excess = facts.memory.arguments / reckoned.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
             notes.append(
-                f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some shards in "
-                "tiles that they do not fill."
+                f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some "
+                "shards in tiles that they do not fill."
             )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
 

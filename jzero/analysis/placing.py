@@ -24,7 +24,10 @@ def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: num_devices // known if size == -1 else size for name, size in axes.items()}
     if math.prod(sizes.values()) != num_devices:
-        raise ValueError(f"The mesh axes {sizes} do not make {num_devices} devices.")
+        raise ValueError(
+            f"The mesh axes {axes} (-1: what the others leave) do not divide {num_devices} devices: choose a machine "
+            f"whose number of devices is a multiple of {known}, or pass `mesh=`."
+        )
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

@@ -69,7 +69,8 @@ class AnalysisReport:
       plan: The plan of the state among the arguments, if there is one.
       violations: How the program departs from the plan; `verify` raises them.
       notes: What the figures leave out, and what could not be told.
-      reckoned: Of a training step the same memory as `estimate_step_memory` reckons it, with activations by layer.
+      reckoned: Of a training step the same memory as `estimate_step_memory` reckons it, with activations by layer. It
+        is a model of the compilers for GPUs and TPUs; that for CPUs orders unrolled code otherwise.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())

@@ -152,7 +152,8 @@ def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
       batch: The global batch, concrete or abstract.
       rng: As the step is called with it.
       topology: A machine such as `"h200:8"`, for its number of devices and its rates. Its compiler is not needed.
-      mesh: Over which devices; may be abstract. By default that of the state, or all of `topology` on the ZeRO axis.
+      mesh: Over which devices; may be abstract, which without `topology` are taken for TPUs. By default that of the
+        state, or all of `topology` on the ZeRO axis.
       config: What to partition, and how, where it is not what the state's plan says.
 
     Returns:
@@ -168,6 +169,10 @@ def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
       >>> memory.params == 512 * 512 * 4 // 64
       True
     """
+    if topology is not None and not isinstance(topology, str):
+        raise TypeError(f"`topology` must name a machine, such as 'h200:8': got {topology!r}.")
+    if config is not None and not isinstance(config, ZeroConfig):
+        raise TypeError(f"`config` must be a `ZeroConfig`: got {config!r}.")
     if not isinstance(step, TrainStep):
         raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
     hardware = None if topology is None else machine(topology)

@@ -20,7 +20,9 @@ its compilers for GPUs and TPUs share are enough to tell:
   donated argument there. The largest exists once more while it is brought into its layout. Where that would take more
   than the scheduler plans with, they are gathered one by one.
 
-Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead.
+Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
+`unroll` of loops; mesh axes other than ZeRO's (tensor parallelism), whose collectives are the compiler's and whose
+parts of activations count whole; arrays that the loss closes over.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ __all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_pr
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
 ALIASES = frozenset(
-    "reshape squeeze expand_dims transpose stop_gradient copy copy_p reduce_precision bitcast_convert_type "
+    "reshape squeeze expand_dims transpose stop_gradient name copy copy_p reduce_precision bitcast_convert_type "
     "sharding_constraint reshard pvary pcast".split()
 )
 FUSIBLE = frozenset(
@@ -54,7 +56,7 @@ FUSIBLE = frozenset(
 CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split())
 REDUCTIONS = frozenset("argmax argmin gather reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
 """What elementwise operations are fused into, but not through."""
-IN_PLACE = frozenset("dynamic_update_slice scatter scatter_add scatter-add".split())
+IN_PLACE = frozenset("dynamic_update_slice scatter scatter_add scatter-add while".split())
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",

@@ -1,0 +1,194 @@
+"""What `fit` tries and finds: candidates, and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jzero._config import ZeroConfig
+from jzero.analysis.step_memory import StepMemory
+from jzero.analysis.table import format_bytes, format_rows
+
+__all__ = ["NEARLY", "Candidate", "Fit", "judged"]
+
+NEARLY = 1.01
+"""What differs by less counts as equal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+      config: What to partition, and how.
+      mesh_shape: The size of each mesh axis.
+      accumulate_steps: For `make_train_step`.
+      remat: For `make_train_step`.
+      memory: What it needs as reckoned.
+      compiled_peak: What it needs as compiled; `None` if it was not.
+      verdict: Why it was chosen or passed over.
+    """
+
+    config: ZeroConfig
+    mesh_shape: dict[str, int] = dataclasses.field(hash=False)
+    accumulate_steps: int
+    remat: bool | None
+    memory: StepMemory
+    compiled_peak: int | None = None
+    verdict: str = ""
+
+    @property
+    def peak(self) -> int:
+        """Bytes on one device: as compiled if that is known, else as reckoned."""
+        return self.memory.peak if self.compiled_peak is None else self.compiled_peak
+
+    def cost(self) -> float:
+        """What it costs in communication: seconds, or bytes where no rates are known."""
+        seconds = self.memory.communication_seconds
+        return self.memory.sent_bytes if seconds is None else seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {
+            "stage": self.config.stage,
+            "persistence_threshold": self.config.persistence_threshold,
+            "mesh": self.mesh_shape,
+            "accumulate_steps": self.accumulate_steps,
+            "remat": self.remat,
+            "reckoned_peak": self.memory.peak,
+            "compiled_peak": self.compiled_peak,
+            "sent_bytes": self.memory.sent_bytes,
+            "communication_seconds": self.memory.communication_seconds,
+            "flops": self.memory.flops,
+            "verdict": self.verdict,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What `fit` found; `print` it for a table of what was tried.
+
+    Attributes:
+      machine: What it is for.
+      limit: Bytes on one device that a step may take.
+      tried: Every candidate, the cheapest in communication first.
+      chosen: The first of them that fits, or `None`.
+      notes: What could not be done.
+
+    Example:
+      >>> make_state = lambda key: plain_state
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> choice = jzero.fit(make_state, loss_fn, jnp.ones((64, 512)), topology="h200:8", confirm=False)
+      >>> choice.config.stage, choice.accumulate_steps
+      (0, 1)
+    """
+
+    machine: str
+    limit: int
+    tried: tuple[Candidate, ...]
+    chosen: Candidate | None
+    notes: tuple[str, ...]
+
+    @property
+    def _choice(self) -> Candidate:
+        if self.chosen is None:
+            raise ValueError(self._headline())
+        return self.chosen
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The configuration to train with; raises a `ValueError` if nothing fits."""
+        return self._choice.config
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """The mesh to train on, for `make_mesh(**choice.mesh_shape)`."""
+        return self._choice.mesh_shape
+
+    @property
+    def accumulate_steps(self) -> int:
+        """For `make_train_step`."""
+        return self._choice.accumulate_steps
+
+    @property
+    def remat(self) -> bool | None:
+        """For `make_train_step`."""
+        return self._choice.remat
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON."""
+        data = {
+            "machine": self.machine,
+            "limit": self.limit,
+            "chosen": self.chosen and self.chosen.to_dict(),
+            "tried": [candidate.to_dict() for candidate in self.tried],
+            "notes": self.notes,
+        }
+        return json.dumps(data, indent=2)
+
+    def _headline(self) -> str:
+        if self.chosen is not None:
+            x = self.chosen
+            how = "reckoned" if x.compiled_peak is None else "compiled"
+            sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
+            return f"{self.machine}: {_describe(x)} fits: {sizes}"
+        least = min(self.tried, key=lambda x: x.peak)
+        excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
+        need = f"{_describe(least)} with {format_bytes(least.peak)} per device"
+        return f"{self.machine}: nothing fits. The least is {need}, {excess}."
+
+    def __str__(self) -> str:
+        header = ("stage", "mesh", "micro-batches", "remat", "whole up to", "reckoned", "compiled", "sends", "verdict")
+        rows = [
+            (
+                str(x.config.stage),
+                ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
+                str(x.accumulate_steps),
+                {None: "", True: "loops", False: "none"}[x.remat],
+                f"{x.config.persistence_threshold:,}",
+                format_bytes(x.memory.peak),
+                "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
+                format_bytes(x.memory.sent_bytes),
+                x.verdict,
+            )
+            for x in self.tried
+        ]
+        table = format_rows([header, *rows], left=4, last_left=True)
+        return "\n".join([self._headline(), "", *table, *([""] if self.notes else []), *self.notes])
+
+
+def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
+    """Yields the candidates with why each was chosen or passed over."""
+    for x in tried:
+        if x is chosen:
+            verdict = "chosen"
+        elif x.peak > limit:
+            verdict = f"{format_bytes(x.peak - limit)} too much"
+        else:
+            assert chosen is not None
+            verdict = _why_not(x, chosen)
+        yield dataclasses.replace(x, verdict=verdict)
+
+
+def _why_not(x: Candidate, chosen: Candidate) -> str:
+    if x.cost() > NEARLY * chosen.cost():
+        return f"fits; {x.cost() / max(chosen.cost(), 1e-30):.2f}x the communication"
+    if x.memory.flops > NEARLY * chosen.memory.flops:
+        return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
+    if x.accumulate_steps > chosen.accumulate_steps:
+        return "fits; more micro-batches"
+    return "fits; a higher stage for nothing"
+
+
+def _describe(x: Candidate) -> str:
+    parts = [f"stage {x.config.stage}"]
+    num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+    if num_replicas > 1:
+        parts.append(f"{num_replicas} replicas")
+    if x.accumulate_steps > 1:
+        parts.append(f"{x.accumulate_steps} micro-batches")
+    if x.remat is not None:
+        parts.append("loops recomputed" if x.remat else "nothing recomputed")
+    return ", ".join(parts)
