@@ -179,7 +179,7 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
-    return "fits; a higher stage for nothing"
+    return "fits; no cheaper, a higher stage"
 
 
 def _describe(x: Candidate) -> str:
