@@ -118,7 +118,9 @@ def test_recomputation_without_products_is_tried():
     least = min(x.peak for x in find(hbm_bytes=1e9).tried)
     choice = find(hbm_bytes=1.2 * least)
     assert choice.remat is True
-    assert find(hbm_bytes=1e9).remat is None
+    plenty = find(hbm_bytes=1e9)
+    assert plenty.remat is None
+    assert [x.verdict for x in plenty.tried] == ["chosen", "fits; recomputes for nothing"]
 
 
 def test_nnx_pairs_and_replicas_by_name():

@@ -179,6 +179,8 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
+    if x.remat is True and chosen.remat is not True:
+        return "fits; recomputes for nothing"
     return "fits; no cheaper, a higher stage"
 
 
