@@ -7,7 +7,7 @@ differently in jax 0.10 and 0.12, and `ClosedJaxpr` merged into `Jaxpr` in betwe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ __all__ = [
     "bind",
     "contained_jaxprs",
     "equation_context",
+    "evaluate",
     "has_side_effects",
     "is_literal",
     "open_jaxpr",
@@ -55,6 +56,27 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
 def ordered_effects(jaxpr: Any) -> list[str]:
     """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
+
+
+def evaluate(jaxpr: Any, inputs: Sequence[Any], apply: Callable[[Equation, list[Any]], list[Any]]) -> list[Any]:
+    """Evaluates a jaxpr by `apply(equation, inputs)`, each in its own context; drops values after their last use."""
+    jaxpr, consts = open_jaxpr(jaxpr)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if is_literal(atom) else env[atom]
+
+    last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
+    last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)})
+    for i, eqn in enumerate(jaxpr.eqns):
+        with equation_context(eqn):
+            outputs = apply(eqn, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        for v in {v for v in eqn.invars if not is_literal(v)}:
+            if last_use[v] == i:
+                del env[v]
+    return [read(v) for v in jaxpr.outvars]
 
 
 def has_side_effects(eqn: Equation) -> bool:

@@ -48,18 +48,7 @@ class _Rewrite:
     calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-        jaxpr, consts = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            with _compat.equation_context(eqn):
-                outputs = self._apply(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return _compat.evaluate(jaxpr, inputs, self._apply)
 
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         kind = eqn.primitive.name

@@ -66,23 +66,7 @@ class Walk:
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates `jaxpr`; inputs and outputs are arrays or lazy values."""
-        jaxpr, consts = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
-
-        last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not _compat.is_literal(v)}
-        last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)})
-        for i, eqn in enumerate(jaxpr.eqns):
-            with _compat.equation_context(eqn):
-                outputs = self._apply(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-            for v in {v for v in eqn.invars if not _compat.is_literal(v)}:
-                if last_use[v] == i:
-                    del env[v]
-        return [read(v) for v in jaxpr.outvars]
+        return _compat.evaluate(jaxpr, inputs, self._apply)
 
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         lazy = any(map(is_lazy, inputs))

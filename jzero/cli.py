@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 import jax
 import typer
-from jax.sharding import AbstractMesh, AxisType
 
 import jzero
 from jzero._user_model import UserModel, load_model
+from jzero.analysis.placing import abstract_mesh
 from jzero.analysis.topologies import topology_devices
 from jzero.doctor import examine
 
@@ -115,7 +115,7 @@ def plan(
         mesh = None
         if devices is not None:
             _use_cpu(None)
-            mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+            mesh = abstract_mesh(devices, {"data": devices})
         config = _config(stage, precision, threshold)
         result = jzero.plan_train_state(_load(model).state, config=config, mesh=mesh)
     _show(result, as_json)
@@ -270,7 +270,7 @@ def _counted(model: str | None, params: float | None, largest_layer: float | Non
 
 
 def _config(stage: int, precision: Any, threshold: int) -> jzero.ZeroConfig:
-    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=threshold)  # type: ignore[arg-type]
+    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=threshold)  # type: ignore[arg-type]  # typer knows no Literal of numbers
 
 
 def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:

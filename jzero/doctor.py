@@ -24,6 +24,7 @@ from jzero._mesh import make_mesh
 from jzero._plan_table import format_bytes
 from jzero._state import TrainState
 from jzero._train_state import plan_train_state
+from jzero.analysis.table import format_rows
 from jzero.analysis.topologies import missing_compiler
 
 __all__ = ["Check", "DeviceGroup", "DoctorReport", "examine"]
@@ -284,7 +285,4 @@ def _version(package: str) -> str | None:
 
 
 def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return [f"  {line}" for line in format_rows(rows, left=len(rows[0]))] if rows else []

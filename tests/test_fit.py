@@ -85,7 +85,7 @@ def test_nothing_fits():
     least = min(choice.tried, key=lambda x: x.peak)
     assert least.compiled_peak is not None
     with pytest.raises(ValueError, match="nothing fits"):
-        choice.config  # noqa: B018
+        _ = choice.config
     assert json.loads(choice.to_json())["chosen"] is None
 
 
@@ -103,6 +103,29 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
     assert [x.accumulate_steps for x in choice.tried] == [1, 2]
     assert choice.accumulate_steps == 2
     assert choice.chosen.compiled_peak == halves <= limit < choice.tried[0].compiled_peak == whole
+
+
+def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
+    """As that for TPUs does; its figure is of temporaries alone, so none is given."""
+    lower = jzero._train_step.TrainStep.lower
+
+    class Refusing:
+        def compile(self, options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+
+    def refuse_stage_0(self, state, *args, **options):
+        return lower(self, state, *args, **options) if jzero.plan_of(state).config.stage else Refusing()
+
+    monkeypatch.setattr(jzero._train_step.TrainStep, "lower", refuse_stage_0)
+    choice = fitted(1000, max_accumulate_steps=1, remat=(None,))
+    first, *_ = choice.tried
+    assert (first.config.stage, first.refused, first.compiled_peak) == (0, True, None)
+    assert first.verdict == "refused by the compiler for want of memory"
+    assert "refused" in str(choice)
+    assert choice.config.stage == 1
+    nothing = fitted(1000, max_accumulate_steps=1, remat=(None,), stages=(0,))
+    assert nothing.chosen is None
+    assert "the compiler refuses it for want of memory" in str(nothing)
 
 
 def test_recomputation_without_products_is_tried():
@@ -191,6 +214,7 @@ def test_a_machine_that_is_not_there():
     assert {x.mesh_shape.get("replica", 1) for x in whole.tried} == {1, 2}
     assert "Nothing was compiled" in str(whole)
     assert find(stages=(3,), hbm_bytes=40 * size).config.stage == 3
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(find())
     limit = find().limit
     assert limit == int(0.9 * jzero.analysis.machines.machine("h200:16").hbm_bytes)
 

@@ -17,7 +17,7 @@ from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import mesh_of, moved, plan_of_argument, relaid
+from jzero.analysis.placing import mesh_of, moved, plan_of_argument, platform_of, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import simulate
 from jzero.analysis.step_memory import memory_of_trace
@@ -89,7 +89,7 @@ def analyze(
     options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
     compiled = lowered.compile(options or None)
     program = parse_hlo(compiled.as_text())
-    platform = _platform(mesh)
+    platform = platform_of(_devices_of(mesh)[0])
     facts = Compiled(
         program=program,
         collectives=tuple(program_collectives(program, unknown_trips=1)),
@@ -153,11 +153,6 @@ def _returns(out: Any, state: Any) -> bool:
     wanted = jax.tree.structure(state)
     parts = [out, *(out if isinstance(out, tuple | list) else ())]
     return any(jax.tree.structure(part) == wanted for part in parts)
-
-
-def _platform(mesh: Mesh | None) -> str:
-    name = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform
-    return "gpu" if name in ("cuda", "rocm") else str(name)
 
 
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jzero._config import ZeroConfig
+from jzero._plan_table import format_bytes
 from jzero.analysis.step_memory import StepMemory
-from jzero.analysis.table import format_bytes, format_rows
+from jzero.analysis.table import format_rows
 
 __all__ = ["NEARLY", "Candidate", "Fit", "judged"]
 
@@ -27,7 +28,8 @@ class Candidate:
       accumulate_steps: For `make_train_step`.
       remat: For `make_train_step`.
       memory: What it needs as reckoned.
-      compiled_peak: What it needs as compiled; `None` if it was not.
+      compiled_peak: What it needs as compiled; `None` if it was not, or was refused.
+      refused: Whether the compiler refused it, as that for TPUs does with what the machine has no memory for.
       verdict: Why it was chosen or passed over.
     """
 
@@ -37,12 +39,22 @@ class Candidate:
     remat: bool | None
     memory: StepMemory
     compiled_peak: int | None = None
+    refused: bool = False
     verdict: str = ""
 
     @property
     def peak(self) -> int:
         """Bytes on one device: as compiled if that is known, else as reckoned."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiler has been asked."""
+        return self.refused or self.compiled_peak is not None
+
+    def fits(self, limit: int) -> bool:
+        """Whether it needs no more than `limit` bytes, as far as is known."""
+        return not self.refused and self.peak <= limit
 
     def cost(self) -> float:
         """What it costs in communication: seconds, or bytes where no rates are known."""
@@ -59,6 +71,7 @@ class Candidate:
             "remat": self.remat,
             "reckoned_peak": self.memory.peak,
             "compiled_peak": self.compiled_peak,
+            "refused": self.refused,
             "sent_bytes": self.memory.sent_bytes,
             "communication_seconds": self.memory.communication_seconds,
             "flops": self.memory.flops,
@@ -134,8 +147,9 @@ class Fit:
             how = "reckoned" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             return f"{self.machine}: {_describe(x)} fits: {sizes}"
-        least = min(self.tried, key=lambda x: x.peak)
+        least = min(self.tried, key=lambda x: (x.refused, x.peak))
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
+        excess = "and the compiler refuses it for want of memory" if least.refused else excess
         need = f"{_describe(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
@@ -149,7 +163,7 @@ class Fit:
                 {None: "", True: "loops", False: "none"}[x.remat],
                 f"{x.config.persistence_threshold:,}",
                 format_bytes(x.memory.peak),
-                "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
+                "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
                 format_bytes(x.memory.sent_bytes),
                 x.verdict,
             )
@@ -164,6 +178,8 @@ def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> 
     for x in tried:
         if x is chosen:
             verdict = "chosen"
+        elif x.refused:
+            verdict = "refused by the compiler for want of memory"
         elif x.peak > limit:
             verdict = f"{format_bytes(x.peak - limit)} too much"
         else:

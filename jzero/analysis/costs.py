@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jzero.analysis.collectives import Collective
-from jzero.analysis.hlo import Computation, Instruction, Program
+from jzero.analysis.hlo import Array, Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
 __all__ = ["collective_seconds", "compute_seconds", "flops_of", "unknown_kernel"]
@@ -135,8 +135,8 @@ def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
     return float(sum(_read(called, i, size) for i, size in enumerate(read)) + _written(called, x))
 
 
-def _in_memory(arrays: tuple[object, ...]) -> int:
-    return sum(x.num_bytes for x in arrays if not x.memory_space)  # type: ignore[attr-defined]
+def _in_memory(arrays: Sequence[Array]) -> int:
+    return sum(x.num_bytes for x in arrays if not x.memory_space)
 
 
 def _read(called: Computation, index: int, size: int) -> int:

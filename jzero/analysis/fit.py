@@ -21,7 +21,7 @@ from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, Candidate, Fit, judged
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
+from jzero.analysis.placing import abstract_mesh, plan_of_argument, platform_of, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 
@@ -32,6 +32,10 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 USABLE = 0.9
 """Share of a machine's memory that is planned with: its runtime, its collectives and fragmentation take some, too."""
 RECKONED = "Nothing was compiled: the figures are reckoned."
+FRACTION = (
+    f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
+    f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}."
+)
 
 
 def fit(  # noqa: PLR0913  # what is searched, and what is not
@@ -91,6 +95,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     _check(stages, remat, max_accumulate_steps, hbm_bytes)
     hardware, devices, notes = _hardware(topology, confirm=confirm)
     limit = _limit(hbm_bytes, hardware, devices)
+    if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
+        notes.append(FRACTION)
     state = make_state
     if callable(make_state):
         state = jax.eval_shape(lambda key: adapt(make_state(key)).state, jax.random.key(0))
@@ -112,10 +118,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     tried = search.reckoned(remat)
     if devices is not None and confirm:
         tried = search.confirmed(tried)
-    chosen = next((x for x in tried if x.peak <= limit), None)
+    chosen = next((x for x in tried if x.fits(limit)), None)
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     found = tuple(judged(tried, chosen, limit))
-    return Fit(name, limit, found, next((x for x in found if x.peak <= limit), None), tuple(notes))
+    return Fit(name, limit, found, next((x for x in found if x.fits(limit)), None), tuple(notes))
 
 
 def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -> None:
@@ -198,27 +204,27 @@ class _Search:
             if stage > 0 or num_replicas == 1
             for x in self._micro_batches(self._config(stage, num_replicas), num_replicas, recompute)
         ]
-        if not any(x.peak <= self.limit for x in found):
+        if not any(x.fits(self.limit) for x in found):
             found += self._cut_further(found)
         return sorted(found, key=_order)
 
     def confirmed(self, tried: list[Candidate]) -> list[Candidate]:
         """Compiles the first that fits and the one before it, until the compiler agrees with both."""
         while True:
-            chosen = next((i for i, x in enumerate(tried) if x.peak <= self.limit), None)
+            chosen = next((i for i, x in enumerate(tried) if x.fits(self.limit)), None)
             if chosen is None:
                 more = self._cut_further(tried)
                 if more:
                     tried = sorted([*tried, *more], key=_order)
                     continue
             # If nothing fits: is the least really too much?
-            least = min(range(len(tried)), key=lambda i: tried[i].peak)
+            least = min(range(len(tried)), key=lambda i: (tried[i].refused, tried[i].peak))
             asked = [least] if chosen is None else [chosen, *([chosen - 1] if chosen > 0 else [])]
-            i = next((i for i in asked if tried[i].compiled_peak is None), None)
+            i = next((i for i in asked if not tried[i].is_compiled), None)
             if i is None:
                 return tried
-            tried[i] = dataclasses.replace(tried[i], compiled_peak=self._compiled_peak(tried[i]))
-            if tried[i].memory.peak <= self.limit < tried[i].peak:  # more micro-batches, then
+            tried[i] = self._compiled(tried[i])
+            if tried[i].memory.peak <= self.limit and not tried[i].fits(self.limit):  # more micro-batches, then
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
     def _config(self, stage: Stage, num_replicas: int) -> ZeroConfig:
@@ -283,18 +289,19 @@ class _Search:
             for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, recompute)
         ]
 
-    def _compiled_peak(self, x: Candidate) -> int:
+    def _compiled(self, x: Candidate) -> Candidate:
         assert self.devices is not None
         mesh = make_mesh(devices=self.devices, **x.mesh_shape)
         placed = relaid(self.state, mesh=mesh, config=x.config)
         lowered = self._step(x.accumulate_steps, x.remat).lower(placed, self.batch, rng=self.rng)
+        options = {} if self.topology is None else topology_options(self.topology)
         try:
-            options = topology_options(self.topology) if self.topology is not None else None
-            return memory_of(lowered.compile(options or None), self.devices[0].platform).peak
+            compiled = lowered.compile(options or None)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return max(x.memory.peak, self.limit + 1)  # the TPU compiler refuses what does not fit
+            return dataclasses.replace(x, refused=True)
+        return dataclasses.replace(x, compiled_peak=memory_of(compiled, platform_of(self.devices[0])).peak)
 
     def _memory(self, step: TrainStep, placed: Any) -> StepMemory:
         plan = plan_of_argument(placed)
@@ -317,4 +324,6 @@ class _Search:
 
     @property
     def _gpu(self) -> bool:
-        return self.hardware is not None and self.hardware.kind == "gpu"
+        if self.hardware is not None:
+            return self.hardware.kind == "gpu"
+        return self.devices is not None and platform_of(self.devices[0]) == "gpu"

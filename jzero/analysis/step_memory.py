@@ -16,16 +16,16 @@ from jax.sharding import Mesh, NamedSharding
 from jzero import _compat
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh
-from jzero._plan import ZeroPlan, itemsize
+from jzero._plan import ZeroPlan
+from jzero._plan_table import format_bytes
 from jzero._train_step import TrainStep
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
-from jzero.analysis.placing import plan_of_argument, relaid
-from jzero.analysis.table import format_bytes, format_rows
-from jzero.analysis.traced import Buffer, Transfer, trace_program
+from jzero.analysis.placing import plan_of_argument, platform_of, relaid
+from jzero.analysis.table import format_rows
+from jzero.analysis.traced import Buffer, Transfer, bytes_of, trace_program
 
 __all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]
-
 
 GPU_SCHEDULER_SHARE = 0.8
 """Of a GPU's memory: what XLA's scheduler plans with (its log says so where a program does not fit)."""
@@ -200,7 +200,7 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
     parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
-    num_bytes = sum(_num_bytes(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
+    num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     found = footprint(program, gpu=gpu, limit=limit)
     sizes = plan.bytes_per_device
@@ -246,10 +246,6 @@ def _num_parts(aval: Any, sharding: Any) -> int:
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
 
 
-def _num_bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * itemsize(aval.dtype)
-
-
 def _sent_bytes(x: Transfer, mesh: AnyMesh) -> float:
     """What one device sends in a ring."""
     size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
@@ -271,4 +267,4 @@ def _rate(axes: tuple[str, ...], mesh: AnyMesh, hardware: Machine) -> float:
 def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
     if hardware is not None:
         return hardware.kind == "gpu"
-    return isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
+    return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_rows"]
+__all__ = ["format_rows"]
 
 
 def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = False) -> list[str]:
@@ -18,12 +18,3 @@ def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = F
         ).rstrip()
         for row in rows
     ]
-
-
-def format_bytes(count: float) -> str:
-    """Returns a number of bytes in the largest unit that it has one of."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

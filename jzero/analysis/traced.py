@@ -37,7 +37,7 @@ import jax
 from jzero import _compat
 from jzero._plan import itemsize
 
-__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
+__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "bytes_of", "trace_program"]
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
@@ -177,7 +177,7 @@ class TracedProgram:
     def argument(self, aval: Any, parts: int = 1) -> _Value:
         """Returns a value that exists before the program starts, and after it."""
         self.buffers.append(Buffer(0))
-        return _Value(_num_bytes(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
+        return _Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
 
     def run(
         self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool, used: Sequence[bool] | None = None
@@ -189,8 +189,8 @@ class TracedProgram:
 
         def read(atom: Any) -> _Value:
             if _compat.is_literal(atom):
-                return _Value(_num_bytes(atom.aval))
-            return env.get(atom, _Value(_num_bytes(atom.aval)))
+                return _Value(bytes_of(atom.aval))
+            return env.get(atom, _Value(bytes_of(atom.aval)))
 
         for eqn, wanted in _needed(jaxpr, used):
             stack = str(eqn.source_info.name_stack)
@@ -312,7 +312,7 @@ class _Visitor:
             for i in self.program.reads([x]) if v.aval.ndim else ():
                 if self.program.buffers[i].kind == "working":
                     self.program.buffers[i].kind = "gradients"
-            found.append(dataclasses.replace(x, parts=max(1, _num_bytes(v.aval) // max(1, _num_bytes(inner.aval)))))
+            found.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
         return found
 
     def _scan(self, inputs: list[_Value]) -> list[_Value]:
@@ -323,7 +323,7 @@ class _Visitor:
         given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices of stacks are read where they are, until something needs one by itself.
         given += [
-            _Value(_num_bytes(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
+            _Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
         body.varying = body.reads(given[num_consts:num_outside])
@@ -363,7 +363,7 @@ class _Visitor:
         if kind in TRANSFERS:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
-            sizes = [max(x.num_bytes, _num_bytes(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
+            sizes = [max(x.num_bytes, bytes_of(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
             self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
@@ -420,12 +420,13 @@ def _needed(jaxpr: Any, used: Sequence[bool] | None) -> Iterator[tuple[Any, list
 
 def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
     """One device's bytes of a value, and among how many devices it is split, judging by what it is computed from."""
-    num_bytes = _num_bytes(aval)
+    num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)
     return num_bytes // parts, parts
 
 
-def _num_bytes(aval: Any) -> int:
+def bytes_of(aval: Any) -> int:
+    """Returns the bytes of an array of this type; 0 of anything else, such as a token."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     return math.prod(aval.shape) * itemsize(aval.dtype)
