@@ -36,10 +36,6 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     """
     bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
-    copies = [program.buffers[i].num_bytes for i in program.regathered] if gpu else []
-    fits = sum(copies) + max(copies, default=0) <= limit
-    if fits:
-        last.update(dict.fromkeys(program.regathered, len(program.operations)))
     kept = _kept(program, last)
     kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
@@ -62,11 +58,18 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
         if sum(found.values()) >= best:
             best, at_peak = sum(found.values()), found
         live = {i for i in live if last.get(i, -1) > t}
-    if copies:  # the last of them comes into its layout, or the largest by itself
-        regathered = (sum(copies) if fits else max(copies)) + max(copies)
-        at_peak = at_peak if best > regathered else {**_no_bytes(), "gathered": regathered}
+    regathered = _regathered_bytes([sizes[i] for i in program.regathered], limit)
+    if regathered > best:
+        at_peak = {**_no_bytes(), "gathered": regathered}
     inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.kept]
     return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(kept)), *inside))
+
+
+def _regathered_bytes(sizes: list[int], limit: float) -> int:
+    """Bytes at the end of a step: what has been gathered, and the largest once more in its own layout."""
+    largest = max(sizes, default=0)
+    together = sum(sizes) + largest
+    return together if together <= limit else 2 * largest
 
 
 def _no_bytes() -> dict[Kind, int]:
