@@ -172,6 +172,24 @@ def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, c
     assert (report.memory.temporaries < limit) == bool(checkpointed or remat), report.memory
 
 
+def test_checkpoints_in_branches_hold_at_stage_3():
+    """With `jax.checkpoint` the rows are kept; without it, the hyperbolic tangents of the branch as well."""
+    block = lambda params, x: jnp.tanh(jnp.tanh(x @ params["up"]) @ params["down"])
+    many, rows = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32), 64 * LOCAL
+    kept, temporaries = {}, {}
+    for branch in (block, jax.checkpoint(block)):
+
+        def loss(params, x, branch=branch):
+            return jnp.square(jax.lax.cond(x[0, 0] > 0, branch, lambda _, x: x, params, x)).mean()
+
+        report = jzero.analyze(jzero.make_train_step(loss), mlp_state(config_of(3)), many)
+        kept[branch is block] = report.reckoned.activation_bytes
+        temporaries[branch is block] = report.memory.temporaries
+    assert kept[False] == pytest.approx(rows * WIDTH * 4, abs=16)
+    assert kept[True] > rows * 2 * HIDDEN * 4
+    assert temporaries[False] < temporaries[True] - rows * HIDDEN * 4
+
+
 def test_recomputed_loops_over_parameters_train_the_same():
     losses = {}
     for checkpointed, remat in [(False, None), (False, True), (True, None), (True, False)]:
