@@ -137,7 +137,7 @@ def analyze(
     remat: Annotated[
         bool | None,
         typer.Option(
-            "--remat/--no-remat", help="Recompute the loops of the loss, or nothing. By default what it says."
+            "--remat/--no-remat", help="Recompute the scans of the loss, or nothing. By default what it says."
         ),
     ] = None,
     figure: Annotated[

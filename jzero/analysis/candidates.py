@@ -160,7 +160,7 @@ class Fit:
                 str(x.config.stage),
                 ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
                 str(x.accumulate_steps),
-                {None: "", True: "loops", False: "none"}[x.remat],
+                {None: "", True: "scans", False: "none"}[x.remat],
                 f"{x.config.persistence_threshold:,}",
                 format_bytes(x.memory.peak),
                 "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
@@ -208,5 +208,5 @@ def _describe(x: Candidate) -> str:
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
     if x.remat is not None:
-        parts.append("loops recomputed" if x.remat else "nothing recomputed")
+        parts.append("scans recomputed" if x.remat else "nothing recomputed")
     return ", ".join(parts)
