@@ -21,6 +21,7 @@ from jzero._precision import DynamicLossScale as DynamicLossScale
 from jzero._precision import Precision as Precision
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
+from jzero._train_state import abstract_train_state as abstract_train_state
 from jzero._train_state import gather_params as gather_params
 from jzero._train_state import natural_params as natural_params
 from jzero._train_state import plan_train_state as plan_train_state
@@ -30,6 +31,7 @@ from jzero._train_state import update_params as update_params
 from jzero._train_step import make_eval_step as make_eval_step
 from jzero._train_step import make_train_step as make_train_step
 from jzero._train_step import value_and_grad as value_and_grad
+from jzero._version import __version__ as __version__
 from jzero.analysis.analyze import analyze as analyze
 from jzero.analysis.candidates import Fit as Fit
 from jzero.analysis.fit import fit as fit
@@ -37,6 +39,17 @@ from jzero.analysis.report import AnalysisReport as AnalysisReport
 from jzero.analysis.step_memory import StepMemory as StepMemory
 from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
 from jzero.analysis.violations import PlanViolation as PlanViolation
+from jzero.checkpoint.damage import CheckpointError as CheckpointError
+from jzero.checkpoint.exporting import export_checkpoint as export_checkpoint
+from jzero.checkpoint.exporting import export_params as export_params
+from jzero.checkpoint.exporting import load_params as load_params
+from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
+from jzero.checkpoint.inspecting import inspect_checkpoint as inspect_checkpoint
+from jzero.checkpoint.manager import CheckpointManager as CheckpointManager
+from jzero.checkpoint.matching import RestoreReport as RestoreReport
+from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
+from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
+from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
 from jzero.estimator import MemoryEstimate as MemoryEstimate
 from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
 from jzero.estimator import (
@@ -64,8 +77,12 @@ from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX st
 
 __all__ = [
     "AnalysisReport",
+    "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointManager",
     "DynamicLossScale",
     "EquivalenceReport",
+    "ExportReport",
     "Fit",
     "LeafRule",
     "LossScaleError",
@@ -73,6 +90,7 @@ __all__ = [
     "PerExample",
     "PlanViolation",
     "Precision",
+    "RestoreReport",
     "StepMemory",
     "Summed",
     "TrainState",
@@ -80,6 +98,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroOptState",
     "ZeroPlan",
+    "abstract_train_state",
     "analyze",
     "check_equivalence",
     "estimate_step_memory",
@@ -92,18 +111,24 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs",
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
+    "export_checkpoint",
+    "export_params",
     "fit",
     "gather_params",
     "get_full_grad",
     "get_full_opt_state",
     "get_full_param",
     "init_train_state",
+    "inspect_checkpoint",
+    "load_params",
     "make_eval_step",
     "make_mesh",
     "make_train_step",
     "natural_params",
     "plan_of",
     "plan_train_state",
+    "restore_checkpoint",
+    "save_checkpoint",
     "set_full_opt_state",
     "set_full_param",
     "shard_train_state",
@@ -111,5 +136,3 @@ __all__ = [
     "update_params",
     "value_and_grad",
 ]
-
-__version__ = "0.1.0"

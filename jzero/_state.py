@@ -90,12 +90,14 @@ class Adapted:
       rebuild: Turns a train state of the same structure back into such an object.
       wrap_grads: Turns a tree of gradients into what the library's own `update` takes.
       absorb: Takes the state that the loss changed in the model (batch statistics …) by name.
+      ties: Returns the further names (keys joined by dots) of each parameter that a model holds in several places.
     """
 
     state: Any
     rebuild: Callable[[Any], Any] = lambda state: state
     wrap_grads: Callable[[PyTree], PyTree] = lambda grads: grads
     absorb: Callable[[dict[str, PyTree]], None] = lambda changed: None
+    ties: Callable[[], dict[str, tuple[str, ...]]] = dict
 
 
 Adapter = Callable[[Any], "Adapted | None"]

@@ -156,18 +156,40 @@ def shard_train_state(
 
 
 def abstract_train_state(
-    state: State, *, config: ZeroConfig, mesh: AnyMesh, trainable: PyTree | str | None = None
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: AnyMesh | None = None,
+    trainable: PyTree | str | None = None,
 ) -> State:
-    """Returns what `shard_train_state` would return, as shapes with shardings: for steps lowered without devices.
+    """Returns what `shard_train_state` would return, as shapes with shardings: to restore into, or to lower steps with.
+
+    Places nothing, so it costs no device memory.
 
     Args:
-      state: A train state, plain or sharded before, concrete or abstract.
+      state: A train state, plain or sharded before, concrete or abstract (`jax.eval_shape(make_state, key)`).
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how.
       mesh: Over which devices; they may be of a machine that is not there.
       trainable: Which parameters are trained, as for `shard_train_state`.
+
+    Returns:
+      A state of the caller's own class with `jax.ShapeDtypeStruct` leaves; its `tx` carries the plan.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state.
+      TypeError: The state holds leaves that are no arrays; the message lists them.
+
+    Example:
+      >>> like = jzero.abstract_train_state(plain_state, stage=3)
+      >>> like.params["w"].sharding.shard_shape(like.params["w"].shape)
+      (64, 512)
     """
+    config = resolve_config(stage, config)
     adapted = adapt(state)
     natural, tx, _ = _natural(adapted.state)
+    mesh = resolve_mesh(mesh, config, state)
     natural, tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
 

@@ -212,6 +212,49 @@ def fit(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a manager's directory for its newest one.")],
+    output: Annotated[str, typer.Argument(help="A file `….safetensors`, or a directory. Must not be there yet.")],
+    *,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of floating-point parameters, e.g. `bfloat16`. By default as they are.")
+    ] = None,
+    paths: Annotated[
+        str | None, typer.Option(help="Regular expression over whole paths, e.g. `decoder/.*`. By default all.")
+    ] = None,
+    max_file_bytes: Annotated[float, typer.Option(help="Above this size there are several files and an index.")] = 5e9,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Writes the parameters of a checkpoint as safetensors, one leaf at a time; needs neither model nor devices."""
+    with _messages(traceback):
+        _use_cpu(None)
+        exported = jzero.export_checkpoint(
+            checkpoint, output, dtype=dtype, paths=paths, max_file_bytes=int(max_file_bytes)
+        )
+    _show(exported, as_json)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a manager's directory for its newest one.")],
+    *,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read every leaf and compare it; end with 1 if any is damaged.")
+    ] = False,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Prints what is in a checkpoint: its leaves, who wrote it and how, what else was saved."""
+    with _messages(traceback):
+        _use_cpu(None)
+        info = jzero.inspect_checkpoint(checkpoint, verify=verify)
+    _show(info, as_json)
+    if info.damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(*, cpu_devices: CpuDevices = None, as_json: Json = False, traceback: Traceback = False) -> None:
     """Prints versions, devices and compilers, and tries out what works here."""
     with _messages(traceback):

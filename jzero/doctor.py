@@ -23,8 +23,8 @@ from jzero._equivalence import check_equivalence
 from jzero._mesh import make_mesh
 from jzero._plan_table import format_bytes
 from jzero._state import TrainState
+from jzero._table import format_rows
 from jzero._train_state import plan_train_state
-from jzero.analysis.table import format_rows
 from jzero.analysis.topologies import missing_compiler
 
 __all__ = ["Check", "DeviceGroup", "DoctorReport", "examine"]

@@ -19,11 +19,13 @@ import jzero
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
-    AnalysisReport DynamicLossScale EquivalenceReport Fit LeafRule LossScaleError MemoryEstimate PerExample
-    PlanViolation Precision StepMemory Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan analyze
-    check_equivalence estimate_step_memory fit gather_params get_full_grad get_full_opt_state get_full_param
-    init_train_state make_eval_step make_mesh make_train_step natural_params plan_of plan_train_state
-    set_full_opt_state set_full_param shard_train_state unshard_train_state update_params value_and_grad
+    AnalysisReport CheckpointError CheckpointInfo CheckpointManager DynamicLossScale EquivalenceReport ExportReport
+    Fit LeafRule LossScaleError MemoryEstimate PerExample PlanViolation Precision RestoreReport StepMemory Summed
+    TrainState Weighted ZeroConfig ZeroOptState ZeroPlan abstract_train_state analyze check_equivalence
+    estimate_step_memory export_checkpoint export_params fit gather_params get_full_grad get_full_opt_state
+    get_full_param init_train_state inspect_checkpoint load_params make_eval_step make_mesh make_train_step
+    natural_params plan_of plan_train_state restore_checkpoint save_checkpoint set_full_opt_state set_full_param
+    shard_train_state unshard_train_state update_params value_and_grad
     """.split()
     + [
         f"estimate_zero{stage}_model_states_mem_needs{how}"
@@ -38,6 +40,10 @@ METHODS = [
     (jzero.ZeroPlan, "table"),
     (jzero.ZeroPlan, "to_json"),
     (jzero.MemoryEstimate, "to_json"),
+    (jzero.CheckpointManager, "__init__"),
+    (jzero.CheckpointManager, "save"),
+    (jzero.CheckpointManager, "restore"),
+    (jzero.CheckpointInfo, "table"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "__call__"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "lower"),
     (type(jzero.make_eval_step(lambda params, batch: 0.0)), "__call__"),
@@ -126,7 +132,7 @@ def test_docstring_is_complete(name):
     if inspect.isfunction(thing):
         takes = [p for p in inspect.signature(thing).parameters.values() if p.kind is not p.VAR_KEYWORD]
         assert "Args:" in text
-        assert "Returns:" in text
+        assert ("Returns:" in text) == (inspect.signature(thing).return_annotation != "None")
         for parameter in takes:
             assert re.search(rf"^  {parameter.name}: ", text, re.MULTILINE), parameter.name
 
@@ -137,7 +143,7 @@ def test_every_public_name_is_among_the_doctests():
 
 
 @pytest.fixture
-def example_globals():
+def example_globals(tmp_path):
     """What examples may use without making it."""
     params = {"w": jax.random.normal(jax.random.key(0), (512, 512))}
     plain_state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
@@ -150,6 +156,8 @@ def example_globals():
         "jzero": jzero,
         "plain_state": plain_state,
         "state": state,
+        "pathlib": pathlib,
+        "tmp": tmp_path,
     }
 
 

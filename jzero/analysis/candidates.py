@@ -9,8 +9,8 @@ from typing import Any
 
 from jzero._config import ZeroConfig
 from jzero._plan_table import format_bytes
+from jzero._table import format_rows
 from jzero.analysis.step_memory import StepMemory
-from jzero.analysis.table import format_rows
 
 __all__ = ["NEARLY", "Candidate", "Fit", "judged"]
 

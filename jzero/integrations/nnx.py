@@ -116,7 +116,7 @@ def adapt_nnx(state: Any) -> Adapted | None:
     graphdef, params, frozen, rest = parts
     whole: Any = nnx.split(state)
     train_state = NnxTrainState(
-        step=optimizer.step[...],
+        step=optimizer.step.get_value(),
         params=nnx.as_pure(params),
         opt_state=nnx.as_pure(optimizer.opt_state),
         frozen=nnx.as_pure(frozen),
@@ -144,7 +144,17 @@ def adapt_nnx(state: Any) -> Adapted | None:
     def absorb(changed: dict[str, PyTree]) -> None:
         nnx.update(model, train_state.absorb(changed).rest)
 
-    return Adapted(train_state, rebuild, wrap_grads, absorb)
+    def ties() -> dict[str, tuple[str, ...]]:
+        """Of the paths under which a variable is shared, the first one holds it."""
+        held = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
+        found = {}
+        for paths in nnx.find_duplicates(model):
+            names = [".".join(map(str, path)) for path in paths]
+            kept = next(name for name in names if name in held)
+            found[kept] = tuple(name for name in names if name != kept)
+        return found
+
+    return Adapted(train_state, rebuild, wrap_grads, absorb, ties)
 
 
 def _parts(state: Any) -> tuple[Any, Any]:

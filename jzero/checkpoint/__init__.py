@@ -1,0 +1,1 @@
+"""Checkpoints: saving, restoring, export. The only modules that import orbax and safetensors."""

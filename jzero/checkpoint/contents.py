@@ -1,0 +1,189 @@
+"""What a checkpoint on disk holds: its leaves, by keys, and what jzero wrote beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jzero._tree import key_names
+from jzero.checkpoint.damage import CheckpointError, as_checkpoint_error
+from jzero.checkpoint.leaves import Keys
+from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
+
+__all__ = ["FORMAT", "Contents", "StoredLeaf", "find_steps", "read_contents"]
+
+FORMAT = 1
+"""Version of what jzero notes. A reader refuses a later one."""
+
+METADATA_FILE = "_METADATA"
+"""What marks the directory of a tree of arrays that Orbax wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredLeaf:
+    """One array of a checkpoint.
+
+    Attributes:
+      keys: The keys that lead to it.
+      shape: Its shape; of PRNG keys that of their words.
+      dtype: Its dtype.
+      checksum: Its checksum, `None` if jzero did not write it.
+    """
+
+    keys: Keys
+    shape: tuple[int, ...]
+    dtype: Any
+    checksum: int | None = None
+
+    @property
+    def path(self) -> str:
+        """The keys as text, such as `"params/decoder/kernel"`."""
+        return "/".join(self.keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the array, compression not counted."""
+        return math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """A checkpoint on disk.
+
+    Attributes:
+      directory: The checkpoint.
+      state_directory: The directory with the tree of arrays.
+      leaves: The arrays by keys, in order.
+      tree: What Orbax says of each leaf, as a tree of dicts and lists.
+      notes: What jzero noted, empty if another program wrote the checkpoint.
+    """
+
+    directory: epath.Path
+    state_directory: epath.Path
+    leaves: Mapping[Keys, StoredLeaf]
+    tree: Any
+    notes: Mapping[str, Any]
+
+    def read(self, how: Mapping[Keys, Any]) -> dict[Keys, Any]:
+        """Returns arrays as Orbax reads them; in several processes each its own parts, without waiting for the others.
+
+        Args:
+          how: Orbax's `RestoreArgs` of each array that is wanted.
+
+        Raises:
+          CheckpointError: It cannot be read; the message names leaf and file.
+        """
+        paths, treedef = jax.tree.flatten_with_path(self.tree)
+        order = [key_names(path) for path, _ in paths]
+        restore = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(treedef, [0 if keys in how else ocp.PLACEHOLDER for keys in order]),
+            restore_args=jax.tree.unflatten(treedef, [how.get(keys, ocp.RestoreArgs()) for keys in order]),
+        )
+        try:
+            tree = state_handler(reads=True).restore(self.state_directory, args=restore)
+        except Exception as error:
+            names = {".".join(keys): "/".join(keys) for keys in order}
+            raise as_checkpoint_error(self.state_directory, error, names) from error
+        values = jax.tree.structure(self.tree).flatten_up_to(tree)
+        return {keys: x for keys, x in zip(order, values, strict=True) if keys in how}
+
+    def has(self, item: str) -> bool:
+        """Whether there is an item of this name beside the state."""
+        return bool((self.directory / item).exists())
+
+    def read_json(self, item: str) -> Any:
+        """Returns an item that was written as JSON; `None` if there is none."""
+        path = self.directory / item / "metadata"
+        try:
+            return json.loads(path.read_text()) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise as_checkpoint_error(path, error) from error
+
+
+def read_contents(path: Any) -> Contents:
+    """Returns what is in a checkpoint: in one step of a manager, in one that `save_checkpoint` made, or in Orbax's own.
+
+    Args:
+      path: The directory of the checkpoint. Of a manager's directory the newest step is taken.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or it is damaged.
+      ValueError: There are several trees of arrays in it, or it was written by a later version of jzero.
+    """
+    directory = epath.Path(path)
+    state_directory = _find_state(directory)
+    if state_directory is None and (steps := find_steps(directory)):
+        directory = steps[max(steps)]
+        state_directory = _find_state(directory)
+    if state_directory is None:
+        raise CheckpointError(
+            f"There is no checkpoint at {directory}"
+            + (": it holds no tree of arrays." if directory.exists() else ".")
+            + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
+        )
+    try:
+        notes = _read_notes(directory)
+        tree = state_handler().metadata(state_directory).tree
+    except Exception as error:
+        raise as_checkpoint_error(directory, error) from error
+    if notes.get("format", FORMAT) > FORMAT:
+        raise ValueError(
+            f"The checkpoint at {directory} was written by jzero {notes.get('jzero')} in format {notes['format']}, but "
+            f"this version knows formats up to {FORMAT}: install a later jzero."
+        )
+    checksums = notes.get("checksums", {})
+    leaves = {}
+    for key_path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None:
+            keys = key_names(key_path)
+            leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get("/".join(keys)))
+    return Contents(directory, state_directory, leaves, tree, notes)
+
+
+def find_steps(directory: epath.Path) -> dict[int, epath.Path]:
+    """Returns the committed steps in a manager's directory."""
+    if not directory.is_dir():
+        return {}
+    found = _step_names().find_all(directory)
+    return {step.step: step.path for step in found}
+
+
+@functools.cache
+def _step_names() -> Any:
+    return ocp.path.step.standard_name_format()
+
+
+def _find_state(directory: epath.Path) -> epath.Path | None:
+    """Returns the directory with the tree of arrays of a checkpoint; `None` if there is none."""
+    if (directory / METADATA_FILE).exists():
+        return directory
+    if not directory.is_dir():
+        return None
+    found = [child for child in sorted(directory.iterdir()) if (child / METADATA_FILE).exists()]
+    named = [child for child in found if child.name in (STATE, "state", "train_state", "pytree")]
+    found = named or found
+    if len(found) > 1:
+        raise ValueError(
+            f"The checkpoint at {directory} holds several trees of arrays: {[child.name for child in found]}. Name the "
+            "directory of one of them."
+        )
+    return found[0] if found else None
+
+
+def _read_notes(directory: epath.Path) -> dict[str, Any]:
+    path = directory / NOTES / "metadata"
+    if not path.exists():
+        return {}
+    notes = json.loads(path.read_text())
+    if not isinstance(notes, dict):
+        raise TypeError(f"{path} holds no JSON object.")
+    return notes

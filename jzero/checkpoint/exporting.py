@@ -1,0 +1,290 @@
+"""Parameters as safetensors: written from a state or a checkpoint leaf by leaf, read straight into shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._layout import Cut
+from jzero._mesh import make_mesh
+from jzero._placement import gather_leaves
+from jzero._rounding import narrow
+from jzero._state import adapt_sharded, check_alive
+from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.contents import Contents, StoredLeaf, read_contents
+from jzero.checkpoint.damage import wrong_checksums
+from jzero.checkpoint.leaves import Keys, Wanted, natural_state
+from jzero.checkpoint.matching import renamed_paths
+from jzero.checkpoint.restoring import PARAMS, Choice, Target, everywhere, warn_unless_complete
+from jzero.checkpoint.safetensors_files import (
+    ExportReport,
+    TensorFile,
+    TensorSpec,
+    as_dtype,
+    find_tensors,
+    write_tensors,
+)
+
+__all__ = ["export_checkpoint", "export_params", "load_params", "read_whole"]
+
+MAX_FILE_BYTES = 5_000_000_000
+
+
+def export_params(
+    state: Any, path: Any, *, dtype: Any = None, paths: str | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> ExportReport:
+    """Writes the parameters as safetensors, frozen ones included, one leaf at a time.
+
+    Names are the keys joined by dots, such as `decoder.layer_0.kernel`; shapes are natural. A leaf that a model holds
+    in several places is written once, and the file notes its other names. Of 16-bit parameters the masters are written.
+    Peak host memory is one leaf, and its cast; in several processes also one whole leaf per device, and each process
+    must call it; the first one writes.
+
+    Args:
+      state: A sharded train state.
+      path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not be there yet.
+      dtype: Of floating-point parameters, such as `"bfloat16"`; by default each keeps its own.
+      paths: Regular expression over whole key paths such as `"decoder/.*"`; all parameters by default.
+      max_file_bytes: Above this size several files are written, `model-00001-of-00003.safetensors` and so on, with an
+        index `model.safetensors.index.json`, as other libraries read them.
+
+    Returns:
+      The files that were written.
+
+    Raises:
+      ValueError: Files are there already, `paths` matches nothing, or two leaves have one name.
+      TypeError: The state was not sharded by jzero.
+      CheckpointError: The files could not be written.
+
+    Example:
+      >>> _ = jzero.export_params(state, f"{tmp}/model.safetensors", dtype="bfloat16")
+      >>> from safetensors.numpy import load_file
+      >>> {name: str(x.dtype) for name, x in load_file(f"{tmp}/model.safetensors").items()}
+      {'w': 'bfloat16'}
+    """
+    adapted = adapt_sharded(state)
+    plan = adapted.state.tx.plan
+    check_alive(adapted.state)
+    fields = (PARAMS, *getattr(adapted.state, "frozen_fields", ()))
+    _, leaves, arrays = natural_state(adapted.state, plan)
+    chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
+    wanted = None if dtype is None else as_dtype(dtype)
+    specs = _specs([(leaves[i].keys, leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen], wanted, paths)
+    whole = (_whole(arrays[i], leaves[i], spec.dtype, plan.mesh) for i, spec in zip(chosen, specs, strict=True))
+    names = {spec.name for spec in specs}
+    notes = {other: name for name, others in adapted.ties().items() if name in names for other in others}
+    first = jax.process_index() == 0
+    report = write_tensors(
+        epath.Path(path), specs, whole if first else None, max_file_bytes, {"format": "flax", **notes}
+    )
+    if not first:
+        for _ in whole:  # takes part in gathering
+            pass
+    return report
+
+
+def export_checkpoint(
+    checkpoint: Any, path: Any, *, dtype: Any = None, paths: str | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> ExportReport:
+    """Writes the parameters of a checkpoint as safetensors, without the model: what `jzero export` does.
+
+    One leaf at a time is read, compared with its checksum, and written.
+
+    Args:
+      checkpoint: As for `restore_checkpoint`.
+      path: As for `export_params`.
+      dtype: As for `export_params`.
+      paths: As for `export_params`.
+      max_file_bytes: As for `export_params`.
+
+    Returns:
+      The files that were written.
+
+    Raises:
+      ValueError: As for `export_params`, or the checkpoint holds no parameters.
+      CheckpointError: The checkpoint cannot be read, or the files cannot be written.
+
+    Example:
+      >>> jzero.save_checkpoint(f"{tmp}/for_export", state)
+      >>> report = jzero.export_checkpoint(f"{tmp}/for_export", f"{tmp}/exported")
+      >>> [pathlib.Path(file).name for file in report.files]
+      ['model.safetensors']
+    """
+    contents = read_contents(checkpoint)
+    fields = (PARAMS, "frozen")
+    chosen = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
+    wanted = None if dtype is None else as_dtype(dtype)
+    specs = _specs([(leaf.keys, leaf.shape, leaf.dtype) for leaf in chosen], wanted, paths)
+    whole = (
+        read_whole(contents, leaf).astype(spec.dtype, copy=False) for leaf, spec in zip(chosen, specs, strict=True)
+    )
+    return write_tensors(
+        epath.Path(path), specs, whole, max_file_bytes, {"format": "flax", **contents.notes.get("ties", {})}
+    )
+
+
+def load_params(
+    state: Any, path: Any, *, rename: Mapping[str, str] | None = None, strict: bool = True, donate: bool = False
+) -> Any:
+    r"""Returns the state with parameters from safetensors files, masters included; all else stays as it is.
+
+    Each process reads the slices that its devices hold. The result shares what is not replaced with `state`.
+
+    Args:
+      state: A sharded train state with values.
+      path: A safetensors file, an index of several, or a directory with either.
+      rename: Regular expressions over whole names in the files, and what they are here, as for `re.sub`:
+        `{r"model\.(.*)": r"\1"}`. Names here are keys joined by dots.
+      strict: Whether it is an error if parameters are missing in the files, or if these have others. If not, missing
+        ones stay, and a warning lists both.
+      donate: Free the parameters that are replaced before anything is read.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      CheckpointError: There are no such files, or they are damaged.
+      ValueError: They are of another model.
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> _ = jzero.export_params(state, f"{tmp}/to_load")
+      >>> loaded = jzero.load_params(state, f"{tmp}/to_load")
+      >>> bool((jzero.get_full_param(loaded, "w") == jzero.get_full_param(state, "w")).all())
+      True
+    """
+    adapted = adapt_sharded(state)
+    check_alive(adapted.state)
+    target = Target(adapted)
+    choice = Choice(params_only=True, strict=strict, donate=donate)
+    tensors, notes = everywhere(lambda: find_tensors(path))
+    named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
+    contents, sources = _as_contents(path, named, _names(target, choice), _same_names(adapted.ties(), notes))
+    found, report = target.match(contents, choice)
+    unexpected = [path for path in report.unexpected if path not in {leaf.path for leaf in target.wanted}]
+    if strict and unexpected:
+        raise ValueError(
+            f"{path} holds tensors that the state has no parameters for: {unexpected[:10]}"
+            + (f" and {len(unexpected) - 10} more" if len(unexpected) > 10 else "")
+            + ". If that is meant, pass `strict=False`; if parameters have other names there, `rename`."
+        )
+    target.check_kept(found)
+    if donate:
+        target.free(found)
+    read = {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()}
+    loaded = target.filled(read, None, dataclasses.replace(choice, donate=True))  # hands on what is not replaced
+    warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
+    return loaded
+
+
+def _name(keys: Keys) -> str:
+    return ".".join(keys[1:])
+
+
+def _is_chosen(keys: Keys, paths: str | None) -> bool:
+    return paths is None or re.fullmatch(paths, "/".join(keys[1:])) is not None
+
+
+def _specs(
+    leaves: Sequence[tuple[Keys, tuple[int, ...], Any]], dtype: np.dtype[Any] | None, paths: str | None
+) -> list[TensorSpec]:
+    if not leaves:
+        what = "There are no parameters to export" if paths is None else f"`paths` {paths!r} matches no parameter"
+        raise ValueError(f"{what}.")
+    specs: dict[str, TensorSpec] = {}
+    for keys, shape, given in leaves:
+        is_float = jax.numpy.issubdtype(given, np.floating)
+        spec = TensorSpec(_name(keys), tuple(shape), as_dtype(dtype if dtype is not None and is_float else given))
+        if spec.name in specs:
+            raise ValueError(f"Two parameters would have the name {spec.name!r}, one of them {'/'.join(keys)}.")
+        specs[spec.name] = spec
+    return list(specs.values())
+
+
+def _whole(x: jax.Array, wanted: Wanted, dtype: Any, mesh: Any) -> np.ndarray:
+    """Returns a leaf on the host, in its natural shape; caches nothing in `x`."""
+    x = _cast_copy(x, dtype)
+    if not x.is_fully_addressable:
+        (whole,) = gather_leaves([x], [dataclasses.replace(wanted.leaf, cut=wanted.cut)], mesh)
+        return np.asarray(whole.addressable_data(0))
+    host = np.empty(x.shape, dtype)
+    for shard in x.addressable_shards:
+        if shard.replica_id == 0:
+            host[shard.index] = np.asarray(shard.data)
+    return host if wanted.cut is None else host[tuple(slice(0, size) for size in wanted.leaf.shape)]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _cast_copy(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a copy, since an array that is converted to numpy's keeps on the host what it was converted to."""
+    return narrow(x.copy(), dtype)
+
+
+def read_whole(contents: Contents, leaf: StoredLeaf) -> np.ndarray:
+    """Returns a leaf of a checkpoint on the host, compared with its checksum."""
+    x: np.ndarray = contents.read({leaf.keys: ocp.RestoreArgs(restore_type=np.ndarray)})[leaf.keys]
+    if leaf.checksum is not None:
+        mesh = make_mesh(devices=jax.local_devices(backend="cpu")[:1])
+        on_device = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+        if on_device.dtype == x.dtype and checksums([on_device], [None]) != [leaf.checksum]:
+            raise wrong_checksums(contents.state_directory, [leaf.path])
+    return x
+
+
+def _names(target: Target, choice: Choice) -> dict[str, Keys]:
+    """Returns the keys of each parameter by its name."""
+    chosen = choice.selector(target.adapted.state)
+    return {_name(leaf.keys): leaf.keys for leaf in target.wanted if chosen(leaf)}
+
+
+def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> dict[str, str]:
+    """Returns for each further name of a tied parameter, here or in the files, the name that it goes by."""
+    here = {other: name for name, others in ties.items() for other in others}
+    there = {name: other for other, name in notes.items()}
+    return {**{other: here.get(name, name) for name, other in there.items()}, **here}
+
+
+def _as_contents(
+    path: Any, named: Mapping[str, TensorFile], names: Mapping[str, Keys], same: Mapping[str, str]
+) -> tuple[Contents, dict[Keys, TensorFile]]:
+    """Returns tensors as what a checkpoint holds: by the keys that they have in the state."""
+    sources: dict[Keys, TensorFile] = {}
+    for name, tensor in sorted(named.items(), key=lambda entry: entry[0] not in names):
+        known = name if name in names else same.get(name, name)
+        keys = names.get(known, (PARAMS, *known.split(".")))
+        sources.setdefault(keys, tensor)  # of a tied parameter that is there twice, the one under its own name
+    leaves = {keys: StoredLeaf(keys, tensor.shape, tensor.dtype) for keys, tensor in sources.items()}
+    directory = epath.Path(path)
+    return Contents(directory, directory, leaves, None, {}), sources
+
+
+def _place(tensor: TensorFile, wanted: Wanted) -> jax.Array:
+    """Reads a tensor into the shards that this process holds."""
+    dtype = jax.dtypes.canonicalize_dtype(tensor.dtype)
+
+    def part(index: Any) -> np.ndarray:
+        return _padded_part(tensor, wanted.cut, index).astype(dtype, copy=False)
+
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+
+
+def _padded_part(tensor: TensorFile, cut: Cut | None, index: tuple[slice, ...]) -> np.ndarray:
+    if cut is None:
+        return tensor.read(index)
+    start, stop, _ = index[cut.dim].indices(cut.stored_size)
+    inside = min(stop, cut.natural_size)
+    if start >= inside:  # nothing but padding
+        return np.zeros([len(range(*i.indices(n))) for i, n in zip(index, cut.stored_shape, strict=True)], tensor.dtype)
+    found = tensor.read((*index[: cut.dim], slice(start, inside), *index[cut.dim + 1 :]))
+    widths = [(0, 0)] * found.ndim
+    widths[cut.dim] = (0, stop - start - found.shape[cut.dim])
+    return np.pad(found, widths)

@@ -1,0 +1,130 @@
+"""What users save beside the state: extras and the position of a data iterator, as JSON and arrays."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+__all__ = ["decode", "encode", "iterator_position", "move_iterator"]
+
+ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
+
+
+def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns nested dicts and lists as what JSON can hold, and the arrays that stand apart, by name.
+
+    Raises:
+      TypeError: A leaf is neither an array, a PRNG key, a number, text, bytes, a truth value nor `None`, a key is no
+        text, or an array is spread over processes; the message names it.
+    """
+    arrays: dict[str, np.ndarray] = {}
+
+    def visit(x: Any, path: str) -> Any:
+        if isinstance(x, Mapping):
+            bad = [key for key in x if not isinstance(key, str) or key in (ARRAY, KEY, BYTES)]
+            if bad:
+                raise TypeError(f"The keys of `{path}` must be text (other than jzero's own markers): got {bad[0]!r}.")
+            return {key: visit(item, f"{path}/{key}") for key, item in x.items()}
+        if isinstance(x, list | tuple):
+            return [visit(item, f"{path}/{i}") for i, item in enumerate(x)]
+        if x is None or isinstance(x, bool | int | float | str):
+            return x
+        if isinstance(x, bytes):
+            return {BYTES: base64.b64encode(x).decode()}
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return {KEY: str(jax.random.key_impl(x)), ARRAY: _keep(jax.random.key_data(x), path, arrays)}
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            return {ARRAY: _keep(x, path, arrays)}
+        raise TypeError(
+            f"`{path}` must hold arrays, PRNG keys, numbers, text, bytes, None, and dicts and lists of these: got "
+            f"{type(x).__name__}."
+        )
+
+    return visit(value, path), arrays
+
+
+def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            raise TypeError(
+                f"`{path}` is spread over processes: make it a field of the state, which is saved in parts."
+            )
+        x = x.addressable_data(0)
+    name = str(len(arrays))
+    arrays[name] = np.array(x)
+    if arrays[name].dtype == np.dtype(object):
+        raise TypeError(f"`{path}` is an array of objects, which cannot be saved.")
+    return name
+
+
+def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns what `encode` was given; tuples come back as lists, arrays as numpy's."""
+    if isinstance(value, list):
+        return [decode(x, arrays) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if KEY in value:
+        return jax.random.wrap_key_data(jax.numpy.asarray(arrays[value[ARRAY]]), impl=value[KEY])
+    if ARRAY in value:
+        return arrays[value[ARRAY]]
+    if BYTES in value:
+        return base64.b64decode(value[BYTES])
+    return {key: decode(x, arrays) for key, x in value.items()}
+
+
+def iterator_position(iterator: Any) -> list[Any]:
+    """Returns the position of a data iterator in each process, as what JSON can hold."""
+    position = _method(iterator, "get_state", "state_dict")()
+    encoded, arrays = encode(position, "data_iterator")
+    if arrays:
+        raise TypeError(
+            "The position of `data_iterator` holds arrays: it must be numbers, text, bytes, dicts and lists."
+        )
+    if jax.process_count() == 1:
+        return [encoded]
+    return [json.loads(text) for text in gather_texts(json.dumps(encoded))]
+
+
+def move_iterator(iterator: Any, positions: Sequence[Any]) -> None:
+    """Moves a data iterator to where it was when its position was saved.
+
+    Raises:
+      ValueError: There were another number of processes, each with a position of its own.
+    """
+    if len(positions) == jax.process_count():
+        position = positions[jax.process_index()]
+    elif all(position == positions[0] for position in positions):
+        position = positions[0]
+    else:
+        raise ValueError(
+            f"The position of the data iterator was saved by {len(positions)} processes, each at another place, but "
+            f"there are {jax.process_count()} now. Restore without `data_iterator` and move it yourself, or use an "
+            "iterator whose position is the same in all processes."
+        )
+    _method(iterator, "set_state", "load_state_dict")(decode(position, {}))
+
+
+def _method(iterator: Any, *names: str) -> Any:
+    for name in names:
+        if callable(getattr(iterator, name, None)):
+            return getattr(iterator, name)
+    raise TypeError(
+        f"`data_iterator` must have a method {' or '.join(map(repr, names))}, as Grain's and PyTorch's stateful "
+        f"iterators have: got {type(iterator).__name__}."
+    )
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns the text of each process; each must call it."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
+    buffer = np.zeros(int(sizes.max()), np.uint8)
+    buffer[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,0 +1,149 @@
+"""What is in a checkpoint, without restoring it: what `jzero inspect` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jzero._plan_table import format_bytes
+from jzero._table import format_rows
+from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
+from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.exporting import read_whole
+from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
+from jzero.checkpoint.restoring import read_extra
+
+__all__ = ["CheckpointInfo", "inspect_checkpoint"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint, described.
+
+    Attributes:
+      directory: Where it is.
+      steps: All steps that are there, if it is one of a manager's.
+      leaves: Its arrays: path, natural shape, dtype, checksum.
+      notes: What jzero noted: versions, the configuration and the mesh of the writer; empty if plain Orbax wrote it.
+      extra: What was saved as `extra`.
+      has_data_iterator: Whether it holds the position of a data iterator.
+      damaged: What is wrong with leaves, by path; `None` if that was not looked into.
+
+    Example:
+      >>> jzero.save_checkpoint(f"{tmp}/described", state)
+      >>> jzero.inspect_checkpoint(f"{tmp}/described").leaves[0].path
+      'opt_state/0/count'
+    """
+
+    directory: str
+    steps: tuple[int, ...]
+    leaves: tuple[StoredLeaf, ...]
+    notes: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    has_data_iterator: bool
+    damaged: Mapping[str, str] | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, compression not counted."""
+        return sum(leaf.num_bytes for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, max_rows: int | None = 60) -> str:
+        """Returns the checkpoint as text.
+
+        Args:
+          max_rows: Leaves that are listed; the rest is counted. `None` for all.
+        """
+        lines = [f"checkpoint: {self.directory}"]
+        if self.steps:
+            lines.append(f"steps there: {', '.join(map(str, self.steps))}")
+        if self.notes:
+            config, mesh = self.notes["config"], self.notes["mesh"]
+            axes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+            lines.append(
+                f"written by: jzero {self.notes['jzero']}, jax {self.notes['jax']}, stage {config['stage']}, "
+                f"mesh ({axes}), {self.notes['num_processes']} processes"
+            )
+            scale = self.notes["precision"].get("loss_scale")
+            lines += [f"loss scale: {scale['scale']:g}"] if scale else []
+        else:
+            lines.append("written by: another program (no checksums)")
+        lines.append(f"extra: {', '.join(self.extra) or 'none'}")
+        lines.append(f"position of a data iterator: {'yes' if self.has_data_iterator else 'no'}")
+        shown = self.leaves[:max_rows]
+        rows = [("leaf", "dtype", "shape", "bytes")]
+        rows += [(x.path, str(x.dtype), str(list(x.shape)), format_bytes(x.num_bytes)) for x in shown]
+        lines += ["", *format_rows(rows, left=3)]
+        if len(shown) < len(self.leaves):
+            lines.append(f"... {len(self.leaves) - len(shown)} more")
+        lines.append(f"{len(self.leaves)} leaves, {format_bytes(self.num_bytes)}")
+        if self.damaged is not None:
+            compared = sum(leaf.checksum is not None for leaf in self.leaves)
+            lines.append(
+                f"{len(self.leaves)} leaves read, {compared} compared with checksums, {len(self.damaged)} damaged"
+            )
+            lines += [f"  {path}: {what}" for path, what in self.damaged.items()]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Returns the checkpoint as JSON."""
+        leaves = [{"path": x.path, "dtype": str(x.dtype), "shape": x.shape, "bytes": x.num_bytes} for x in self.leaves]
+        return json.dumps(
+            {
+                "directory": self.directory,
+                "steps": self.steps,
+                "written_by": {name: x for name, x in self.notes.items() if name != "checksums"},
+                "extra": sorted(self.extra),
+                "has_data_iterator": self.has_data_iterator,
+                "num_bytes": self.num_bytes,
+                "leaves": leaves,
+                "damaged": self.damaged,
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+
+
+def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
+    """Describes a checkpoint from its metadata alone.
+
+    Args:
+      path: As for `restore_checkpoint`.
+      verify: Read every leaf, one at a time, and compare it with its checksum.
+
+    Returns:
+      The description; `print` it for a table.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or its metadata is damaged.
+
+    Example:
+      >>> jzero.save_checkpoint(f"{tmp}/looked_into", state, extra={"epoch": 3})
+      >>> info = jzero.inspect_checkpoint(f"{tmp}/looked_into", verify=True)
+      >>> len(info.leaves), info.extra, info.damaged
+      (5, {'epoch': 3}, {})
+    """
+    contents = read_contents(path)
+    damaged: dict[str, str] | None = None
+    if verify:
+        damaged = {}
+        for leaf in contents.leaves.values():
+            try:
+                read_whole(contents, leaf)
+            except CheckpointError as error:
+                damaged[leaf.path] = str(error).splitlines()[0]
+    steps = find_steps(contents.directory.parent)
+    return CheckpointInfo(
+        directory=str(contents.directory),
+        steps=tuple(sorted(steps)) if contents.directory in steps.values() else (),
+        leaves=tuple(contents.leaves.values()),
+        notes=contents.notes,
+        extra=read_extra(contents) if contents.has(EXTRA) else {},
+        has_data_iterator=contents.has(ITERATOR),
+        damaged=damaged,
+    )

@@ -1,0 +1,164 @@
+"""A training state as it lies on disk: natural shapes, masters in place of parameters, the optimizer's own state.
+
+[Note: On disk]
+What is written is the tree that a plain Flax and optax program would have: nothing of stage, padding, world size or
+precision shows, so any layout reads what any other wrote, and so does plain Orbax. A padded leaf is written without its
+padding, each process the parts that it holds. A flattened leaf has no parts of its natural shape: it is first laid out
+anew, cut along one dimension (`along_one_dim`), and so it is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jzero._collectives import to_natural, to_stored
+from jzero._layout import Cut
+from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero._rounding import narrow, with_edits
+from jzero._state import map_state, plain_state
+from jzero._tree import key_names
+
+__all__ = ["Keys", "Wanted", "natural_state", "stored_from", "wanted_leaves"]
+
+Keys = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One leaf of a state as it lies on disk.
+
+    Attributes:
+      keys: The keys that lead to it, from the root of the state.
+      leaf: Its layout in memory.
+      cut: How it is cut and padded while it is read or written; `None` if it is stored in its natural shape.
+      sharding: Where its parts then lie.
+    """
+
+    keys: Keys
+    leaf: StateLeaf
+    cut: Cut | None
+    sharding: NamedSharding
+
+    @property
+    def path(self) -> str:
+        """The keys as text, such as `"params/decoder/kernel"`."""
+        return "/".join(self.keys)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array that is read or written."""
+        return self.leaf.shape if self.cut is None else self.cut.stored_shape
+
+
+def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[Wanted]:
+    """Returns the leaves of a plain state, concrete or abstract, in the order of `map_state`.
+
+    Args:
+      plain: What `plain_state` returns.
+      plan: The plan of the state.
+    """
+    layout = plan.plain
+    in_order: list[int] = []
+    numbers = iter(range(len(layout.leaves) + len(layout.opt_leaves) + len(layout.other_leaves)))
+    found: list[StateLeaf] = []
+    map_state(lambda x, leaf: found.append(leaf), layout, plain)
+    tree = map_state(lambda x, leaf: _Number(next(numbers)), layout, plain)
+    keys: dict[int, Keys] = {}
+    for path, number in jax.tree_util.tree_leaves_with_path(tree):
+        keys[number.value] = key_names(path)
+        in_order.append(number.value)
+    return [_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
+
+
+class _Number:
+    """Stands for a leaf. Not a pytree, so a leaf itself."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def _wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> Wanted:
+    cut = leaf.cut
+    if cut is None or cut.is_stored_naturally:
+        return Wanted(keys, leaf, None, plan.sharding(leaf))
+    cut = along_one_dim(leaf, cut) if cut.flat else cut
+    return Wanted(keys, leaf, cut, NamedSharding(plan.mesh, cut.spec(leaf.base, plan.config.axis)))
+
+
+def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
+    """Returns the cut along one dimension that wastes least, for a leaf that is stored flattened."""
+    free = [d for d in range(cut.dim, len(cut.shape)) if d >= len(leaf.base) or leaf.base[d] is None]
+    return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
+
+
+def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[jax.Array]]:
+    """Returns the plain state, a description of its leaves, and the leaves themselves as they are to be written.
+
+    What was edited in 16-bit parameters is taken over into the masters, as the optimizer would.
+
+    Args:
+      state: A sharded train state.
+      plan: Its plan.
+    """
+    plain, layout = plain_state(state, plan), plan.plain
+    leaves = wanted_leaves(plain, plan)
+    arrays: list[jax.Array] = []
+    map_state(lambda x, leaf: arrays.append(x), layout, plain)
+    params = plan.params_treedef.flatten_up_to(state.params)
+    edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
+    checks = [_is_edited(arrays[i], params[i], plan.leaves[i], plan) for i in edited]
+    for i, is_edited in zip(edited, checks, strict=True):
+        if bool(is_edited):
+            arrays[i] = _with_edits(arrays[i], params[i], plan.leaves[i], plan)
+    arrays = [
+        _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
+    ]
+    return plain, leaves, arrays
+
+
+def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
+    """Returns a stored array in another stored shape of the same leaf; itself if the shapes are the same."""
+    same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
+    return x if same else _relaid(x, cut, new, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
+    natural = x if cut is None else to_natural(x, cut)
+    return lax.with_sharding_constraint(natural if new is None else to_stored(natural, new), sharding)
+
+
+def _param_as_master(param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
+    """A parameter, which every device holds whole, in the stored shape of its master."""
+    assert leaf.master is not None
+    cut = leaf.master.cut
+    stored = param if cut is None or cut.is_stored_naturally else to_stored(param, cut)
+    return lax.with_sharding_constraint(stored, plan.sharding(leaf.master))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
+    param = _param_as_master(param, leaf, plan)
+    return jnp.any(with_edits(master, param) != master)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _with_edits(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
+    return with_edits(master, _param_as_master(param, leaf, plan))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
+    """Returns an array that was read, in the dtype and layout of a leaf of a state: a new buffer."""
+    natural = narrow(x if cut is None else to_natural(x, cut), leaf.dtype)
+    new = leaf.cut
+    return lax.with_sharding_constraint(
+        natural if new is None or new.is_stored_naturally else to_stored(natural, new), sharding
+    )

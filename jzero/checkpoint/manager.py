@@ -1,0 +1,385 @@
+"""Numbered checkpoints of a training run: which to write, which to keep, which to go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import socket
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jzero._state import adapt_sharded
+from jzero.checkpoint.contents import find_steps, read_contents
+from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.matching import RestoreReport
+from jzero.checkpoint.orbax_io import handler_registry
+from jzero.checkpoint.preemption import PreemptionNotice
+from jzero.checkpoint.restoring import Choice, everywhere, read_extra, restore_from, warn_unless_complete
+from jzero.checkpoint.saving import checkpoint_items, saving_failed
+
+__all__ = ["CheckpointManager"]
+
+LOCK = "jzero.lock"
+
+
+class CheckpointManager:
+    """Saves a training state every so many steps, keeps the checkpoints asked for, and finds the one to go on from.
+
+    Thin, over Orbax's manager. Saving copies the state to the host and goes on with training while files are written.
+    A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
+    complete. One program at a time writes to a directory; any number may read.
+
+    At SIGTERM the next `save` writes a checkpoint whatever the interval, waits until it is complete, and ends the
+    program with `SystemExit`; a second SIGTERM ends it at once.
+
+    Args:
+      directory: Where the checkpoints are, one directory per step. Made by the first `save`.
+      max_to_keep: How many of the latest checkpoints to keep; `None` for all. With `best_metric` the best ones count,
+        and the latest stays as well.
+      save_interval_steps: `save` does nothing at other steps than multiples of this, the first call apart.
+      keep_every_steps: Checkpoints at multiples of this stay whatever `max_to_keep` says.
+      best_metric: Name of the metric among those given to `save` by which checkpoints are good.
+      best_mode: Whether large (`"max"`) or small (`"min"`) is good.
+      preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to go on, see `preempted`.
+
+    Raises:
+      ValueError: An argument has an impossible value.
+
+    Example:
+      >>> with jzero.CheckpointManager(f"{tmp}/run", max_to_keep=3, save_interval_steps=2) as manager:
+      ...     for _ in range(5):
+      ...         state = state.replace(step=state.step + 1)
+      ...         _ = manager.save(state, extra={"note": "hello"})
+      ...     manager.wait()
+      ...     manager.all_steps(), int(manager.restore(state).step), manager.restore_extra()
+      ([1, 2, 4], 4, {'note': 'hello'})
+
+    References:
+      `orbax.checkpoint.CheckpointManager`; DeepSpeed's `save_checkpoint` and `load_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        directory: Any,
+        *,
+        max_to_keep: int | None = None,
+        save_interval_steps: int = 1,
+        keep_every_steps: int | None = None,
+        best_metric: str | None = None,
+        best_mode: Literal["max", "min"] = "min",
+        preemption_exit_code: int | None = 0,
+    ) -> None:
+        for name, value in (
+            ("max_to_keep", max_to_keep),
+            ("save_interval_steps", save_interval_steps),
+            ("keep_every_steps", keep_every_steps),
+        ):
+            optional = value is None and name != "save_interval_steps"
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
+        if best_mode not in ("max", "min"):
+            raise ValueError(f"`best_mode` must be 'max' or 'min': got {best_mode!r}.")
+        self.directory = epath.Path(directory).absolute()
+        self.last_restore: RestoreReport | None = None
+        self.preempted = False
+        self._best_metric, self._best_mode = best_metric, best_mode
+        self._max_to_keep, self._keep_every_steps = max_to_keep, keep_every_steps
+        self._interval = save_interval_steps
+        self._exit_code = preemption_exit_code
+        self._writer: ocp.CheckpointManager | None = None
+        self._lock = contextlib.ExitStack()
+        self._restored_step: int | None = None
+        self._saving_step: int | None = None
+        self._notice = PreemptionNotice()
+        self._notice.install()
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        data_iterator: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves the state if its step is one to save, and returns once it is copied to the host.
+
+        In several processes each must call it, at every step.
+
+        Args:
+          state: A sharded train state, after a step.
+          step: Its step. By default `state.step`, for which the host has to wait; a loop that counts its steps itself
+            should say so.
+          data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
+          extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
+          metrics: Numbers by name, for `best_metric`.
+          force: Save whatever the interval says.
+
+        Returns:
+          Whether it saves.
+
+        Raises:
+          CheckpointError: This checkpoint or the one before could not be written, or another program writes to the
+            directory.
+          ValueError: `metrics` lacks `best_metric`.
+          TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
+          SystemExit: There was a SIGTERM, and the state is saved.
+        """
+        train_state = adapt_sharded(state).state
+        step = int(train_state.step) if step is None else int(step)
+        self.preempted = self.preempted or self._notice.reached(step)
+        saved = False
+        if step not in self.all_steps() and (force or self.preempted or self._is_due(step)):
+            self._check_metrics(metrics)
+            self._write(step, state, data_iterator=data_iterator, extra=extra, metrics=metrics)
+            saved = True
+        if self.preempted and self._exit_code is not None:
+            self.close()
+            raise SystemExit(self._exit_code)
+        return saved
+
+    def wait(self) -> None:
+        """Returns when what is being saved is complete; raises a `CheckpointError` if that failed."""
+        if self._writer is None:
+            return
+        step, self._saving_step = self._saving_step, None
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            self._give_up()
+            raise saving_failed(self.directory / str(step), error) from error
+
+    def restore(
+        self,
+        like: Any,
+        *,
+        step: int | None = None,
+        paths: str | None = None,
+        params_only: bool = False,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+        data_iterator: Any = None,
+        donate: bool = False,
+    ) -> Any:
+        """Reads a checkpoint into a state laid out like another one, as `restore_checkpoint` does.
+
+        Args:
+          like: A state sharded by jzero, or the shapes of one (`abstract_train_state`).
+          step: Which. By default the newest that can be read: if one is damaged, a warning says so and what is wrong
+            with it, and the one before is taken.
+          paths: As for `restore_checkpoint`.
+          params_only: As for `restore_checkpoint`.
+          strict: As for `restore_checkpoint`.
+          rename: As for `restore_checkpoint`.
+          data_iterator: As for `restore_checkpoint`.
+          donate: As for `restore_checkpoint`.
+
+        Returns:
+          The state. `manager.last_restore` tells what was restored, cast, renamed, missing.
+
+        Raises:
+          CheckpointError: There is no checkpoint, or none that can be read.
+          ValueError: It is of another model, or `like` has no values for leaves that are not restored.
+          TypeError: `like` was not sharded by jzero.
+        """
+        self.wait()
+        choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
+        adapted = adapt_sharded(like)
+        steps = self._committed()
+        if step is not None and step not in steps:
+            raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
+        if not steps:
+            raise CheckpointError(f"There is no checkpoint in {self.directory} to restore.")
+        damaged: list[str] = []
+        for candidate in [step] if step is not None else sorted(steps, reverse=True):
+            try:
+                contents = everywhere(functools.partial(read_contents, steps[candidate]))
+                state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
+            except CheckpointError as error:
+                if step is not None:
+                    raise
+                damaged.append(str(error))
+                continue
+            if damaged:
+                warnings.warn(
+                    f"Step {candidate} was restored, since what is newer is damaged:\n" + "\n".join(damaged),
+                    stacklevel=2,
+                )
+            warn_unless_complete(report, choice)
+            self.last_restore, self._restored_step = report, candidate
+            return state
+        raise CheckpointError(f"No checkpoint in {self.directory} can be read:\n" + "\n".join(damaged))
+
+    def restore_extra(self, step: int | None = None) -> Any:
+        """Returns what was saved as `extra` at a step; arrays come back as numpy's, tuples as lists.
+
+        Args:
+          step: Which. By default the one restored last, or else the newest.
+        """
+        self.wait()
+        steps = self._committed()
+        step = next((s for s in (step, self._restored_step, max(steps, default=None)) if s is not None), None)
+        if step is None or step not in steps:
+            raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
+        return read_extra(read_contents(steps[step]))
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps of complete checkpoints, and of the one being written, in order."""
+        if self._writer is not None:
+            return sorted(self._writer.all_steps())
+        return sorted(self._committed())
+
+    def latest_step(self) -> int | None:
+        """Returns the newest of `all_steps`; `None` if there is none."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Returns the step that is best by `best_metric`; `None` if there is none."""
+        if self._best_metric is None:
+            raise ValueError("There is no best step without a metric: pass `best_metric=` to the manager.")
+        self.wait()
+        found: dict[int, float] = {}
+        for step, path in self._committed().items():
+            file = path / "metrics" / "metrics"
+            if file.exists():
+                found[step] = float(json.loads(file.read_text())[self._best_metric])
+        best = max if self._best_mode == "max" else min
+        return best(found, key=lambda step: found[step]) if found else None
+
+    def close(self) -> None:
+        """Waits for what is being saved, and lets other programs write to the directory."""
+        self._notice.remove()
+        try:
+            self.wait()
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._writer = None
+            self._lock.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _committed(self) -> dict[int, epath.Path]:
+        return find_steps(self.directory)
+
+    def _is_due(self, step: int) -> bool:
+        latest = self.latest_step()
+        return latest is None or (step > latest and step % self._interval == 0)
+
+    def _check_metrics(self, metrics: Mapping[str, Any] | None) -> None:
+        if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
+            raise ValueError(
+                f"`metrics` must hold {self._best_metric!r}, by which checkpoints are kept: got "
+                f"{None if metrics is None else sorted(metrics)}."
+            )
+
+    def _write(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None, **beside: Any) -> None:
+        self.wait()
+        items = checkpoint_items(state, **beside)
+        numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
+        try:
+            writer = self._open()
+            self._saving_step = step
+            writer.save(step, args=items, metrics=numbers, force=True)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            self._give_up()
+            raise saving_failed(self.directory / str(step), error) from error
+
+    def _open(self) -> ocp.CheckpointManager:
+        """Returns Orbax's manager, which clears away what was not completed: nobody else may be writing."""
+        if self._writer is None:
+            self._take_lock()
+            options = ocp.CheckpointManagerOptions(
+                preservation_policy=self._preservation_policy(),
+                best_fn=None if self._best_metric is None else lambda metrics: metrics[self._best_metric],
+                best_mode=self._best_mode,
+                cleanup_tmp_directories=True,
+            )
+            self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
+        return self._writer
+
+    def _preservation_policy(self) -> Any:
+        policies = ocp.checkpoint_managers
+        if self._max_to_keep is None:
+            return policies.LatestN(None)
+        kept: list[Any] = [policies.LatestN(self._max_to_keep)]
+        if self._best_metric is not None:
+            best = policies.BestN(
+                n=self._max_to_keep,
+                get_metric_fn=lambda metrics: metrics[self._best_metric],
+                reverse=self._best_mode == "min",
+                keep_checkpoints_without_metrics=False,
+            )
+            kept = [policies.LatestN(1), best]
+        if self._keep_every_steps is not None:
+            kept.append(policies.EveryNSteps(self._keep_every_steps))
+        return policies.AnyPreservationPolicy(kept)
+
+    def _give_up(self) -> None:
+        """Forgets a save that failed, so that the next one starts afresh."""
+        self._saving_step = None
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(Exception):
+            if writer is not None:
+                writer.close()
+        self._lock.close()
+
+    def _take_lock(self) -> None:
+        """Claims the directory for this program; the first process does, and tells the others."""
+        refused = ""
+        if jax.process_index() == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                refused = self._claim()
+            except OSError as error:
+                refused = f"{type(error).__name__}: {error}"
+        if jax.process_count() > 1:
+            outcome = multihost_utils.broadcast_one_to_all(np.array(bool(refused)))
+            refused = refused or ("the first process could not claim it" if bool(outcome) else "")
+        if refused:
+            raise CheckpointError(
+                f"Checkpoints cannot be written to {self.directory}: {refused}. One program at a time writes to a "
+                "directory, and must be allowed to: end the other one, or choose another directory."
+            )
+
+    def _claim(self) -> str:
+        """Locks the directory until this process ends, however it ends; returns who has it if another one does."""
+        if "://" in os.fspath(self.directory):  # object stores know no locks
+            return ""
+        file = self._lock.enter_context(open(self.directory / LOCK, "a+"))  # noqa: SIM115  # closed by the stack
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip()
+            self._lock.close()
+            return f"another program writes there ({holder or 'unknown'})"
+        except OSError as error:
+            warnings.warn(
+                f"{self.directory} knows no locks ({error}): see that one program writes there.", stacklevel=2
+            )
+            return ""
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        return ""

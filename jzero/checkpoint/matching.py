@@ -1,0 +1,188 @@
+"""Which leaf of a checkpoint goes where in a state, and what is missing on either side."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._plan import StateLeaf
+from jzero.checkpoint.contents import Contents, StoredLeaf
+from jzero.checkpoint.leaves import Wanted
+
+__all__ = ["RestoreReport", "match", "renamed_paths"]
+
+Rename = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did, or would do.
+
+    Attributes:
+      directory: The checkpoint.
+      restored: Paths of the leaves that came from it.
+      missing: Paths of leaves of the state that it does not have; they keep their values.
+      unexpected: Paths of leaves that it has and the state does not; they are not read.
+      skipped: Paths of leaves of the state that were not asked for; they keep their values.
+      renamed: Path in the checkpoint and path in the state, where `rename` made them differ.
+      cast: Path, dtype on disk and dtype in memory, where these differ.
+
+    Example:
+      >>> with jzero.CheckpointManager(f"{tmp}/reported") as manager:
+      ...     _ = manager.save(state)
+      ...     _ = manager.restore(state, params_only=True)
+      ...     print(manager.last_restore.restored, len(manager.last_restore.skipped))
+      ('params/w',) 4
+    """
+
+    directory: str
+    restored: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    skipped: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    cast: tuple[tuple[str, str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"Restored {len(self.restored)} leaves from {self.directory}"]
+        lines += _listed("missing in the checkpoint, kept as they were", self.missing)
+        lines += _listed("only in the checkpoint, not read", self.unexpected)
+        lines += _listed("not asked for, kept as they were", self.skipped)
+        lines += _listed("renamed", [f"{old} → {new}" for old, new in self.renamed])
+        lines += _listed("cast", [f"{path}: {old} → {new}" for path, old, new in self.cast])
+        return "\n".join(lines)
+
+
+def _listed(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str]:
+    if not entries:
+        return []
+    more = [f"    ... {len(entries) - max_lines} more"] if len(entries) > max_lines else []
+    return [f"  {title} ({len(entries)}):", *(f"    {entry}" for entry in entries[:max_lines]), *more]
+
+
+def match(
+    wanted: Sequence[Wanted],
+    contents: Contents,
+    *,
+    chosen: Callable[[Wanted], bool],
+    rename: Rename,
+    strict: bool,
+) -> tuple[dict[int, StoredLeaf], RestoreReport]:
+    """Returns which stored leaf each wanted one is, by its number, and a report.
+
+    Args:
+      wanted: The leaves of the state.
+      contents: What the checkpoint holds.
+      chosen: Whether a leaf of the state is asked for at all.
+      rename: Patterns of paths in the checkpoint, and what becomes of them.
+      strict: Whether leaves that are missing, or not expected, are errors.
+
+    Raises:
+      ValueError: Leaves do not fit; the message lists all of them.
+    """
+    by_path = {leaf.path: leaf for leaf in contents.leaves.values()}
+    stored = {new: by_path[old] for new, old in renamed_paths(by_path, rename).items()}
+    asked = [i for i, leaf in enumerate(wanted) if chosen(leaf)]
+    if not asked:
+        some = ", ".join(repr(leaf.path) for leaf in wanted[:5])
+        raise ValueError(
+            f"`paths` matches no leaf of the state: it must match a whole path. The first paths are {some}."
+        )
+    found = {i: stored[wanted[i].path] for i in asked if wanted[i].path in stored}
+    paths = {leaf.path for leaf in wanted}
+    missing = tuple(wanted[i].path for i in asked if i not in found)
+    unexpected = tuple(path for path in stored if path not in paths)
+    bad = [line for i, leaf in found.items() if (line := _misfit(wanted[i].leaf, wanted[i].path, leaf))]
+    if bad:
+        raise ValueError(
+            f"The checkpoint at {contents.directory} is of another model or optimizer: these leaves do not fit.\n"
+            + "\n".join(bad[:40] + ([f"  ... {len(bad) - 40} more"] if len(bad) > 40 else []))
+            + "\nRestore into a state of the model that wrote it, or leave these out with `paths`."
+        )
+    everything = len(asked) == len(wanted)
+    if strict and (missing or (unexpected and everything)):
+        lines = _listed("missing in the checkpoint", missing)
+        lines += _listed("only in the checkpoint", unexpected if everything else ())
+        raise ValueError(
+            f"The checkpoint at {contents.directory} and the state do not have the same leaves:\n"
+            + "\n".join(lines)
+            + "\nIf that is meant, pass `strict=False`; if leaves have other names there, `rename`; for some leaves "
+            "alone, `paths` or `params_only`."
+        )
+    report = RestoreReport(
+        directory=str(contents.directory),
+        restored=tuple(wanted[i].path for i in found),
+        missing=missing,
+        unexpected=unexpected,
+        skipped=tuple(leaf.path for leaf in wanted if not chosen(leaf)),
+        renamed=tuple((leaf.path, path) for path, leaf in stored.items() if leaf.path != path),
+        cast=tuple(
+            (wanted[i].path, str(leaf.dtype), str(wanted[i].leaf.dtype))
+            for i, leaf in found.items()
+            if not _is_key(wanted[i].leaf) and leaf.dtype != wanted[i].leaf.dtype
+        ),
+    )
+    return found, report
+
+
+def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
+    """Returns the old path of each new one.
+
+    Raises:
+      ValueError: A pattern is no regular expression or matches nothing, or two paths become the same.
+    """
+    patterns = {}
+    for pattern, new in rename.items():
+        try:
+            patterns[re.compile(pattern)] = new
+        except re.error as error:
+            raise ValueError(f"`rename` key {pattern!r} is not a regular expression: {error}.") from error
+    old_of: dict[str, str] = {}
+    used: set[str] = set()
+    for old in paths:
+        path = old
+        for compiled, new in patterns.items():
+            if (hit := compiled.fullmatch(old)) is not None:
+                path = hit.expand(new)
+                used.add(compiled.pattern)
+                break
+        if path in old_of:
+            raise ValueError(f"`rename` gives two leaves the path {path!r}: {old_of[path]!r} and {old!r}.")
+        old_of[path] = old
+    unused = [pattern for pattern in rename if pattern not in used]
+    if unused:
+        some = ", ".join(map(repr, list(old_of.values())[:5]))
+        raise ValueError(
+            f"`rename` patterns {unused} match no leaf of the checkpoint: each must match a whole path. The first "
+            f"paths are {some}."
+        )
+    return old_of
+
+
+def _misfit(leaf: StateLeaf, path: str, stored: StoredLeaf) -> str:
+    """Returns in what a stored leaf does not fit; an empty string if it does."""
+    shape, kind = leaf.shape, _kind(leaf.dtype)
+    if _is_key(leaf):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
+        shape, kind = data.shape, _kind(data.dtype)
+    if stored.shape == shape and _kind(stored.dtype) == kind:
+        return ""
+    was = "" if path == stored.path else f" (there {stored.path})"
+    return (
+        f"  {path}{was}: {stored.dtype}{list(stored.shape)} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
+    )
+
+
+def _is_key(leaf: StateLeaf) -> bool:
+    return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _kind(dtype: Any) -> str:
+    """Numbers of one kind can be cast into each other."""
+    kinds = {"number that is not whole": np.floating, "whole number": np.integer, "complex": np.complexfloating}
+    return next((name for name, kind in kinds.items() if jax.numpy.issubdtype(dtype, kind)), str(dtype))

@@ -1,0 +1,344 @@
+"""Reads checkpoints into states of any stage, mesh and precision.
+
+[Note: How a checkpoint is read]
+Each process reads the parts that its devices hold, from the natural arrays on disk straight into the stored shapes of
+the plan; what lies beyond a natural array is padding, zero. Checksums of what was read are compared before anything is
+done with it. Then leaf by leaf comes what is left: another dtype, a flattened layout, the 16-bit copy of a master. All
+of this is local; processes tell each other whether it worked, so that all of them go on or none does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jzero._opt_state import LossScaleState, ZeroOptState, host_array
+from jzero._placement import place_leaf
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.contents import Contents, StoredLeaf, read_contents
+from jzero.checkpoint.damage import CheckpointError, as_checkpoint_error, wrong_checksums
+from jzero.checkpoint.extras import decode, gather_texts, move_iterator
+from jzero.checkpoint.leaves import Keys, Wanted, stored_from, wanted_leaves
+from jzero.checkpoint.matching import RestoreReport, match
+from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
+
+__all__ = [
+    "PARAMS",
+    "Choice",
+    "Target",
+    "everywhere",
+    "read_extra",
+    "restore_checkpoint",
+    "restore_from",
+    "warn_unless_complete",
+]
+
+PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What of a checkpoint is restored, and how strictly: the arguments of `restore_checkpoint` of the same names."""
+
+    paths: str | None = None
+    params_only: bool = False
+    strict: bool = True
+    rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    donate: bool = False
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether anything of the state may be left as it is by choice."""
+        return self.paths is not None or self.params_only
+
+    def selector(self, state: Any) -> Callable[[Wanted], bool]:
+        """Returns what tells whether a leaf is asked for."""
+        fields = {PARAMS, *getattr(state, "frozen_fields", ())}
+        pattern = None
+        if self.paths is not None:
+            try:
+                pattern = re.compile(self.paths)
+            except re.error as error:
+                raise ValueError(f"`paths` {self.paths!r} is not a regular expression: {error}.") from error
+
+        def chosen(leaf: Wanted) -> bool:
+            if self.params_only and leaf.keys[0] not in fields:
+                return False
+            return pattern is None or pattern.fullmatch(leaf.path) is not None
+
+        return chosen
+
+
+def restore_checkpoint(
+    path: Any,
+    like: Any,
+    *,
+    paths: str | None = None,
+    params_only: bool = False,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    data_iterator: Any = None,
+    donate: bool = False,
+) -> Any:
+    r"""Reads a checkpoint into a state laid out like another one: any stage, mesh, world size and precision.
+
+    Each process reads the slices that its devices hold. Every leaf is compared with the checksum that was written.
+
+    Args:
+      path: The directory of a checkpoint: of `save_checkpoint`, of a step of a manager, or one that plain Orbax wrote
+        from a Flax `TrainState` or a tree with the same keys. Of a manager's directory the newest step is taken.
+      like: A state sharded by jzero, or the shapes of one (`abstract_train_state`), which costs no memory. Its values
+        only count for leaves that are not restored.
+      paths: Regular expression over whole paths such as `"params/decoder/.*"`: only leaves that it matches are
+        restored, the others are copied from `like`. Without the optimizer: `"(?!opt_state/).*"`.
+      params_only: Restore parameters alone, frozen ones included.
+      strict: Whether it is an error if leaves are missing in the checkpoint, or if it has others. If not, missing ones
+        are copied from `like`, and a warning lists both.
+      rename: Regular expressions over whole paths in the checkpoint, and what they are in the state, as for `re.sub`:
+        `{r"(.*)/encoder/(.*)": r"\1/backbone/\2"}` renames parameters and the optimizer state that follows them.
+      data_iterator: Is moved to the position that was saved: anything with `set_state` or `load_state_dict`.
+      donate: Free the arrays of `like` before anything is read. If reading fails, they are gone.
+
+    Returns:
+      A state of the class of `like`, laid out as its plan says. Its arrays are its own and can be donated.
+
+    Raises:
+      CheckpointError: There is no checkpoint, or it is damaged; the message names leaf and file.
+      ValueError: It is of another model, or `like` has no values for leaves that are not restored.
+      TypeError: `like` was not sharded by jzero.
+
+    Example:
+      >>> path = f"{tmp}/elastic"
+      >>> jzero.save_checkpoint(path, state)
+      >>> mesh = jzero.make_mesh(devices=jax.devices()[:3])
+      >>> like = jzero.abstract_train_state(plain_state, stage=1, mesh=mesh)
+      >>> jzero.plan_of(jzero.restore_checkpoint(path, like)).num_shards
+      3
+    """
+    choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
+    adapted = adapt_sharded(like)
+    contents = everywhere(lambda: read_contents(path))
+    state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
+    warn_unless_complete(report, choice)
+    return state
+
+
+def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
+    """Warns of leaves that are missing, and of leaves that the state has no use for."""
+    if report.missing or (report.unexpected and not choice.is_partial):
+        warnings.warn(str(report), stacklevel=3)
+
+
+def restore_from(
+    contents: Contents, adapted: Adapted, choice: Choice, *, data_iterator: Any = None
+) -> tuple[Any, RestoreReport]:
+    """Returns the state that a checkpoint holds, laid out like another, and a report of what was restored."""
+    target = Target(adapted)
+    found, report = target.match(contents, choice)
+    positions = contents.read_json(ITERATOR) if data_iterator is not None else {}
+    if positions is None:
+        raise ValueError(f"The checkpoint at {contents.directory} holds no position of a data iterator.")
+    target.check_kept(found)
+    if choice.donate:
+        target.free(found)
+    wanted = target.wanted
+    read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in found.items()}))
+    _verify(contents, read, wanted, found)
+    own = None if choice.is_partial else _own_state(contents, target.plan)
+    state = target.filled(read, own, choice)
+    if data_iterator is not None:
+        move_iterator(data_iterator, positions["positions"])
+    return state, report
+
+
+class Target:
+    """A state to restore into: what its leaves are on disk, and how they come to be what is stored in memory."""
+
+    def __init__(self, adapted: Adapted) -> None:
+        self.adapted = adapted
+        self.plan: ZeroPlan = adapted.state.tx.plan
+        self._plain = plain_state(adapted.state, self.plan)
+        self.wanted = wanted_leaves(self._plain, self.plan)
+        self._values: list[Any] = []
+        map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state)
+
+    def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
+        """Returns which stored leaf each leaf is, by its number among `wanted`, and a report."""
+        chosen = choice.selector(self.adapted.state)
+        return match(self.wanted, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
+
+    def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
+        """Returns the stored state made of sources, and those with their layouts, in the order of `map_state`."""
+        numbers = iter(range(len(self.wanted)))
+        plain = map_state(lambda x, leaf: _Source(next(numbers)), self.plan.plain, self._plain)
+        tree = stored_state(plain, self.plan, own)
+        sources: list[tuple[Any, StateLeaf]] = []
+        map_state(lambda source, leaf: sources.append((source, leaf)), self.plan, tree)
+        return tree, sources
+
+    def check_kept(self, found: Mapping[int, Any]) -> None:
+        """Raises unless the state has values for all leaves that are not restored."""
+        left = [
+            (self.wanted[source.index].path, x)
+            for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True)
+            if isinstance(source, _Source) and source.index not in found
+        ]
+        abstract = list(dict.fromkeys(path for path, x in left if not isinstance(x, jax.Array)))
+        if abstract:
+            raise ValueError(
+                f"These leaves are not restored, and `like` has shapes but no values for them: {abstract[:10]}"
+                + (f" and {len(abstract) - 10} more" if len(abstract) > 10 else "")
+                + ". Pass a state with values, such as the one to start from, as `like`."
+            )
+        check_alive([x for _, x in left])
+
+    def free(self, found: Mapping[int, Any]) -> None:
+        """Frees the arrays whose values will be replaced."""
+        for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True):
+            if isinstance(x, jax.Array) and isinstance(source, _Source) and source.index in found:
+                x.delete()
+
+    def filled(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
+        """Returns the state with the leaves that were read; takes them out of `read`, one by one.
+
+        Args:
+          read: Leaves by number, as `wanted` describes them.
+          own: Loss scale and counter that go on; `None` to keep those of the state, or to start anew.
+          choice: What was asked for.
+        """
+        tree, sources = self._sources(own)
+        last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, _Source)}
+        values = []
+        for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
+            if isinstance(source, _Source) and source.index in read:
+                values.append(_finished(read[source.index], self.wanted[source.index], leaf, self.plan))
+                if last_use[source.index] == i:  # so that no more than one leaf is there twice
+                    jax.block_until_ready(values[-1])
+                    del read[source.index]
+            elif isinstance(source, _Source) or (own is None and isinstance(x, jax.Array) and not x.is_deleted()):
+                values.append(x if choice.donate else x.copy())
+            else:
+                values.append(place_leaf(source, leaf, self.plan))
+        finished = iter(values)
+        state = map_state(lambda source, leaf: next(finished), self.plan, tree)
+        return self.adapted.rebuild(state.replace(tx=self.adapted.state.tx))
+
+
+def read_extra(contents: Contents) -> Any:
+    """Returns what was saved as `extra`; an empty dict if nothing was."""
+    encoded = contents.read_json(EXTRA)
+    if encoded is None:
+        return {}
+    arrays: dict[str, np.ndarray] = {}
+    directory = contents.directory / EXTRA_ARRAYS
+    if directory.exists():
+        try:
+            arrays = state_handler(reads=True).restore(directory, args=ocp.args.PyTreeRestore())
+        except Exception as error:
+            raise as_checkpoint_error(directory, error) from error
+    return decode(encoded, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Stands in a state for the leaf of the plain state that a stored leaf is made from. Not a pytree, so a leaf."""
+
+    index: int
+
+
+def _own_state(contents: Contents, plan: ZeroPlan) -> ZeroOptState | None:
+    """Returns the loss scale and the counter of rounded steps that were noted; `None` if another program wrote it."""
+    if not contents.notes:
+        return None
+    noted = contents.notes.get("precision", {})
+    scale, count = noted.get("loss_scale"), noted.get("num_updates")
+    loss_scale = None
+    if scale is not None:
+        overflowed = scale["overflowed"] if len(scale["overflowed"]) == len(plan.leaves) else [False] * len(plan.leaves)
+        loss_scale = LossScaleState(
+            scale=host_array(scale["scale"], np.float32),
+            good_steps=host_array(scale["good_steps"], np.int32),
+            hysteresis=host_array(scale["hysteresis"], np.int32),
+            exhausted=host_array(scale["exhausted"], np.bool_),
+            overflowed=host_array(overflowed, np.bool_),
+        )
+    count = None if count is None else host_array(count, np.int32)
+    return ZeroOptState(inner=None, masters=None, loss_scale=loss_scale, num_updates=count)
+
+
+def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -> dict[int, jax.Array]:
+    """Reads leaves as they lie on disk, into the stored shapes of a plan."""
+    how: dict[Keys, Any] = {}
+    for wanted, stored in leaves.values():
+        is_key = jax.dtypes.issubdtype(wanted.leaf.dtype, jax.dtypes.prng_key)
+        how[stored.keys] = ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            sharding=wanted.sharding,
+            global_shape=None if is_key else wanted.shape,
+            dtype=wanted.leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(stored.dtype),
+            strict=wanted.cut is None or not wanted.cut.is_padded,
+        )
+    read = contents.read(how)
+    return {i: read[stored.keys] for i, (_, stored) in leaves.items()}
+
+
+def _verify(
+    contents: Contents, read: Mapping[int, jax.Array], wanted: Sequence[Wanted], found: Mapping[int, StoredLeaf]
+) -> None:
+    """Raises unless the leaves are what was written, by their checksums; leaves without one cannot be told."""
+    known = [
+        i
+        for i, leaf in found.items()
+        if leaf.checksum is not None and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    ]
+    sums = checksums([read[i] for i in known], [wanted[i].cut for i in known])
+    wrong = [found[i].path for i, value in zip(known, sums, strict=True) if value != found[i].checksum]
+    if wrong:
+        raise wrong_checksums(contents.state_directory, wrong)
+
+
+def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns what was read as a leaf of the state, in a buffer of its own."""
+    sharding = plan.sharding(leaf)
+    if (
+        x.dtype == leaf.dtype
+        and x.shape == leaf.stored_shape
+        and wanted.cut == _padded(leaf)
+        and x.sharding == sharding
+    ):
+        # On CPUs the runtime may have taken over the reader's memory, which could never be donated.
+        return x.copy() if plan.mesh.devices.flat[0].platform == "cpu" else x
+    return stored_from(x, wanted.cut, leaf, sharding)
+
+
+def _padded(leaf: StateLeaf) -> Any:
+    return None if leaf.cut is None or leaf.cut.is_stored_naturally else leaf.cut
+
+
+def everywhere(attempt: Callable[[], Any]) -> Any:
+    """Returns what `attempt` returns; if it fails in any process, raises in all of them."""
+    result, error = None, None
+    try:
+        result = attempt()
+    except Exception as e:
+        if jax.process_count() == 1:
+            raise
+        error = e
+    if jax.process_count() > 1:
+        failed = {
+            i: text for i, text in enumerate(gather_texts("" if error is None else str(error) or "failed")) if text
+        }
+        if error is not None:
+            raise error
+        if failed:
+            raise CheckpointError("Another process could not read the checkpoint:\n" + failed[min(failed)])
+    return result

@@ -1,0 +1,240 @@
+"""Files in the safetensors format: written tensor by tensor, read slice by slice.
+
+The safetensors package writes what is in memory as a whole; a model may not be. The format is simple enough to be
+written in a stream: eight bytes with the length of a JSON header, the header, the numbers. It is read by the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+from safetensors import SafetensorError, safe_open
+
+from jzero._plan_table import format_bytes
+from jzero.checkpoint.damage import CheckpointError
+
+__all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "write_tensors"]
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+    "C64": np.complex64,
+}
+CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportReport:
+    """What was exported.
+
+    Attributes:
+      files: The files that were written; an index is the last of several.
+      num_tensors: How many tensors they hold.
+      num_bytes: Bytes of these.
+
+    Example:
+      >>> report = jzero.export_params(state, f"{tmp}/reported.safetensors", dtype="bfloat16")
+      >>> report.num_tensors, report.num_bytes
+      (1, 524288)
+    """
+
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return "\n".join([*self.files, f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"])
+
+    def to_json(self) -> str:
+        """Returns the report as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def as_dtype(dtype: Any) -> np.dtype[Any]:
+    """Returns a dtype that the format knows; raises a `ValueError` for any other."""
+    try:
+        found = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
+    except TypeError as error:
+        raise ValueError(f"`dtype` must be a dtype such as 'bfloat16': got {dtype!r}.") from error
+    if found not in CODES:
+        raise ValueError(f"`dtype` must be one that safetensors knows ({', '.join(map(str, CODES))}): got {found}.")
+    return found
+
+
+def write_tensors(
+    path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray] | None, max_bytes: int, notes: Any
+) -> ExportReport:
+    """Writes one file, or several with an index if the tensors are larger than `max_bytes` together.
+
+    Files get their names once all are complete, the index last.
+
+    Args:
+      path: The file, or else a directory for `model.safetensors`.
+      specs: The tensors, in order.
+      arrays: One array per tensor, in this order; taken one at a time. `None` in a process that writes nothing.
+      max_bytes: The most that a file holds; a larger tensor has a file of its own.
+      notes: Texts by name that are noted in each file.
+    """
+    files = _split(specs, max_bytes)
+    stem = path.name.removesuffix(SUFFIX) if path.name.endswith(SUFFIX) else "model"
+    directory = path.parent if path.name.endswith(SUFFIX) else path
+    count = len(files)
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)] if count > 1 else [stem + SUFFIX]
+    targets = [*names, stem + INDEX_SUFFIX] if count > 1 else names
+    patterns = (stem + SUFFIX, f"{stem}-*-of-*{SUFFIX}", stem + INDEX_SUFFIX)
+    taken = [str(found) for pattern in patterns for found in directory.glob(pattern)] if directory.exists() else []
+    if taken:
+        raise ValueError(f"An export never replaces files, and these are there: {taken}. Export to another path.")
+    report = ExportReport(
+        tuple(str(directory / name) for name in targets), len(specs), sum(spec.num_bytes for spec in specs)
+    )
+    if arrays is None:
+        return report
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished: list[epath.Path] = []
+    source = iter(arrays)
+    try:
+        for name, held in zip(names, files, strict=True):
+            unfinished.append(directory / f"{name}.incomplete")
+            _write_file(unfinished[-1], held, source, notes)
+        if count > 1:
+            where = {spec.name: name for name, held in zip(names, files, strict=True) for spec in held}
+            unfinished.append(directory / f"{stem}{INDEX_SUFFIX}.incomplete")
+            unfinished[-1].write_text(
+                json.dumps({"metadata": {"total_size": report.num_bytes}, "weight_map": where}, indent=1)
+            )
+        for temporary, name in zip(unfinished, targets, strict=True):
+            temporary.rename(directory / name)
+    except OSError as error:
+        raise CheckpointError(f"The parameters could not be written to {directory} ({error}).") from error
+    finally:
+        for temporary in unfinished:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    return report
+
+
+def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    files: list[list[TensorSpec]] = [[]]
+    held = 0
+    for spec in specs:
+        if files[-1] and held + spec.num_bytes > max_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(spec)
+        held += spec.num_bytes
+    return files
+
+
+def _write_file(path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterator[np.ndarray], notes: Any) -> None:
+    header: dict[str, Any] = {"__metadata__": notes}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        code = CODES[np.dtype(spec.dtype)]
+        header[spec.name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for spec in specs:
+            array = next(arrays)
+            assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            del array
+
+
+class TensorFile:
+    """A tensor in a file, read slice by slice."""
+
+    def __init__(self, path: epath.Path, name: str, opened: Any) -> None:
+        self.path, self.name = path, name
+        self._slice = opened.get_slice(name)
+        code = self._slice.get_dtype()
+        if code not in DTYPES:
+            raise ValueError(f"{name!r} in {path} is of type {code}, which jzero cannot read.")
+        self.dtype = np.dtype(DTYPES[code])
+        self.shape = tuple(self._slice.get_shape())
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns one slice."""
+        return np.asarray(self._slice[index] if self.shape else self._slice[...], self.dtype)
+
+
+def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+    """Returns the tensors of a safetensors file, of an index with its files, or of a directory, and what they note.
+
+    Raises:
+      CheckpointError: There is no such file, or it is damaged.
+    """
+    given = epath.Path(path)
+    tensors: dict[str, TensorFile] = {}
+    notes: dict[str, str] = {}
+    for file in _files(given):
+        try:
+            opened: Any = safe_open(str(file), framework="np")  # maps the file; tensors of it keep it open
+            notes |= opened.metadata() or {}
+            tensors |= {name: TensorFile(file, name, opened) for name in opened.keys()}  # noqa: SIM118  # no mapping
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read as safetensors: it is damaged, or cut short ({error})."
+            ) from error
+    return tensors, notes
+
+
+def _files(path: epath.Path) -> list[epath.Path]:
+    if path.is_dir():
+        indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+        found = indices or sorted(path.glob(f"*{SUFFIX}"))
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in found]}."
+            )
+        path = found[0]
+    if path.name.endswith(INDEX_SUFFIX):
+        try:
+            names = dict.fromkeys(json.loads(path.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
+        return [path.parent / name for name in names]
+    if not path.exists():
+        raise CheckpointError(f"There is no file {path}.")
+    return [path]

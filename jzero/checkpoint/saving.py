@@ -1,0 +1,145 @@
+"""Turns a sharded state into what Orbax writes, and writes single checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jzero._config import ZeroConfig
+from jzero._opt_state import ZeroOptState
+from jzero._plan import ZeroPlan
+from jzero._processes import check_processes_agree
+from jzero._state import adapt_sharded, check_alive, map_state
+from jzero._version import __version__
+from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.contents import FORMAT
+from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.extras import encode, iterator_position
+from jzero.checkpoint.leaves import natural_state
+from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, handler_registry
+
+__all__ = ["checkpoint_items", "save_checkpoint"]
+
+
+def save_checkpoint(
+    path: Any, state: Any, *, data_iterator: Any = None, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a sharded train state to a directory of its own, and returns when it is committed.
+
+    The tree on disk is the one that a plain Flax and optax program has: natural shapes, masters in place of 16-bit
+    parameters, the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is
+    complete it has another name, so a crash leaves no half of a checkpoint. Host memory: what this process holds of the
+    state, once. In several processes each must call it.
+
+    Args:
+      path: Where to; must not exist.
+      state: A sharded train state.
+      data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
+      extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
+
+    Raises:
+      ValueError: `path` exists.
+      TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
+      CheckpointError: It could not be written.
+
+    Example:
+      >>> path = f"{tmp}/checkpoint"
+      >>> jzero.save_checkpoint(path, state, extra={"epoch": 3})
+      >>> int(jzero.restore_checkpoint(path, state).step) == int(state.step)
+      True
+    """
+    directory = epath.Path(path)
+    if directory.exists():
+        raise ValueError(
+            f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
+            "or use a `jzero.CheckpointManager`, which numbers its checkpoints and removes old ones."
+        )
+    items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
+            checkpointer.save(directory.absolute(), args=items)
+    except Exception as error:
+        raise saving_failed(directory, error) from error
+
+
+def saving_failed(directory: Any, error: BaseException) -> CheckpointError:
+    """Returns the error about a checkpoint that could not be written."""
+    text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    return CheckpointError(
+        f"The checkpoint at {directory} could not be written ({type(error).__name__}: {text[:400]}). Nothing of it "
+        "counts as a checkpoint, and earlier ones are as they were. See that there is space and that this process may "
+        "write there, then save again."
+    )
+
+
+def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> ocp.args.Composite:
+    """Returns the items of a checkpoint of a sharded train state.
+
+    The arrays are those of the state wherever they can be: they must not be donated before Orbax has copied them.
+    """
+    adapted = adapt_sharded(state)
+    train_state = adapted.state
+    plan = train_state.tx.plan
+    check_alive(train_state)
+    check_processes_agree(plan)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")
+    items: dict[str, Any] = {}
+    if extra:
+        items[EXTRA], apart = encode(extra)
+        if apart:
+            items[EXTRA_ARRAYS] = apart
+    if data_iterator is not None:
+        items[ITERATOR] = {"positions": iterator_position(data_iterator)}
+    plain, leaves, arrays = natural_state(train_state, plan)
+    sums = checksums(arrays, [leaf.cut for leaf in leaves])
+    items[NOTES] = {
+        **_notes(train_state, plan, adapted.ties()),
+        "checksums": {leaf.path: value for leaf, value in zip(leaves, sums, strict=True)},
+    }
+    written = iter(x if leaf.cut is None else CutArray(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True))
+    items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain)
+    trees = (STATE, EXTRA_ARRAYS)
+    return ocp.args.Composite(
+        **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}
+    )
+
+
+def _notes(train_state: Any, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    own = train_state.opt_state
+    precision: dict[str, Any] = {}
+    if isinstance(own, ZeroOptState):
+        if own.loss_scale is not None:
+            fields = dataclasses.fields(own.loss_scale)
+            precision["loss_scale"] = {f.name: np.asarray(getattr(own.loss_scale, f.name)).tolist() for f in fields}
+        if own.num_updates is not None:
+            precision["num_updates"] = int(own.num_updates)
+    return {
+        "format": FORMAT,
+        "jzero": __version__,
+        "jax": jax.__version__,
+        "config": config_as_dict(plan.config),
+        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
+        "num_processes": jax.process_count(),
+        "precision": precision,
+        "ties": {other: name for name, others in ties.items() for other in others},
+    }
+
+
+def config_as_dict(config: ZeroConfig) -> dict[str, Any]:
+    """Returns a configuration as what JSON can hold."""
+
+    def plain(x: Any) -> Any:
+        if dataclasses.is_dataclass(x):
+            return {f.name: plain(getattr(x, f.name)) for f in dataclasses.fields(x)}
+        if isinstance(x, Mapping):
+            return {str(key): plain(item) for key, item in x.items()}
+        return x if x is None or isinstance(x, bool | int | float | str) else str(x)
+
+    return plain(config)

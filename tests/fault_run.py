@@ -1,0 +1,122 @@
+"""Kills a program that trains and saves, again and again at random moments, and looks for what was lost.
+
+`python -m tests.fault_run --kills 50` prints one line per kill and ends with 1 if a checkpoint was lost. A program that
+is started after a kill goes on from the newest checkpoint. Nothing is lost if that is not older than what the killed
+program had reported as complete, and if every checkpoint that is there holds, to the bit, what its step must have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+NUM_DEVICES = 4
+RATE = 2.0**-10  # of a power of two every step is exact
+SHAPES = {"even": (256, 512), "odd": (257, 509), "small": (3,)}
+KEEP = 2
+
+
+def train(directory: str) -> None:
+    """Goes on from the newest checkpoint for ever, and saves after each step."""
+    import jax  # noqa: PLC0415  # not in the parent, which only starts and kills
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    import jax.numpy as jnp  # noqa: PLC0415
+    import numpy as np  # noqa: PLC0415
+    import optax  # noqa: PLC0415
+
+    import jzero  # noqa: PLC0415
+
+    def make() -> jzero.TrainState:
+        params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+        return jzero.TrainState.create(params=params, tx=optax.sgd(RATE))
+
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=10)
+    like = jzero.abstract_train_state(jax.eval_shape(make), config=config)
+    step = jzero.make_train_step(lambda params, batch: sum(x.sum() for x in params.values()) * batch.mean())
+    batch = jnp.ones((NUM_DEVICES,))
+    with jzero.CheckpointManager(directory, max_to_keep=KEEP) as manager:
+        for found in manager.all_steps():
+            params = jzero.gather_params(manager.restore(like, step=found))
+            for name, x in params.items():
+                wrong = np.asarray(x) != np.float32(-found * RATE)
+                assert not wrong.any(), f"{name} at step {found}"
+        start = max(manager.all_steps(), default=0)
+        state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
+        while True:
+            state, _ = step(state, batch)
+            count = int(state.step)
+            manager.save(state)
+            say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
+            if count % 3 == 0:
+                manager.wait()
+                say("complete", count)
+
+
+def say(what: str, step: int) -> None:
+    print(what, step, flush=True)  # noqa: T201
+
+
+def run(directory: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:
+    """Starts and kills the program; returns what it went on from, and what it had reported, each time.
+
+    Args:
+      directory: Where the checkpoints are.
+      kills: How often.
+      seed: Of the moments.
+      longest: How many seconds after the start of training it is killed at most.
+    """
+    moments = random.Random(seed)
+    complete = 0
+    rows = []
+    for number in range(kills + 1):
+        command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.readline().split()
+        if first[:1] != ["start"]:
+            process.wait()
+            raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+        if number < kills:
+            time.sleep(moments.uniform(0, longest))
+        os.kill(process.pid, signal.SIGKILL)
+        words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        process.wait()
+        row = {"kill": number, "went_on_from": int(first[1]), "was_complete": complete}
+        complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    """Runs what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", metavar="DIRECTORY")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train)
+    with tempfile.TemporaryDirectory() as directory:
+        rows = run(directory, options.kills, options.seed)
+        left = sorted(os.listdir(directory))
+    lost = 0
+    for row in rows:
+        lost += row["went_on_from"] < row["was_complete"]
+        print(row)  # noqa: T201
+    print(f"{options.kills} kills, {lost} lost checkpoints; left in the directory: {left}")  # noqa: T201
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
