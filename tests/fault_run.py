@@ -80,18 +80,16 @@ def run(directory: str, kills: int, seed: int, longest: float = 0.6) -> list[dic
     rows = []
     for number in range(kills + 1):
         command = [sys.executable, "-W", "error", "-m", "tests.fault_run", "--train", directory]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        first = process.stdout.readline().split()
-        if first[:1] != ["start"]:
-            process.wait()
-            raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
-        if number < kills:
-            time.sleep(moments.uniform(0, longest))
-        os.kill(process.pid, signal.SIGKILL)
-        words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
-        process.wait()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first = process.stdout.readline().split()
+            if first[:1] != ["start"]:
+                raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+            if number < kills:
+                time.sleep(moments.uniform(0, longest))
+            os.kill(process.pid, signal.SIGKILL)
+            words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
         row = {"kill": number, "went_on_from": int(first[1]), "was_complete": complete}
         complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
         rows.append(row)

@@ -1,18 +1,26 @@
-"""One process of a run of two: `python -m tests.multiprocess_worker SCENARIO PROCESS PORT`.
+"""One process of a run of two: `python -m tests.multiprocess_worker SCENARIO PROCESS PORT [DIRECTORY]`.
 
 What it returns is printed as JSON on the last line. `train` is also run by the test itself, in one process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import pathlib
+import shutil
+import signal
 import sys
+import time
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import jzero
 from tests import models
@@ -48,6 +56,82 @@ def disagree_about_shapes() -> None:
         return jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
 
     jzero.init_train_state(make, jax.random.key(0), config=config(3))
+
+
+class Position:
+    """An iterator that is at another place in each process."""
+
+    def __init__(self, start: int) -> None:
+        self.position = start
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def checkpoints() -> dict[str, Any]:
+    """Goes on from what one process wrote, saves, exports, loads, and notices damage that one process alone can see."""
+    directory = pathlib.Path(sys.argv[4])
+    like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config(3))
+    state = jzero.restore_checkpoint(directory / "from_one", like)
+    results = {"restored": whole(state)}
+    step = jzero.make_train_step(loss_of)
+    with jzero.CheckpointManager(directory / "run", max_to_keep=2) as manager:
+        for i in range(3):
+            state, _ = step(state, models.mlp_batch(ROWS, seed=i))
+            manager.save(state, data_iterator=Position(10 * i + jax.process_index()), extra={"rng": jax.random.key(i)})
+        results["trained"] = whole(state)
+        at = Position(0)
+        results["again"] = whole(manager.restore(like, data_iterator=at))
+        results["position"], results["steps"] = at.position, manager.all_steps()
+        jzero.export_params(state, directory / "exported.safetensors", dtype="bfloat16")
+        jzero.export_params(state, directory / "whole.safetensors")
+        multihost_utils.sync_global_devices("exported")
+        results["loaded"] = whole(jzero.load_params(manager.restore(like, step=2), directory / "whole.safetensors"))
+        if jax.process_index() == 0:
+            shutil.copytree(directory / "run" / "3", directory / "kept")
+            for path in (directory / "run" / "3").rglob("ocdbt.process_1/d/*"):
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        multihost_utils.sync_global_devices("damaged")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results["went back to"] = int(manager.restore(like).step)
+        results["warning"] = str(caught[0].message)
+    return results
+
+
+def one_dies() -> None:
+    """Saves twice; the second process is killed while the second checkpoint is written."""
+    directory = pathlib.Path(sys.argv[4])
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
+    with jzero.CheckpointManager(directory) as manager:
+        manager.save(state, step=1)
+        manager.wait()
+        manager.save(state, step=2)
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def preempted() -> None:
+    """Saves every third step until one of the processes, which prints its number, is told to end."""
+    directory = pathlib.Path(sys.argv[4])
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(1))
+    with jzero.CheckpointManager(directory, save_interval_steps=1000) as manager:
+        for i in range(1, 10_000):
+            manager.save(state, step=i)
+            time.sleep(0.02)
+            if i == 20 and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def whole(state: Any) -> dict[str, str]:
+    """Returns a digest of the bits of each parameter."""
+    return {
+        leaf.path: hashlib.sha256(np.asarray(jzero.get_full_param(state, leaf.path)).tobytes()).hexdigest()
+        for leaf in jzero.plan_of(state).leaves
+    }
 
 
 def config(stage: int) -> jzero.ZeroConfig:
@@ -127,16 +211,22 @@ def digest(name: str, tree: Any) -> dict[str, float]:
     return {name + jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(x, np.float64))) for path, x in leaves}
 
 
-SCENARIOS = {f.__name__: f for f in (train, disagree_about_stage, disagree_about_shapes)}
+SCENARIOS = {
+    f.__name__: f for f in (train, disagree_about_stage, disagree_about_shapes, checkpoints, one_dies, preempted)
+}
 
 
 def main() -> None:
-    scenario, process, port = sys.argv[1:]
+    scenario, process, port = sys.argv[1:4]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES_PER_PROCESS)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"localhost:{port}", num_processes=NUM_PROCESSES, process_id=int(process), initialization_timeout=60
+        f"localhost:{port}",
+        num_processes=NUM_PROCESSES,
+        process_id=int(process),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
     )
     assert jax.local_device_count() == DEVICES_PER_PROCESS
     print(json.dumps(SCENARIOS[scenario]()))  # noqa: T201

@@ -1,21 +1,26 @@
 """Two real processes of four devices each, over `jax.distributed` and gloo, against one process of eight."""
 
+import hashlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 
+import jax
 import pytest
+from safetensors.numpy import load_file
 
+import jzero
 from tests import multiprocess_worker
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIME_LIMIT = 120  # seconds
 
 
-def run_processes(scenario):
+def run_processes(scenario, *arguments):
     """Runs a function of the worker in two processes; returns `(exit status, stdout, stderr)` of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -23,7 +28,17 @@ def run_processes(scenario):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.multiprocess_worker", scenario, str(index), str(port)],
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-m",
+                "tests.multiprocess_worker",
+                scenario,
+                str(index),
+                str(port),
+                *map(str, arguments),
+            ],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": path},
             stdout=subprocess.PIPE,
@@ -87,3 +102,53 @@ def test_processes_that_disagree_say_so_and_end(scenario, differences):
             assert difference in errors
         assert "process 0: params/body" not in errors, "only what differs"
         assert "Start every process with the same configuration" in errors
+
+
+def test_checkpoints_of_two_processes_and_of_one(tmp_path):
+    make = multiprocess_worker.make_state
+    first = jzero.shard_train_state(make(jax.random.key(0)), config=multiprocess_worker.config(1))
+    jzero.save_checkpoint(tmp_path / "from_one", first)
+    outputs = run_processes("checkpoints", tmp_path)
+    assert [status for status, _, _ in outputs] == [0, 0], outputs[0][2] + outputs[1][2]
+    found = [json.loads(output.splitlines()[-1]) for _, output, _ in outputs]
+    for process, results in enumerate(found):
+        assert results["restored"] == multiprocess_worker.whole(first)
+        assert results["restored"] != results["trained"]
+        assert results["again"] == results["loaded"] == results["trained"] == found[0]["trained"]
+        assert results["position"] == 20 + process, "each process goes on where it was"
+        assert results["steps"] == [2, 3]
+        assert results["went back to"] == 2
+        assert "Step 2 was restored, since what is newer is damaged" in results["warning"]
+        assert "ocdbt.process_1/d/" in results["warning"]
+    like = jzero.abstract_train_state(make(jax.random.key(0)), config=multiprocess_worker.config(2))
+    assert multiprocess_worker.whole(jzero.restore_checkpoint(tmp_path / "kept", like)) == found[0]["trained"]
+    with pytest.raises(ValueError, match="saved by 2 processes, each at another place, but there are 1 now"):
+        jzero.restore_checkpoint(tmp_path / "kept", like, data_iterator=multiprocess_worker.Position(0))
+    exported = load_file(tmp_path / "exported.safetensors")
+    for name, x in load_file(tmp_path / "whole.safetensors").items():
+        assert exported[name].tobytes() == x.astype(exported[name].dtype).tobytes()
+        assert hashlib.sha256(x.tobytes()).hexdigest() == found[0]["trained"][name.replace(".", "/")]
+
+
+def test_a_process_that_dies_while_saving_loses_no_checkpoint(tmp_path):
+    (first, _, errors), (second, _, _) = run_processes("one_dies", tmp_path)
+    assert second == -signal.SIGKILL
+    assert first != 0, errors
+    state = jzero.shard_train_state(
+        multiprocess_worker.make_state(jax.random.key(0)), config=multiprocess_worker.config(3)
+    )
+    with jzero.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() in ([1], [1, 2]), "the second one is complete or does not count"
+        for step in manager.all_steps():
+            restored = manager.restore(state, step=step)
+            assert multiprocess_worker.whole(restored) == multiprocess_worker.whole(state)
+        assert manager.save(state, step=3), "and nobody else holds the directory"
+
+
+def test_sigterm_to_one_process_ends_both_at_the_same_step(tmp_path):
+    outputs = run_processes("preempted", tmp_path)
+    assert [status for status, _, _ in outputs] == [0, 0], outputs[0][2] + outputs[1][2]
+    first, last = jzero.CheckpointManager(tmp_path).all_steps()
+    assert first == 1
+    assert last >= 20
+    assert jzero.inspect_checkpoint(tmp_path, verify=True).damaged == {}

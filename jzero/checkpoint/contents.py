@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,14 +16,16 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._tree import key_names
-from jzero.checkpoint.damage import CheckpointError, as_checkpoint_error
+from jzero.checkpoint.damage import REMEDY, CheckpointError, as_checkpoint_error
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
-__all__ = ["FORMAT", "Contents", "StoredLeaf", "find_steps", "read_contents"]
+__all__ = ["FORMAT", "Contents", "StoredLeaf", "digest", "find_steps", "read_contents", "signed"]
 
 FORMAT = 1
 """Version of what jzero notes. A reader refuses a later one."""
+
+DIGEST = "digest"
 
 METADATA_FILE = "_METADATA"
 """What marks the directory of a tree of arrays that Orbax wrote."""
@@ -103,10 +106,15 @@ class Contents:
     def read_json(self, item: str) -> Any:
         """Returns an item that was written as JSON; `None` if there is none."""
         path = self.directory / item / "metadata"
+        if not path.exists() and item not in self.notes.get("digests", {}):
+            return None
         try:
-            return json.loads(path.read_text()) if path.exists() else None
+            value = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise as_checkpoint_error(path, error) from error
+        if digest(value) != self.notes.get("digests", {}).get(item, digest(value)):
+            raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
+        return value
 
 
 def read_contents(path: Any) -> Contents:
@@ -132,7 +140,9 @@ def read_contents(path: Any) -> Contents:
         )
     try:
         notes = _read_notes(directory)
-        tree = state_handler().metadata(state_directory).tree
+        tree = state_handler(reads=True).metadata(state_directory).tree
+    except CheckpointError:
+        raise
     except Exception as error:
         raise as_checkpoint_error(directory, error) from error
     if notes.get("format", FORMAT) > FORMAT:
@@ -146,6 +156,9 @@ def read_contents(path: Any) -> Contents:
         if getattr(x, "shape", None) is not None and getattr(x, "dtype", None) is not None:
             keys = key_names(key_path)
             leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get("/".join(keys)))
+    if notes and checksums.keys() != {leaf.path for leaf in leaves.values()}:
+        differ = sorted(checksums.keys() ^ {leaf.path for leaf in leaves.values()})
+        raise CheckpointError(f"{state_directory / METADATA_FILE} is damaged: it differs about {differ[:5]}.\n{REMEDY}")
     return Contents(directory, state_directory, leaves, tree, notes)
 
 
@@ -181,9 +194,21 @@ def _find_state(directory: epath.Path) -> epath.Path | None:
 
 def _read_notes(directory: epath.Path) -> dict[str, Any]:
     path = directory / NOTES / "metadata"
-    if not path.exists():
+    if not path.parent.exists():
         return {}
     notes = json.loads(path.read_text())
-    if not isinstance(notes, dict):
-        raise TypeError(f"{path} holds no JSON object.")
+    if not isinstance(notes, dict) or notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
+        raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
     return notes
+
+
+def signed(notes: dict[str, Any]) -> dict[str, Any]:
+    """Returns notes with what tells whether they are damaged."""
+    return {**notes, DIGEST: digest(notes)}
+
+
+def digest(value: Any) -> int:
+    """Returns a checksum of an array, or of what JSON can hold."""
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(value.tobytes())
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())

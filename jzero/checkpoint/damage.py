@@ -9,7 +9,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-__all__ = ["CheckpointError", "as_checkpoint_error", "files_of"]
+__all__ = ["REMEDY", "CheckpointError", "as_checkpoint_error", "files_of", "wrong_checksums"]
 
 REMEDY = (
     "Restore an earlier step (`manager.restore(like, step=...)`; without `step` the newest one that can be read is "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
 import json
 import os
 import socket
+import threading
 import warnings
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
@@ -40,8 +43,8 @@ class CheckpointManager:
     A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
     complete. One program at a time writes to a directory; any number may read.
 
-    At SIGTERM the next `save` writes a checkpoint whatever the interval, waits until it is complete, and ends the
-    program with `SystemExit`; a second SIGTERM ends it at once.
+    From the first `save` on, SIGTERM is noticed: the next `save` writes a checkpoint whatever the interval, waits until
+    it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
 
     Args:
       directory: Where the checkpoints are, one directory per step. Made by the first `save`.
@@ -102,7 +105,6 @@ class CheckpointManager:
         self._restored_step: int | None = None
         self._saving_step: int | None = None
         self._notice = PreemptionNotice()
-        self._notice.install()
 
     def save(
         self,
@@ -139,6 +141,7 @@ class CheckpointManager:
         """
         train_state = adapt_sharded(state).state
         step = int(train_state.step) if step is None else int(step)
+        self._notice.listen()
         self.preempted = self.preempted or self._notice.reached(step)
         saved = False
         if step not in self.all_steps() and (force or self.preempted or self._is_due(step)):
@@ -158,7 +161,7 @@ class CheckpointManager:
         try:
             self._writer.wait_until_finished()
         except Exception as error:
-            self._give_up()
+            self._give_up(step)
             raise saving_failed(self.directory / str(step), error) from error
 
     def restore(
@@ -260,7 +263,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for what is being saved, and lets other programs write to the directory."""
-        self._notice.remove()
+        self._notice.stop()
         try:
             self.wait()
             if self._writer is not None:
@@ -302,7 +305,7 @@ class CheckpointManager:
         except CheckpointError:
             raise
         except Exception as error:
-            self._give_up()
+            self._give_up(step)
             raise saving_failed(self.directory / str(step), error) from error
 
     def _open(self) -> ocp.CheckpointManager:
@@ -315,6 +318,7 @@ class CheckpointManager:
                 best_mode=self._best_mode,
                 cleanup_tmp_directories=True,
             )
+            _close_at_exit(self)
             self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
         return self._writer
 
@@ -335,13 +339,17 @@ class CheckpointManager:
             kept.append(policies.EveryNSteps(self._keep_every_steps))
         return policies.AnyPreservationPolicy(kept)
 
-    def _give_up(self) -> None:
-        """Forgets a save that failed, so that the next one starts afresh."""
+    def _give_up(self, step: int | None) -> None:
+        """Forgets a save that failed and removes what it wrote, so that the next one starts afresh."""
         self._saving_step = None
         writer, self._writer = self._writer, None
         with contextlib.suppress(Exception):
             if writer is not None:
                 writer.close()
+        if jax.process_index() == 0:
+            for unfinished in self.directory.glob(f"{step}{ocp.path.step.TMP_DIR_SUFFIX}*"):
+                with contextlib.suppress(OSError):
+                    unfinished.rmtree()
         self._lock.close()
 
     def _take_lock(self) -> None:
@@ -352,15 +360,12 @@ class CheckpointManager:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 refused = self._claim()
             except OSError as error:
-                refused = f"{type(error).__name__}: {error}"
+                refused = f"{type(error).__name__}: {error}. See that this process may write there."
         if jax.process_count() > 1:
             outcome = multihost_utils.broadcast_one_to_all(np.array(bool(refused)))
-            refused = refused or ("the first process could not claim it" if bool(outcome) else "")
+            refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
         if refused:
-            raise CheckpointError(
-                f"Checkpoints cannot be written to {self.directory}: {refused}. One program at a time writes to a "
-                "directory, and must be allowed to: end the other one, or choose another directory."
-            )
+            raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {refused}")
 
     def _claim(self) -> str:
         """Locks the directory until this process ends, however it ends; returns who has it if another one does."""
@@ -373,7 +378,10 @@ class CheckpointManager:
             file.seek(0)
             holder = file.read().strip()
             self._lock.close()
-            return f"another program writes there ({holder or 'unknown'})"
+            return (
+                f"another program writes there ({holder or 'unknown'}), and one at a time may. End that one, or choose "
+                "another directory."
+            )
         except OSError as error:
             warnings.warn(
                 f"{self.directory} knows no locks ({error}): see that one program writes there.", stacklevel=2
@@ -383,3 +391,16 @@ class CheckpointManager:
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         return ""
+
+
+def _close_at_exit(manager: CheckpointManager) -> None:
+    """Has a manager closed at the end of a program that does not close it, so that its last checkpoint is completed."""
+    reference = weakref.ref(manager)
+
+    def close() -> None:
+        left = reference()
+        if left is not None:
+            left.close()
+
+    # While threads can still be started, which `atexit` is too late for; Python has no public name for that.
+    getattr(threading, "_register_atexit", atexit.register)(close)

@@ -127,20 +127,24 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
         return str(self._handler.typestr())
 
     async def metadata(self, infos: Sequence[Any]) -> Any:
-        return await self._handler.metadata(infos)
+        return await _patiently(self._handler.metadata(infos))
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Any:
         return await self._handler.serialize(values, infos, args)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        before = asyncio.all_tasks()
-        try:
-            return await self._handler.deserialize(infos, args)
-        except Exception:
-            started = asyncio.all_tasks() - before
-            if started:
-                await asyncio.gather(*started, return_exceptions=True)
-            raise
+        return await _patiently(self._handler.deserialize(infos, args))
+
+
+async def _patiently(reading: Any) -> Any:
+    before = asyncio.all_tasks()
+    try:
+        return await reading
+    except Exception:
+        started = asyncio.all_tasks() - before
+        if started:
+            await asyncio.gather(*started, return_exceptions=True)
+        raise
 
 
 def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
@@ -148,7 +152,7 @@ def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
     handlers = ocp.type_handlers
     kinds = {kind: handlers.get_type_handler(kind) for kind in (int, float, np.number, np.ndarray, jax.Array, str)}
     if reads:
-        kinds[jax.Array] = _PatientHandler(kinds[jax.Array])
+        kinds |= {kind: _PatientHandler(kinds[kind]) for kind in (np.ndarray, jax.Array)}
     placeholder = type(ocp.PLACEHOLDER)
     registry = handlers.create_type_handler_registry(
         (CutArray, _CutArrayHandler()), *kinds.items(), (placeholder, handlers.get_type_handler(placeholder))
@@ -163,7 +167,7 @@ def handler_registry() -> Any:
         handler = state_handler()
         registry.add(name, ocp.args.PyTreeSave, handler)
         registry.add(name, ocp.args.PyTreeRestore, handler)
-    for name in (EXTRA, ITERATOR, NOTES, "metrics"):
+    for name in (EXTRA, ITERATOR, NOTES):
         json_handler = ocp.JsonCheckpointHandler()
         registry.add(name, ocp.args.JsonSave, json_handler)
         registry.add(name, ocp.args.JsonRestore, json_handler)

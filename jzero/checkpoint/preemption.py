@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import jax
@@ -14,49 +15,70 @@ __all__ = ["PreemptionNotice"]
 
 
 class PreemptionNotice:
-    """Catches the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.
+    """Notices the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.
 
     In several processes the signal may come to some of them, and at different steps. JAX's own service, which
     `jax.distributed.initialize` starts, then catches it and settles on a step for all.
     """
 
     def __init__(self) -> None:
-        self._received = False
-        self._previous: Any = None
-        self._installed = False
+        self.received = False
+        self._warned = False
 
-    def install(self) -> None:
+    def listen(self) -> None:
         """Starts to catch the signal, where that is possible: in the main thread of a single process."""
-        if self._installed or jax.process_count() > 1:
-            return
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._previous = signal.signal(signal.SIGTERM, self._receive)
-        self._installed = True
+        if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
+            _SIGNAL.add(self)
 
-    def remove(self) -> None:
-        """Gives the signal back to whom it went before."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._receive:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-        self._installed = False
-
-    def _receive(self, number: int, frame: Any) -> None:
-        if self._received:
-            self.remove()
-            signal.raise_signal(signal.SIGTERM)
-            return
-        self._received = True
-        if callable(self._previous):
-            self._previous(number, frame)
+    def stop(self) -> None:
+        """Gives the signal back to whom it went before, once nobody listens any more."""
+        _SIGNAL.discard(self)
 
     def reached(self, step: int) -> bool:
         """Whether the processes have to save at this step and end. Each must ask, at every step."""
         if jax.process_count() == 1:
-            return self._received
+            return self.received
         try:
             return bool(multihost_utils.reached_preemption_sync_point(step))
         except RuntimeError as error:
-            if not self._installed:
-                self._installed = True  # said once
+            if not self._warned:
+                self._warned = True
                 warnings.warn(f"SIGTERM will not be noticed: JAX's preemption service is off ({error}).", stacklevel=3)
             return False
+
+
+class _Signal:
+    """The one handler of SIGTERM, for all who listen."""
+
+    def __init__(self) -> None:
+        self._listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
+        self._before: Any = None
+
+    def add(self, notice: PreemptionNotice) -> None:
+        if signal.getsignal(signal.SIGTERM) != self._receive:
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+        self._listening.add(notice)
+
+    def discard(self, notice: PreemptionNotice) -> None:
+        self._listening.discard(notice)
+        if not self._listening:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) == self._receive:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+    def _receive(self, number: int, frame: Any) -> None:
+        to_tell = [notice for notice in self._listening if not notice.received]
+        if not to_tell:  # all have been told before, or are gone
+            self._give_back()
+            signal.raise_signal(signal.SIGTERM)
+            return
+        for notice in to_tell:
+            notice.received = True
+        if callable(self._before):
+            self._before(number, frame)
+
+
+_SIGNAL = _Signal()

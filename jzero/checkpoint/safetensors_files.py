@@ -127,10 +127,10 @@ def write_tensors(
     )
     if arrays is None:
         return report
-    directory.mkdir(parents=True, exist_ok=True)
     unfinished: list[epath.Path] = []
     source = iter(arrays)
     try:
+        directory.mkdir(parents=True, exist_ok=True)
         for name, held in zip(names, files, strict=True):
             unfinished.append(directory / f"{name}.incomplete")
             _write_file(unfinished[-1], held, source, notes)
@@ -232,7 +232,7 @@ def _files(path: epath.Path) -> list[epath.Path]:
     if path.name.endswith(INDEX_SUFFIX):
         try:
             names = dict.fromkeys(json.loads(path.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
         return [path.parent / name for name in names]
     if not path.exists():

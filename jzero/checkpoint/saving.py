@@ -18,7 +18,7 @@ from jzero._processes import check_processes_agree
 from jzero._state import adapt_sharded, check_alive, map_state
 from jzero._version import __version__
 from jzero.checkpoint.checksum import checksums
-from jzero.checkpoint.contents import FORMAT
+from jzero.checkpoint.contents import FORMAT, digest, signed
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import encode, iterator_position
 from jzero.checkpoint.leaves import natural_state
@@ -99,10 +99,14 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
         items[ITERATOR] = {"positions": iterator_position(data_iterator)}
     plain, leaves, arrays = natural_state(train_state, plan)
     sums = checksums(arrays, [leaf.cut for leaf in leaves])
-    items[NOTES] = {
+    digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
+    digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
+    notes = {
         **_notes(train_state, plan, adapted.ties()),
         "checksums": {leaf.path: value for leaf, value in zip(leaves, sums, strict=True)},
+        "digests": digests,
     }
+    items[NOTES] = signed(notes)
     written = iter(x if leaf.cut is None else CutArray(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True))
     items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain)
     trees = (STATE, EXTRA_ARRAYS)

@@ -1,0 +1,278 @@
+"""What may go wrong with checkpoints: kills, damage, full disks, missing permission, two writers."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jzero
+from tests import fault_run
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def make_state(size=517):
+    params = {
+        "odd": jax.random.normal(jax.random.key(0), (size, 509)),
+        "even": jax.random.normal(jax.random.key(1), (64,)),
+    }
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=10))
+
+
+def shapes(state):
+    return jzero.abstract_train_state(state, config=jzero.plan_of(state).config)
+
+
+def at(state, step):
+    return state.replace(step=state.step * 0 + step)
+
+
+def assert_is_step(restored, state, step):
+    assert int(restored.step) == step
+    for found, expected in zip(jax.tree.leaves(restored.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return make_state()
+
+
+@pytest.fixture
+def two_steps(state, tmp_path):
+    """A directory with steps 1 and 2."""
+    with jzero.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            extra = {"step": step, "array": np.full(1000, step)}
+            manager.save(at(state, step), extra=extra)
+    return tmp_path / "run"
+
+
+def files(directory):
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def truncate(path):
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+
+
+DAMAGE = {"truncated": truncate, "flipped": flip_a_bit, "gone": pathlib.Path.unlink}
+
+
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    """The short form of `python -m tests.fault_run --kills 50`."""
+    rows = fault_run.run(str(tmp_path), kills=3, seed=7)
+    assert len(rows) == 4
+    assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
+    assert rows[-1]["went_on_from"] > 0
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_any_damaged_file_is_noticed_or_does_not_matter(damage, state, two_steps):
+    like = shapes(state)
+    noticed = []
+    for path in files(two_steps / "2"):
+        kept = path.read_bytes()
+        DAMAGE[damage](path)
+        manager = jzero.CheckpointManager(two_steps)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            restored = manager.restore(like)
+        went_back = int(restored.step) == 1
+        assert_is_step(restored, state, 1 if went_back else 2)
+        said = [str(w.message) for w in caught if "is damaged" in str(w.message)]
+        assert len(said) == went_back, (path, said)
+        assert all(text.startswith("Step 1 was restored, since what is newer is damaged:\n") for text in said)
+        try:
+            assert manager.restore_extra(step=2)["array"].tolist() == [2] * 1000
+        except jzero.CheckpointError:
+            noticed.append(path)
+        noticed += [path] if went_back else []
+        path.write_bytes(kept)
+    largest = max(files(two_steps / "2" / "default"), key=lambda path: path.stat().st_size)
+    for path in (largest, two_steps / "2" / "jzero" / "metadata", two_steps / "2" / "extra" / "metadata"):
+        assert path in noticed
+    assert_is_step(jzero.CheckpointManager(two_steps).restore(like), state, 2)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_the_error_names_leaf_and_file(damage, state, two_steps):
+    largest = max(files(two_steps / "2" / "default"), key=lambda path: path.stat().st_size)
+    DAMAGE[damage](largest)
+    with pytest.raises(jzero.CheckpointError) as error:
+        jzero.CheckpointManager(two_steps).restore(shapes(state), step=2)
+    assert "/odd" in str(error.value)
+    assert str(largest) in str(error.value)
+    assert "Restore an earlier step" in str(error.value)
+    info = jzero.inspect_checkpoint(two_steps / "2", verify=True)
+    assert info.damaged
+    assert all("odd" in path for path in info.damaged)
+    with pytest.raises(jzero.CheckpointError, match="odd"):
+        jzero.export_checkpoint(two_steps / "2", two_steps / "out")
+    assert not files(two_steps / "out"), "nothing is left of an export that failed"
+
+
+def test_nothing_that_can_be_read(state, two_steps):
+    for step in (1, 2):
+        truncate(two_steps / str(step) / "default" / "manifest.ocdbt")
+    with pytest.raises(jzero.CheckpointError, match=r"(?s)No checkpoint in .* can be read:.*run/2.*run/1"):
+        jzero.CheckpointManager(two_steps).restore(shapes(state))
+    with pytest.raises(jzero.CheckpointError, match=r"There is no step 5 in .*: it has \[1, 2\]"):
+        jzero.CheckpointManager(two_steps).restore(shapes(state), step=5)
+
+
+def test_what_was_not_completed_does_not_count(state, two_steps):
+    suffix = ocp.path.step.TMP_DIR_SUFFIX
+    shutil.copytree(two_steps / "2", two_steps / f"3{suffix}")
+    (two_steps / f"4{suffix}" / "default").mkdir(parents=True)
+    manager = jzero.CheckpointManager(two_steps)
+    assert manager.all_steps() == [1, 2]
+    assert_is_step(manager.restore(shapes(state)), state, 2)
+    with manager:
+        manager.save(at(state, 3))
+    assert sorted(path.name for path in two_steps.iterdir()) == ["1", "2", "3", "jzero.lock"], "and is cleared away"
+
+
+def test_two_writers(state, tmp_path):
+    with jzero.CheckpointManager(tmp_path) as first, jzero.CheckpointManager(tmp_path) as second:
+        first.save(at(state, 1))
+        with pytest.raises(jzero.CheckpointError, match=rf"another program writes there \(process {os.getpid()} on "):
+            second.save(at(state, 2))
+        first.wait()
+        assert_is_step(second.restore(shapes(state)), state, 1)
+        first.close()
+        assert second.save(at(state, 2))
+    assert jzero.CheckpointManager(tmp_path).all_steps() == [1, 2]
+
+
+def unwritable(tmp_path):
+    if os.geteuid() == 0:  # root may write anywhere but there
+        return pathlib.Path("/sys/jzero")
+    tmp_path.chmod(0o555)
+    return tmp_path / "run"
+
+
+def test_no_permission(state, tmp_path):
+    directory = unwritable(tmp_path)
+    with (
+        jzero.CheckpointManager(directory) as manager,
+        pytest.raises(jzero.CheckpointError, match=r"PermissionError.*See that this process may write there"),
+    ):
+        manager.save(state)
+    with pytest.raises(jzero.CheckpointError, match=r"could not be written .*PermissionError"):
+        jzero.save_checkpoint(directory / "c", state)
+    with pytest.raises(jzero.CheckpointError, match="could not be written"):
+        jzero.export_params(state, directory / "c")
+
+
+FULL_DISK = """
+import sys, resource, signal
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+import jzero
+from tests.test_checkpoint_faults import assert_is_step, at, make_state, shapes
+
+directory, limit = sys.argv[1], int(sys.argv[2])
+state = make_state()
+manager = jzero.CheckpointManager(directory)
+manager.save(at(state, 1))
+manager.wait()
+if limit:  # no file may grow beyond this
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+for step in (2, 3):
+    try:
+        manager.save(at(state, step))
+        manager.wait()
+        raise SystemExit("it was written")
+    except jzero.CheckpointError as error:
+        assert f"/{step} could not be written" in str(error), error
+        assert "earlier ones are as they were" in str(error), error
+    assert manager.all_steps() == [1], manager.all_steps()
+assert_is_step(manager.restore(shapes(state)), state, 1)
+try:
+    jzero.export_params(state, directory + "/out")
+    raise SystemExit("it was exported")
+except jzero.CheckpointError as error:
+    assert "could not be written" in str(error), error
+print("still there:", sorted(p.name for p in manager.directory.iterdir()))
+"""
+
+
+@contextlib.contextmanager
+def small_disk(directory, size):
+    """Mounts a disk of so many bytes if this process may; else says how large files may be there."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    try:
+        yield 0 if mounted else 1000
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk", 1_500_000) as limit:
+        run = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "disk" / "run"), str(limit)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        assert "still there: ['1', 'jzero.lock'" in run.stdout, "what was written of the others is gone"
+
+
+def test_a_program_that_does_not_close_its_manager_completes_its_last_checkpoint(tmp_path):
+    lines = [
+        "import jax",
+        "jax.config.update('jax_platforms', 'cpu')",
+        "jax.config.update('jax_num_cpu_devices', 8)",
+        "import jzero",
+        "from tests.test_checkpoint_faults import at, make_state",
+        f"manager = jzero.CheckpointManager({str(tmp_path)!r})",
+        "manager.save(at(make_state(5000), 1))",
+        "raise ValueError('mine')",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1
+    assert run.stderr.rstrip().endswith("ValueError: mine"), run.stderr
+    assert jzero.inspect_checkpoint(tmp_path, verify=True).damaged == {}
+
+
+def test_a_later_format_is_refused(state, tmp_path):
+    from jzero.checkpoint.contents import signed  # noqa: PLC0415
+
+    jzero.save_checkpoint(tmp_path / "c", state)
+    path = tmp_path / "c" / "jzero" / "metadata"
+    notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
+    path.write_text(json.dumps(signed({**notes, "format": 2, "jzero": "9.9"})))
+    with pytest.raises(ValueError, match=r"written by jzero 9\.9 in format 2.*install a later jzero"):
+        jzero.restore_checkpoint(tmp_path / "c", shapes(state))

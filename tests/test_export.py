@@ -1,0 +1,235 @@
+"""Parameters as safetensors: exported, read by the safetensors package itself, and loaded into shards."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import jzero
+from tests.test_checkpoint import linen_state, natural, nnx_state, sharded
+
+ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
+
+
+def odd_state(seed=0, **options):
+    keys = jax.random.split(jax.random.key(seed), len(ODD))
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, ODD.items(), strict=True)}
+    params["whole"] = jnp.arange(5) + seed
+    return jzero.TrainState.create(params=params, tx=optax.adam(1e-2)), {}
+
+
+def numbers(state):
+    """Returns whole parameters by name."""
+    return {leaf.path.replace("/", "."): np.asarray(jzero.get_full_param(state, leaf.path)) for leaf in leaves(state)}
+
+
+def leaves(state):
+    return jzero.plan_of(state).leaves
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_exported_parameters_are_read_by_safetensors(stage, precision, tmp_path):
+    plain, _ = odd_state()
+    state = sharded(plain, stage, 8, precision=precision)
+    report = jzero.export_params(state, tmp_path / "x.safetensors")
+    found = load_file(tmp_path / "x.safetensors")
+    assert report.files == (str(tmp_path / "x.safetensors"),)
+    assert report.num_tensors == len(found) == len(plain.params)
+    for name, x in plain.params.items():
+        assert found[name].dtype == x.dtype
+        np.testing.assert_array_equal(found[name], x)
+
+
+def test_dtype_of_choice(tmp_path):
+    plain, _ = odd_state()
+    for dtype, expected in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), (jnp.float32, np.float32)):
+        jzero.export_params(sharded(plain, 3), tmp_path / f"{expected.__name__}.safetensors", dtype=dtype)
+        found = load_file(tmp_path / f"{expected.__name__}.safetensors")
+        assert found["whole"].dtype == np.int32, "integers stay"
+        for name in ODD:
+            np.testing.assert_array_equal(found[name], np.asarray(plain.params[name]).astype(expected))
+            assert found[name].dtype == expected
+    for bad in ("foo", "complex128", object):
+        with pytest.raises(ValueError, match="`dtype` must be"):
+            jzero.export_params(sharded(plain, 3), tmp_path / "bad", dtype=bad)
+
+
+def test_several_files_with_an_index(tmp_path):
+    plain, _ = odd_state()
+    report = jzero.export_params(sharded(plain, 3), tmp_path / "out", max_file_bytes=1000)
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    count = len(names) - 1
+    assert count > 2
+    assert names == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] + [
+        "model.safetensors.index.json"
+    ]
+    assert [*map(str, report.files)] == [str(tmp_path / "out" / name) for name in names]
+    index = json.loads((tmp_path / "out" / names[-1]).read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in plain.params.values()) == report.num_bytes
+    for name, x in plain.params.items():
+        with safe_open(tmp_path / "out" / index["weight_map"][name], "np") as file:
+            np.testing.assert_array_equal(file.get_tensor(name), x)
+            assert file.metadata()["format"] == "flax"
+    loaded = jzero.load_params(sharded(odd_state(5)[0], 1, 5), tmp_path / "out")
+    assert all((numbers(loaded)[name] == x).all() for name, x in plain.params.items())
+
+
+def test_only_some_parameters(tmp_path):
+    state = sharded(linen_state(), 3)
+    jzero.export_params(state, tmp_path / "x.safetensors", paths="(first|third)/.*")
+    assert sorted(load_file(tmp_path / "x.safetensors")) == [
+        "first.bias",
+        "first.kernel",
+        "third.bias",
+        "third.kernel",
+    ]
+    with pytest.raises(ValueError, match="`paths` 'nothing' matches no parameter"):
+        jzero.export_params(state, tmp_path / "y.safetensors", paths="nothing")
+
+
+def test_a_checkpoint_exports_what_its_state_would(tmp_path):
+    for name, state in (("linen", sharded(linen_state(), 3)), ("nnx", sharded(nnx_state(), 2, precision="bf16"))):
+        jzero.save_checkpoint(tmp_path / name, state)
+        jzero.export_params(state, tmp_path / f"{name}_state.safetensors", dtype="bfloat16")
+        jzero.export_checkpoint(tmp_path / name, tmp_path / f"{name}.safetensors", dtype="bfloat16")
+        ours, theirs = (load_file(tmp_path / f"{name}{how}.safetensors") for how in ("_state", ""))
+        assert ours.keys() == theirs.keys()
+        assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+
+
+def test_names_that_are_the_same(tmp_path):
+    params = {"a": {"b": jnp.ones(3)}, "a.b": jnp.ones(3)}
+    state = sharded(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), 1)
+    with pytest.raises(ValueError, match=r"Two parameters would have the name 'a\.b'"):
+        jzero.export_params(state, tmp_path / "x.safetensors")
+
+
+def test_an_export_never_replaces_files(tmp_path):
+    state = sharded(odd_state()[0], 3)
+    jzero.export_params(state, tmp_path / "out", max_file_bytes=1000)
+    with pytest.raises(ValueError, match="An export never replaces files"):
+        jzero.export_params(state, tmp_path / "out")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_files_of_another_program_are_loaded_into_shards(stage, precision, dtype, tmp_path):
+    plain, _ = odd_state()
+    tensors = {name: np.asarray(x).astype(dtype) if name in ODD else np.asarray(x) for name, x in plain.params.items()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    state = sharded(odd_state(5)[0], stage, 8, precision=precision)
+    loaded = jzero.load_params(state, tmp_path / "x.safetensors")
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(numbers(loaded)[name], x.astype(plain.params[name].dtype))
+    for before, after in zip(leaves(state), leaves(loaded), strict=True):
+        assert before == after
+    if precision == "bf16" and stage < 3:
+        np.testing.assert_array_equal(loaded.params["c"], tensors["c"].astype(ml_dtypes.bfloat16))
+    inner = loaded.opt_state.inner if precision == "bf16" else loaded.opt_state
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(inner)), "the optimizer's state stays"
+    step = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, jzero.natural_params(state))))
+    assert int(step(loaded).step) == 1
+
+
+def test_each_device_reads_its_part_only(tmp_path, monkeypatch):
+    from jzero.checkpoint import safetensors_files  # noqa: PLC0415
+
+    sizes = []
+    read = safetensors_files.TensorFile.read
+
+    def spy(self, index):
+        part = read(self, index)
+        sizes.append(part.size)
+        return part
+
+    monkeypatch.setattr(safetensors_files.TensorFile, "read", spy)
+    params = {"w": jnp.ones((1000, 64)), "odd": jnp.ones((1003, 61))}
+    state = sharded(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), 3)
+    jzero.export_params(state, tmp_path / "x.safetensors")
+    jzero.load_params(state, tmp_path / "x.safetensors")
+    assert max(sizes) == 125 * 64
+    assert sum(sizes) == 1000 * 64 + 1003 * 61
+
+
+def test_tied_leaves_are_tied_again(tmp_path):
+    pair = sharded(nnx_state(), 3)
+    jzero.export_params(pair, tmp_path / "x.safetensors")
+    tensors = load_file(tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert file.metadata()["tied.kernel"] == "first.kernel", "as safetensors' own `save_model` notes it"
+    assert "tied.kernel" not in tensors
+    both = {**tensors, "tied.kernel": tensors["first.kernel"]}
+    alone = {("tied.kernel" if name == "first.kernel" else name): x for name, x in tensors.items()}
+    for number, stored in enumerate((tensors, both, alone)):
+        save_file(stored, tmp_path / f"{number}.safetensors")
+        model, optimizer = jzero.load_params(sharded(nnx_state(5), 1, 5), tmp_path / f"{number}.safetensors")
+        assert model.tied.kernel is model.first.kernel
+        np.testing.assert_array_equal(jzero.get_full_param((model, optimizer), "first/kernel"), tensors["first.kernel"])
+
+
+def test_frozen_parameters_of_nnx(tmp_path):
+    def make(seed):
+        model = nnx.Linear(17, 13, rngs=nnx.Rngs(seed))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("bias"))
+
+    pair = sharded(make(0), 3)
+    jzero.export_params(pair, tmp_path / "x.safetensors")
+    assert sorted(load_file(tmp_path / "x.safetensors")) == ["bias", "kernel"]
+    model, _ = jzero.load_params(sharded(make(1), 3), tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(natural(np.asarray(model.kernel[...]), (17, 13)), make(0)[0].kernel[...])
+
+
+def test_other_names_and_missing_tensors(tmp_path):
+    plain, _ = odd_state()
+    tensors = {f"model.{name}": np.asarray(x) for name, x in plain.params.items()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    state = sharded(odd_state(5)[0], 3)
+    with pytest.raises(ValueError, match=r"(?s)missing in the checkpoint.*params/a\n"):
+        jzero.load_params(state, tmp_path / "x.safetensors")
+    loaded = jzero.load_params(state, tmp_path / "x.safetensors", rename={r"model\.(.*)": r"\1"})
+    assert all((numbers(loaded)[name] == x).all() for name, x in plain.params.items())
+    tensors["model.more"] = tensors.pop("model.e")
+    save_file(tensors, tmp_path / "y.safetensors")
+    rename = {r"model\.(.*)": r"\1"}
+    with pytest.raises(ValueError, match="missing in the checkpoint"):
+        jzero.load_params(state, tmp_path / "y.safetensors", rename=rename)
+    with pytest.warns(UserWarning, match=r"(?s)missing.*params/e.*only in the checkpoint.*params/more"):
+        loaded = jzero.load_params(state, tmp_path / "y.safetensors", rename=rename, strict=False)
+    np.testing.assert_array_equal(numbers(loaded)["e"], numbers(state)["e"])
+    np.testing.assert_array_equal(numbers(loaded)["a"], plain.params["a"])
+    save_file(
+        {**{name: np.asarray(x) for name, x in plain.params.items()}, "extra": np.ones(3)}, tmp_path / "z.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"holds tensors that the state has no parameters for: \['params/extra'\]"):
+        jzero.load_params(state, tmp_path / "z.safetensors")
+
+
+def test_files_that_cannot_be_loaded(tmp_path):
+    state = sharded(odd_state()[0], 3)
+    with pytest.raises(jzero.CheckpointError, match="There is no file"):
+        jzero.load_params(state, tmp_path / "no.safetensors")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(jzero.CheckpointError, match="must hold one safetensors file"):
+        jzero.load_params(state, tmp_path / "empty")
+    jzero.export_params(state, tmp_path / "x.safetensors")
+    data = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(jzero.CheckpointError, match="it is damaged, or cut short"):
+        jzero.load_params(state, tmp_path / "x.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(jzero.CheckpointError, match="is no index of safetensors files"):
+        jzero.load_params(state, tmp_path / "model.safetensors.index.json")
+    save_file({"a": np.ones((3, 17), np.float32)}, tmp_path / "t.safetensors")
+    with pytest.raises(
+        ValueError, match=r"params/a: float32\[3, 17\] in the checkpoint, float32\[17, 3\] in the state"
+    ):
+        jzero.load_params(state, tmp_path / "t.safetensors", strict=False)
