@@ -3,16 +3,19 @@
     python examples/train_gpt.py                       # Flax Linen, scanned blocks, stage 3
     python examples/train_gpt.py --framework nnx       # the NNX twin
     python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
+    python examples/train_gpt.py --checkpoints ckpt    # goes on where it was stopped, with any stage and devices
 
 It runs on all accelerators if there are any, else on eight virtual CPU devices. What jzero adds to an
 ordinary training script is in `main` and `train`: a mesh, a config, and a few calls.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +66,8 @@ def main() -> None:
 
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
     print(jzero.plan_of(state))
-    state, history = train(state, loss_fn, load_corpus(), args)
+    with checkpoint_manager(args) as manager:
+        state, history = train(state, loss_fn, load_corpus(), manager, args)
 
     rows = memory_by_stage.measure(state, framework.params_and_opt_state, config=config, mesh=mesh)
     rich.print(memory_by_stage.as_table(rows, num_devices=mesh.size))
@@ -75,19 +79,41 @@ def main() -> None:
     print(f"validation loss {trained:.3f} nats per byte (untrained {untrained:.3f})")
 
 
-def train(state: Any, loss_fn: LossFn, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, History]:
-    """Runs the training loop from an untrained state; returns the trained one and the losses."""
+def checkpoint_manager(args: argparse.Namespace) -> Any:
+    """Returns what saves checkpoints, or nothing if none are asked for."""
+    if args.checkpoints is None:
+        return contextlib.nullcontext()
+    return jzero.CheckpointManager(args.checkpoints, max_to_keep=2, save_interval_steps=args.save_every)
+
+
+def train(
+    state: Any,
+    loss_fn: LossFn,
+    corpus: Corpus,
+    manager: jzero.CheckpointManager | None,
+    args: argparse.Namespace,
+) -> tuple[Any, History]:
+    """Trains from an untrained state or the newest checkpoint; returns the trained state and the losses."""
     step = jzero.make_train_step(loss_fn, accumulate_steps=args.accumulate_steps, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
-    held_out = list(batches(corpus.validation, args, seed=VALIDATION_SEED, count=args.eval_batches))
+    held_out = list(itertools.islice(Batches(corpus.validation, args, seed=VALIDATION_SEED), args.eval_batches))
     validation = evaluate(eval_step, state, held_out)
     history = History(validation=[(0, validation)])
+    data, done = Batches(corpus.train, args, seed=args.seed), 0
+    if manager is not None and manager.latest_step() is not None:
+        state = manager.restore(state, data_iterator=data, donate=True)
+        done = manager.latest_step()
+        print(f"going on from step {done}")
     unread = []  # losses left on the device, so that a step need not wait for the one before
     with progress_bar() as progress:
-        task = progress.add_task("train", total=args.steps, loss=float("nan"), validation=validation, speed=0)
+        task = progress.add_task(
+            "train", total=args.steps, completed=done, loss=float("nan"), validation=validation, speed=0
+        )
         started = time.perf_counter()
-        for index, batch in enumerate(batches(corpus.train, args, seed=args.seed, count=args.steps), start=1):
-            state, metrics = step(state, batch)
+        for index in range(done + 1, args.steps + 1):
+            state, metrics = step(state, next(data))
+            if manager is not None:
+                manager.save(state, step=index, data_iterator=data)
             unread.append(metrics["loss"])
             if index % LOG_EVERY and index < args.steps:
                 continue
@@ -108,11 +134,24 @@ def evaluate(eval_step: Callable[..., Any], state: Any, held_out: list[np.ndarra
     return float(np.mean(jax.device_get(losses)))
 
 
-def batches(text: np.ndarray, args: argparse.Namespace, *, seed: int, count: int) -> Iterator[np.ndarray]:
-    """Yields `count` random batches, the same for the same seed."""
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        yield sample_batch(text, rng, batch_size=args.batch_size, seq_len=args.seq_len)
+class Batches:
+    """Random batches without end, the same for the same seed; a checkpoint keeps where they are."""
+
+    def __init__(self, text: np.ndarray, args: argparse.Namespace, *, seed: int) -> None:
+        self.text, self.args = text, args
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> np.ndarray:
+        return sample_batch(self.text, self.rng, batch_size=self.args.batch_size, seq_len=self.args.seq_len)
+
+    def get_state(self) -> dict[str, Any]:
+        return dict(self.rng.bit_generator.state)
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.rng.bit_generator.state = state
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
@@ -170,6 +209,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=50, help=f"steps, a multiple of {LOG_EVERY}")
     parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_gpt_out"), help="folder for figures")
     args = parser.parse_args()
     if args.eval_every % LOG_EVERY:

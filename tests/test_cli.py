@@ -7,17 +7,21 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
 import jax
+import optax
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import jzero
 from jzero import __main__ as main
 from jzero import doctor
 from jzero.analysis import topologies
+from jzero.checkpoint.contents import signed
 from jzero.cli import app
 from tests import cli_models
 from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
@@ -234,6 +238,61 @@ def test_fit_without_the_compiler_says_so(run, monkeypatch):
     assert "no gpu compiler" in found["notes"][0]
 
 
+# export, inspect
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A manager's directory with two steps, and the state of the last."""
+    params = {"layer": {"kernel": jax.numpy.arange(51.0).reshape(17, 3)}, "bias": jax.numpy.ones(7)}
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), stage=3)
+    path = tmp_path_factory.mktemp("checkpoints") / "run"
+    with jzero.CheckpointManager(path) as manager:
+        for step in (3, 7):
+            manager.save(state, step=step, extra={"note": "hello"})
+    return path, params
+
+
+def test_inspect(run, checkpoint):
+    path, _ = checkpoint
+    found = data_of(run(f"inspect {path} --json"))
+    assert found["steps"] == [3, 7]
+    assert found["directory"] == str(path / "7")
+    assert found["num_bytes"] == 4 * (51 + 7 + 1)
+    assert found["leaves"][-1] == {"path": "step", "dtype": "int32", "shape": [], "bytes": 4}
+    assert (found["written_by"]["config"]["stage"], found["written_by"]["mesh"]) == (3, {"data": 8})
+    assert (found["extra"], found["has_data_iterator"], found["damaged"]) == (["note"], False, None)
+    text = text_of(run(f"inspect {path / '3'} --verify"))
+    assert "params/layer/kernel  float32  [17, 3]  204 B" in text
+    assert "3 leaves read, 3 compared with checksums, 0 damaged" in text
+    assert "There is no checkpoint at nowhere" in message_of(run("inspect nowhere"))
+
+
+def test_inspect_ends_with_1_if_a_leaf_is_damaged(run, checkpoint, tmp_path):
+    shutil.copytree(checkpoint[0], tmp_path / "run")
+    notes = tmp_path / "run" / "7" / "jzero" / "metadata"
+    held = json.loads(notes.read_text())
+    held["checksums"]["params/bias"] += 1
+    del held["digest"]
+    notes.write_text(json.dumps(signed(held)))
+    result = run(f"inspect {tmp_path / 'run'} --verify --json")
+    assert result.exit_code == 1
+    assert list(json.loads(result.stdout)["damaged"]) == ["params/bias"]
+
+
+def test_export(run, checkpoint, tmp_path):
+    path, params = checkpoint
+    found = data_of(run(f"export {path} {tmp_path / 'x.safetensors'} --dtype bfloat16 --json"))
+    assert found == {"files": [str(tmp_path / "x.safetensors")], "num_tensors": 2, "num_bytes": 2 * 58}
+    tensors = load_file(tmp_path / "x.safetensors")
+    assert tensors["layer.kernel"].tolist() == params["layer"]["kernel"].tolist()
+    assert str(tensors["bias"].dtype) == "bfloat16"
+    assert "2 tensors, 232 B" in text_of(run(f"export {path} {tmp_path / 'many'} --max-file-bytes 100"))
+    assert len(list((tmp_path / "many").iterdir())) == 3
+    assert "never replaces files" in message_of(run(f"export {path} {tmp_path / 'x.safetensors'}"))
+    assert "`dtype` must be" in message_of(run(f"export {path} {tmp_path / 'y'} --dtype text"))
+
+
 # doctor
 
 
@@ -436,12 +495,13 @@ def test_the_script_is_declared():
     assert 'jzero = "jzero.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_readme_commands_run(run, monkeypatch):
+def test_readme_commands_run(run, checkpoint, tmp_path):
     """Except that the model is a small one, and that machines which are not there are left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
-    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "fit", "doctor"}
+    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "fit", "export", "inspect", "doctor"}
     for line in lines:
-        here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", line.removeprefix("jzero "), count=1))
+        here = line.replace("checkpoints/run1", str(checkpoint[0])).replace("model.safetensors", str(tmp_path / "m"))
+        here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", here.removeprefix("jzero "), count=1))
         memory = " --hbm-bytes 1e9" if here.startswith("fit") else ""
         assert run(here + memory).exit_code == 0, line

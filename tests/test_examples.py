@@ -4,6 +4,7 @@ import importlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -72,6 +73,16 @@ def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:
     assert grads[0] == grads[1] == grads[2] > 4 * grads[3] >= 4 * grads[4]
     assert opt_state[0] == opt_state[1] > 4 * opt_state[2]
     assert opt_state[2] == opt_state[3] == opt_state[4]
+
+
+def test_example_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    options = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10", *TINY)
+    whole = run_train_gpt(*options, out=tmp_path)
+    assert "going on" not in whole
+    shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
+    again = run_train_gpt(*options, "--stage=1", out=tmp_path)
+    assert "going on from step 10" in again
+    assert validation_losses(again)[0] == pytest.approx(validation_losses(whole)[0], abs=0.0015)
 
 
 @pytest.mark.slow

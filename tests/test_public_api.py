@@ -175,7 +175,8 @@ def readme_blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 
 
-def test_readme_runs_from_top_to_bottom(capsys):
+def test_readme_runs_from_top_to_bottom(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = readme_blocks("python")
     assert len(blocks) >= 2
     namespace = {"__name__": "readme"}
