@@ -17,6 +17,7 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jzero
+from jzero.checkpoint import checksum
 from tests import models
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
@@ -504,6 +505,29 @@ def test_states_that_were_not_sharded(plain, tmp_path):
         jzero.restore_checkpoint(tmp_path / "c", plain)
     with pytest.raises(ValueError, match="a checkpoint never replaces another"):
         jzero.save_checkpoint(tmp_path / "c", sharded(plain, 1))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint16", "int32", "bool", "complex64", "int4"]
+)
+@pytest.mark.parametrize("layout", [(8, 3), (3, 3), (8, 0), (5, 1)])
+def test_checksums_do_not_depend_on_the_layout(dtype, layout):
+    """Against a sum written out by hand, with numpy, over the natural array."""
+    num, stage = layout
+    numbers = np.random.default_rng(0).integers(-8 if "u" not in dtype[:1] else 0, 8, size=(17, 5, 9))
+    params = {"x": jnp.asarray(numbers).astype(dtype), "y": jnp.asarray(numbers[:16]).astype(dtype)}
+    state = sharded(jzero.TrainState.create(params=params, tx=optax.identity()), stage, num)
+    leaves = jax.tree.leaves(state.params)
+    cuts = [leaf.param.cut for leaf in jzero.plan_of(state).leaves]
+    found = checksum.checksums(leaves, cuts)
+    for value, x in zip(found, params.values(), strict=True):
+        raw = np.asarray(x)
+        if dtype == "int4":
+            words = [int(v) % 16 for v in raw.reshape(-1).astype(int)]
+        else:
+            words = np.frombuffer(raw.tobytes(), f"uint{min(32, 8 * raw.dtype.itemsize)}").tolist()
+        assert value == sum(w * ((i * 0x9E3779B1) % 2**32 | 1) for i, w in enumerate(words)) % 2**32
+        assert checksum.host_checksum(raw) == value
 
 
 # The manager.

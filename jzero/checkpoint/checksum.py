@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._layout import Cut
 
-__all__ = ["checksums"]
+__all__ = ["checksums", "host_checksum"]
 
 FACTOR = 0x9E3779B1
+CHUNK = 1 << 18
+"""Words that `host_checksum` looks at in one go."""
 
 
 def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
@@ -98,7 +101,24 @@ def _words(x: jax.Array) -> jax.Array:
         return jnp.stack([_words(x.real), _words(x.imag)], axis=x.ndim)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
-    bits = jax.dtypes.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).bits
+    bits = _num_bits(x.dtype)
     if bits >= 32:
         return lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+
+
+def _num_bits(dtype: Any) -> int:
+    return int(jax.dtypes.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits)
+
+
+def host_checksum(x: np.ndarray) -> int:
+    """Returns the checksum of a natural array that is on the host, chunk by chunk."""
+    bits = 8 if x.dtype == np.bool_ else 32 if np.iscomplexobj(x) else min(_num_bits(x.dtype), 32)
+    words = np.ascontiguousarray(x).reshape(-1).view(f"uint{max(bits, 8)}")
+    total = np.zeros(1, np.uint32)
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK].astype(np.uint32) & np.uint32((1 << bits) - 1)
+        positions = np.arange(start, start + len(part), dtype=np.uint64)
+        factors = (positions * np.uint64(FACTOR)).astype(np.uint32) | np.uint32(1)
+        total += (part * factors).sum(dtype=np.uint32, keepdims=True)
+    return int(total[0])

@@ -12,14 +12,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._layout import Cut
-from jzero._mesh import make_mesh
 from jzero._placement import gather_leaves
 from jzero._rounding import narrow
 from jzero._state import adapt_sharded, check_alive
-from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf, read_contents
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.leaves import Keys, Wanted, natural_state
@@ -232,11 +230,8 @@ def _cast_copy(x: jax.Array, dtype: Any) -> jax.Array:
 def read_whole(contents: Contents, leaf: StoredLeaf) -> np.ndarray:
     """Returns a leaf of a checkpoint on the host, compared with its checksum."""
     x: np.ndarray = contents.read({leaf.keys: ocp.RestoreArgs(restore_type=np.ndarray)})[leaf.keys]
-    if leaf.checksum is not None:
-        mesh = make_mesh(devices=jax.local_devices(backend="cpu")[:1])
-        on_device = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-        if on_device.dtype == x.dtype and checksums([on_device], [None]) != [leaf.checksum]:
-            raise wrong_checksums(contents.state_directory, [leaf.path])
+    if leaf.checksum is not None and host_checksum(x) != leaf.checksum:
+        raise wrong_checksums(contents.state_directory, [leaf.path])
     return x
 
 

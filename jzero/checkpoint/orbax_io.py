@@ -61,7 +61,7 @@ class CutArray:
         return self.array.dtype
 
     def parts(self) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-        """Returns copies of the parts that this process has to write, each with its place in the natural array."""
+        """Returns the parts that this process has to write, on the host, each with its place in the natural array."""
         shards = [shard for shard in self.array.addressable_shards if shard.replica_id == 0]
         for shard in shards:
             shard.data.copy_to_host_async()
@@ -74,7 +74,7 @@ class CutArray:
                 inside[self.cut.dim] = slice(0, size)
                 place = list(shard.index)
                 place[self.cut.dim] = slice(start, start + size)
-                parts.append((tuple(place), np.array(shard.data)[tuple(inside)]))
+                parts.append((tuple(place), np.asarray(shard.data)[tuple(inside)]))
         return parts
 
 
@@ -110,7 +110,9 @@ async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
     if jax.process_index() == 0:
         await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
     opened = await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
-    await asyncio.gather(*(opened[place].write(part) for place, part in parts))
+    # What was copied to the host does not change: a step that is donated the array finds it in use.
+    writing = (opened[place].write(part, can_reference_source_data_indefinitely=True) for place, part in parts)
+    await asyncio.gather(*writing)
 
 
 class _PatientHandler(ocp.type_handlers.TypeHandler):
