@@ -14,6 +14,8 @@ from jzero._inspect import get_full_param as get_full_param
 from jzero._inspect import set_full_opt_state as set_full_opt_state
 from jzero._inspect import set_full_param as set_full_param
 from jzero._mesh import make_mesh as make_mesh
+from jzero._offload import offload_train_state as offload_train_state
+from jzero._offload import reload_train_state as reload_train_state
 from jzero._opt_state import ZeroOptState as ZeroOptState
 from jzero._overflow import LossScaleError as LossScaleError
 from jzero._plan import ZeroPlan as ZeroPlan
@@ -125,8 +127,10 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "natural_params",
+    "offload_train_state",
     "plan_of",
     "plan_train_state",
+    "reload_train_state",
     "restore_checkpoint",
     "save_checkpoint",
     "set_full_opt_state",

@@ -16,7 +16,23 @@ from jzero._layout import Cut
 from jzero._mesh import AnyMesh
 from jzero._plan import StateLeaf, ZeroPlan
 
-__all__ = ["gather_leaves", "place_array", "place_leaf", "strong"]
+__all__ = ["HOST_MEMORY", "gather_leaves", "is_on_host", "on_device", "place_array", "place_leaf", "strong"]
+
+HOST_MEMORY = "pinned_host"
+"""The memory of a device's host that the device copies from and to by itself: page-locked."""
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array lies in a device's host memory."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding.memory_kind == HOST_MEMORY
+
+
+def on_device(x: jax.Array) -> jax.Array:
+    """Returns an array as it is, or a copy in device memory of one that lies on the host: programs want it there."""
+    if not is_on_host(x):
+        return x
+    device: Any = next(iter(x.sharding.addressable_devices))
+    return jax.device_put(x, x.sharding.with_memory_kind(device.default_memory().kind))
 
 
 def strong(x: Any, dtype: Any) -> jax.Array:

@@ -11,6 +11,7 @@ import optax
 
 from jzero._opt_state import ZeroOptState
 from jzero._optimizer import ZeroTransformation, edited_masters
+from jzero._placement import is_on_host
 from jzero._plan import ZeroPlan
 from jzero._planner import other_fields, own_opt_state
 
@@ -159,8 +160,13 @@ def adapt_sharded(state: Any) -> Adapted:
     return adapted
 
 
-def check_alive(tree: Any) -> None:
-    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
+def check_alive(tree: Any, *, on_host: bool = False) -> None:
+    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays.
+
+    Args:
+      tree: Any tree.
+      on_host: Whether arrays may lie in host memory, where `offload_train_state` moves them.
+    """
     if any(
         isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
         for x in jax.tree.leaves(tree)
@@ -168,6 +174,10 @@ def check_alive(tree: Any) -> None:
         raise RuntimeError(
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
             "state that the step returned (`state, metrics = step(state, batch)`)."
+        )
+    if not on_host and any(map(is_on_host, jax.tree.leaves(tree))):
+        raise RuntimeError(
+            "Parts of this state are in host memory: bring them back, `state = jzero.reload_train_state(state)`."
         )
 
 

@@ -31,6 +31,7 @@ from jzero._optimizer import stored_leaf, with_next_loss_scale
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._placement import place_array, strong
 from jzero._plan import StateLeaf, ZeroPlan
+from jzero._planner import other_fields
 from jzero._state import adapt_sharded, check_alive, map_state
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
@@ -87,9 +88,13 @@ class _Step:
         plan = state.tx.plan
         if _in_trace((state, batch, rng)):
             return self._compute(state, batch, rng=rng)
-        check_alive(state)
+        check_alive(self._used(state))
         batch, rng = _place_inputs(plan, batch, rng, self.micro.steps)
         return self._jit(plan, state)(state, batch, **_optional(rng))
+
+    def _used(self, state: Any) -> Any:
+        """The part of the state that is used, and has to be on the devices."""
+        return state
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -262,6 +267,9 @@ class EvalStep(_Step):
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
         return self._call(adapt_sharded(state).state, batch, rng)
+
+    def _used(self, state: Any) -> Any:
+        return state.params, other_fields(state)
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         metric_fn, carried = self._loss_and_carried(state, plan)

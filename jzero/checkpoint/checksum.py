@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._layout import Cut
+from jzero._placement import on_device
 
 __all__ = ["checksums", "host_checksum"]
 
@@ -41,7 +42,12 @@ def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[i
     """
     if not arrays:
         return []
-    partial = [_partial_sums(_key_data(x), cut, x.sharding) for x, cut in zip(arrays, cuts, strict=True)]
+    partial = []
+    for x, cut in zip(arrays, cuts, strict=True):
+        there = on_device(x)
+        partial.append(_partial_sums(_key_data(there), cut, there.sharding))
+        if there is not x:  # no more than one copy at a time
+            jax.block_until_ready(partial[-1])
     sums = np.zeros(len(arrays), np.uint32)
     for i, x in enumerate(partial):
         for shard in x.addressable_shards:

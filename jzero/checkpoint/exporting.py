@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._layout import Cut
-from jzero._placement import gather_leaves
+from jzero._placement import gather_leaves, on_device
 from jzero._rounding import narrow
 from jzero._state import adapt_sharded, check_alive
 from jzero.checkpoint.checksum import host_checksum
@@ -71,7 +71,7 @@ def export_params(
     """
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
-    check_alive(adapted.state)
+    check_alive(adapted.state, on_host=True)
     fields = (PARAMS, *getattr(adapted.state, "frozen_fields", ()))
     _, leaves, arrays = natural_state(adapted.state, plan)
     chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
@@ -210,7 +210,7 @@ def _specs(
 
 def _whole(x: jax.Array, wanted: Wanted, dtype: Any, mesh: Any) -> np.ndarray:
     """Returns a leaf on the host, in its natural shape; caches nothing in `x`."""
-    x = _cast_copy(x, dtype)
+    x = _cast_copy(on_device(x), dtype)
     if not x.is_fully_addressable:
         (whole,) = gather_leaves([x], [dataclasses.replace(wanted.leaf, cut=wanted.cut)], mesh)
         return np.asarray(whole.addressable_data(0))

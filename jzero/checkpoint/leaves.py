@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
+from jzero._placement import on_device
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._rounding import narrow, with_edits
 from jzero._state import map_state, plain_state
@@ -113,10 +114,10 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
     params = plan.params_treedef.flatten_up_to(state.params)
     edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
-    checks = [_is_edited(arrays[i], params[i], plan.leaves[i], plan) for i in edited]
+    checks = [_is_edited(on_device(arrays[i]), on_device(params[i]), plan.leaves[i], plan) for i in edited]
     for i, is_edited in zip(edited, checks, strict=True):
         if bool(is_edited):
-            arrays[i] = _with_edits(arrays[i], params[i], plan.leaves[i], plan)
+            arrays[i] = _with_edits(on_device(arrays[i]), on_device(params[i]), plan.leaves[i], plan)
     arrays = [
         _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
     ]
@@ -126,7 +127,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
 def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored array in another stored shape of the same leaf; itself if the shapes are the same."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
-    return x if same else _relaid(x, cut, new, sharding)
+    return x if same else _relaid(on_device(x), cut, new, sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -86,7 +86,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan = train_state.tx.plan
-    check_alive(train_state)
+    check_alive(train_state, on_host=True)
     check_processes_agree(plan)
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")

@@ -1,0 +1,105 @@
+"""Moves of a state to host memory and back."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jzero
+from jzero import _offload
+from tests import models
+from tests.test_checkpoint import arrays, assert_same_bits, nnx_state, sharded
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def make_state(stage, precision="fp32"):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50)
+    return jzero.shard_train_state(state, config=config)
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_state_comes_back_as_it_was(stage, precision):
+    step = jzero.make_train_step(models.mlp_loss)
+    state, _ = step(make_state(stage, precision), models.mlp_batch(24))
+    before, shardings = arrays(state), [x.sharding for x in jax.tree.leaves(state)]
+    old = jax.tree.leaves((state.params, state.opt_state))
+    away = jzero.offload_train_state(state)
+    assert all(x.is_deleted() for x in old), "nothing is left on the devices"
+    assert kinds((away.params, away.opt_state)) == {"pinned_host"}
+    assert kinds(away.step) == {"device"}
+    assert_same_bits(arrays(away), before)
+    with pytest.raises(RuntimeError, match=r"`state = jzero\.reload_train_state\(state\)`"):
+        step(away, models.mlp_batch(24))
+    back = jzero.reload_train_state(away)
+    assert_same_bits(arrays(back), before)
+    assert [x.sharding for x in jax.tree.leaves(back)] == shardings
+    jitted = step._jit(back.tx.plan, back)
+    compiled = jitted._cache_size()
+    back, _ = step(back, models.mlp_batch(24, seed=1))
+    assert jitted._cache_size() == compiled, "the step finds the types that it knows"
+    expected, _ = step(step(make_state(stage, precision), models.mlp_batch(24))[0], models.mlp_batch(24, seed=1))
+    assert_same_bits(arrays(back), arrays(expected))
+
+
+def test_evaluation_needs_the_parameters_alone():
+    state = make_state(3)
+    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": models.mlp_loss(params, batch)})
+    expected = evaluate(state, models.mlp_batch(24))["loss"]
+    away = jzero.offload_train_state(state, include=["opt_state"])
+    assert kinds(away.params) == {"device"}
+    assert float(evaluate(away, models.mlp_batch(24))["loss"]) == float(expected)
+    gone = jzero.offload_train_state(away, include=["params"])
+    for use in (lambda: evaluate(gone, models.mlp_batch(24)), lambda: jzero.gather_params(gone)):
+        with pytest.raises(RuntimeError, match="in host memory"):
+            use()
+
+
+def test_a_pair_of_nnx():
+    pair = sharded(nnx_state(), 3)
+    before = arrays(nnx.state(pair))
+    away = jzero.offload_train_state(pair)
+    model, optimizer = away
+    assert model.first.kernel[...].sharding.memory_kind == "pinned_host"
+    assert model.tied.kernel is model.first.kernel
+    assert optimizer.opt_state[0].mu.first.kernel[...].sharding.memory_kind == "pinned_host"
+    assert_same_bits(arrays(nnx.state(jzero.reload_train_state(away))), before)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
+    state = make_state(2, precision)
+    jzero.save_checkpoint(tmp_path / "device", state)
+    away = jzero.offload_train_state(state)
+    jzero.save_checkpoint(tmp_path / "host", away)
+    notes = [jzero.inspect_checkpoint(tmp_path / where).notes for where in ("device", "host")]
+    assert notes[0]["checksums"] == notes[1]["checksums"]
+    assert jzero.inspect_checkpoint(tmp_path / "host", verify=True).damaged == {}
+    jzero.export_params(away, tmp_path / "x.safetensors")
+    back = jzero.restore_checkpoint(tmp_path / "host", away)
+    assert kinds(back) == {"device"}
+    assert_same_bits(arrays(back), arrays(jzero.reload_train_state(away)))
+
+
+def test_fields_that_are_not_there():
+    with pytest.raises(
+        ValueError, match=r"`include` must name fields.*\['opt_state', 'params', 'step'\]: got \['mu'\]"
+    ):
+        jzero.offload_train_state(make_state(3), include=["mu"])
+    with pytest.raises(ValueError, match="got 'params'"):
+        jzero.offload_train_state(make_state(3), include="params")
+
+
+def test_devices_without_host_memory(monkeypatch):
+    monkeypatch.setattr(_offload, "_memory_kinds", lambda device: ["device"])
+    state = make_state(3)
+    with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
+        jzero.offload_train_state(state)
+    assert np.isfinite(float(state.params["layer_0"]["bias"][0])), "and nothing was moved"
