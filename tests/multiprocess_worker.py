@@ -89,6 +89,13 @@ def checkpoints() -> dict[str, Any]:
         jzero.export_params(state, directory / "exported.safetensors", dtype="bfloat16")
         jzero.export_params(state, directory / "whole.safetensors")
         multihost_utils.sync_global_devices("exported")
+        alone = jax.process_index() == 1
+        results["extra"] = message(
+            lambda: jzero.save_checkpoint(directory / "bad", state, extra={"f": print if alone else 1})
+        )
+        results["nowhere"] = message(lambda: jzero.export_params(state, "/proc/nowhere/x.safetensors"))
+        missing = directory / ("missing" if alone else "from_one")
+        results["missing"] = message(lambda: jzero.restore_checkpoint(missing, like))
         results["loaded"] = whole(jzero.load_params(manager.restore(like, step=2), directory / "whole.safetensors"))
         if jax.process_index() == 0:
             shutil.copytree(directory / "run" / "3", directory / "kept")
@@ -100,6 +107,15 @@ def checkpoints() -> dict[str, Any]:
             results["went back to"] = int(manager.restore(like).step)
         results["warning"] = str(caught[0].message)
     return results
+
+
+def message(attempt: Any) -> str:
+    """Returns what an attempt that must fail says."""
+    try:
+        attempt()
+    except (TypeError, ValueError, jzero.CheckpointError) as error:
+        return str(error)
+    raise AssertionError("it did not fail")
 
 
 def one_dies() -> None:

@@ -154,7 +154,7 @@ def test_what_was_not_completed_does_not_count(state, two_steps):
 def test_two_writers(state, tmp_path):
     with jzero.CheckpointManager(tmp_path) as first, jzero.CheckpointManager(tmp_path) as second:
         first.save(at(state, 1))
-        with pytest.raises(jzero.CheckpointError, match=rf"another program writes there \(process {os.getpid()} on "):
+        with pytest.raises(jzero.CheckpointError, match=r"another manager of this program writes there"):
             second.save(at(state, 2))
         first.wait()
         assert_is_step(second.restore(shapes(state)), state, 1)
@@ -265,6 +265,36 @@ def test_a_program_that_does_not_close_its_manager_completes_its_last_checkpoint
     assert run.returncode == 1
     assert run.stderr.rstrip().endswith("ValueError: mine"), run.stderr
     assert jzero.inspect_checkpoint(tmp_path, verify=True).damaged == {}
+
+
+def test_notes_that_are_gone(state, two_steps):
+    shutil.rmtree(two_steps / "2" / "jzero")
+    with pytest.raises(jzero.CheckpointError, match="2/jzero/metadata cannot be read"):
+        jzero.restore_checkpoint(two_steps / "2", shapes(state))
+
+
+def run_python(*lines):
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
+    claim = (
+        "import os, time",
+        "from etils import epath",
+        "from jzero.checkpoint.lock import DirectoryLock",
+        f"lock = DirectoryLock(epath.Path({str(tmp_path)!r}))",
+        "found = lock.acquire()",
+    )
+    with jzero.CheckpointManager(tmp_path) as manager:
+        manager.save(at(state, 1))
+        found = run_python(*claim, "print(found)").stdout
+        assert f"another program writes there (process {os.getpid()} on " in found
+    # A process that the holder forked lives on after it.
+    assert run_python(*claim, "assert not found", "os.fork() or (os.closerange(0, 3), time.sleep(30))").returncode == 0
+    with jzero.CheckpointManager(tmp_path) as manager:
+        assert manager.save(at(state, 2))
 
 
 def test_a_later_format_is_refused(state, tmp_path):

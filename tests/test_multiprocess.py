@@ -117,6 +117,10 @@ def test_checkpoints_of_two_processes_and_of_one(tmp_path):
         assert results["again"] == results["loaded"] == results["trained"] == found[0]["trained"]
         assert results["position"] == 20 + process, "each process goes on where it was"
         assert results["steps"] == [2, 3]
+        assert "`extra/f` must hold arrays" in results["extra"], "also where nothing was wrong with it"
+        assert "could not be written" in results["nowhere"]
+        assert "There is no checkpoint at" in results["missing"]
+        assert results["missing"].startswith("Other processes failed") == (process == 0)
         assert results["went back to"] == 2
         assert "Step 2 was restored, since what is newer is damaged" in results["warning"]
         assert "ocdbt.process_1/d/" in results["warning"]

@@ -3,10 +3,10 @@
 [Note: Checksums]
 The file formats below detect a truncated file, but a bit that flips inside a chunk of numbers may pass. Each leaf
 therefore has a checksum, computed on the devices before it is copied and again after it was read: the sum modulo 2^32
-of its words, each times an odd number that depends on its position in the natural array. An odd factor can be undone,
-so one wrong word always shows; several go unnoticed once in 2^32. Sums do not mind the order, so each device adds up
-its own part, whatever the layout, and padding adds nothing. What was read is thus known to be what was written, shards
-in the wrong place included.
+of its words, each mixed with its position in the natural array by the finalizer of MurmurHash3. That is a bijection of
+words, so one wrong word always shows; any other change, such as all signs or parts in each other's place, goes
+unnoticed once in 2^32. Sums do not mind the order, so each device adds up its own part, whatever the layout, and
+padding adds nothing. What was read is thus known to be what was written.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
         per_item = math.prod(words.shape[part.ndim :])
         words = words.reshape(*part.shape, per_item)
         item = lax.broadcasted_iota(jnp.uint32, words.shape, part.ndim)
-        factors = (positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR) | jnp.uint32(1)
-        total = jnp.where(inside[..., None], words * factors, jnp.uint32(0)).sum(dtype=jnp.uint32)
+        mixed = _mixed(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
+        total = jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(dtype=jnp.uint32)
         is_first = jnp.ones((), jnp.bool_)
         for name in names:
             is_first = is_first if name in used else is_first & (lax.axis_index(name) == 0)
@@ -92,6 +92,13 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     return jax.shard_map(
         local, mesh=mesh, in_specs=PartitionSpec(*spec), out_specs=PartitionSpec(names), check_vma=False
     )(x)
+
+
+def _mixed(words: Any) -> Any:
+    """Returns 32-bit words after the finalizer of MurmurHash3 (A. Appleby), of numpy or of jax."""
+    words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
 
 
 def _natural_sizes(cut: Cut) -> tuple[int, ...]:
@@ -125,6 +132,6 @@ def host_checksum(x: np.ndarray) -> int:
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK].astype(np.uint32) & np.uint32((1 << bits) - 1)
         positions = np.arange(start, start + len(part), dtype=np.uint64)
-        factors = (positions * np.uint64(FACTOR)).astype(np.uint32) | np.uint32(1)
-        total += (part * factors).sum(dtype=np.uint32, keepdims=True)
+        mixed = _mixed(part ^ (positions * np.uint64(FACTOR)).astype(np.uint32))
+        total += mixed.sum(dtype=np.uint32, keepdims=True)
     return int(total[0])

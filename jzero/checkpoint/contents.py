@@ -20,7 +20,7 @@ from jzero.checkpoint.damage import REMEDY, CheckpointError, as_checkpoint_error
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
-__all__ = ["FORMAT", "Contents", "StoredLeaf", "digest", "find_steps", "read_contents", "signed"]
+__all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "signed"]
 
 FORMAT = 1
 """Version of what jzero notes. A reader refuses a later one."""
@@ -117,6 +117,11 @@ class Contents:
         return value
 
 
+def absolute(path: Any) -> epath.Path:
+    """Returns a path as Orbax wants it."""
+    return epath.Path(path).expanduser().absolute()
+
+
 def read_contents(path: Any) -> Contents:
     """Returns what is in a checkpoint: in one step of a manager, in one that `save_checkpoint` made, or in Orbax's own.
 
@@ -127,7 +132,7 @@ def read_contents(path: Any) -> Contents:
       CheckpointError: There is no checkpoint, or it is damaged.
       ValueError: There are several trees of arrays in it, or it was written by a later version of jzero.
     """
-    directory = epath.Path(path)
+    directory = absolute(path)
     state_directory = _find_state(directory)
     if state_directory is None and (steps := find_steps(directory)):
         directory = steps[max(steps)]
@@ -138,13 +143,12 @@ def read_contents(path: Any) -> Contents:
             + (": it holds no tree of arrays." if directory.exists() else ".")
             + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
         )
+    notes = _read_notes(directory)
     try:
-        notes = _read_notes(directory)
         tree = state_handler(reads=True).metadata(state_directory).tree
-    except CheckpointError:
-        raise
     except Exception as error:
-        raise as_checkpoint_error(directory, error) from error
+        names = {path.replace("/", "."): path for path in notes.get("checksums", {})}
+        raise as_checkpoint_error(state_directory, error, names) from error
     if notes.get("format", FORMAT) > FORMAT:
         raise ValueError(
             f"The checkpoint at {directory} was written by jzero {notes.get('jzero')} in format {notes['format']}, but "
@@ -194,12 +198,22 @@ def _find_state(directory: epath.Path) -> epath.Path | None:
 
 def _read_notes(directory: epath.Path) -> dict[str, Any]:
     path = directory / NOTES / "metadata"
-    if not path.parent.exists():
-        return {}
-    notes = json.loads(path.read_text())
+    try:
+        if not path.parent.exists() and NOTES not in _items_of(directory):
+            return {}
+        notes = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise as_checkpoint_error(path, error) from error
     if not isinstance(notes, dict) or notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
         raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
     return notes
+
+
+def _items_of(directory: epath.Path) -> Mapping[str, Any]:
+    """Returns the items that Orbax wrote, as it noted them."""
+    path = directory / "_CHECKPOINT_METADATA"
+    handlers = json.loads(path.read_text()).get("item_handlers") if path.exists() else None
+    return handlers if isinstance(handlers, dict) else {}
 
 
 def signed(notes: dict[str, Any]) -> dict[str, Any]:

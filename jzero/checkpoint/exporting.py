@@ -18,11 +18,12 @@ from jzero._placement import gather_leaves, on_device
 from jzero._rounding import narrow
 from jzero._state import adapt_sharded, check_alive
 from jzero.checkpoint.checksum import host_checksum
-from jzero.checkpoint.contents import Contents, StoredLeaf, read_contents
+from jzero.checkpoint.contents import Contents, StoredLeaf, absolute, read_contents
 from jzero.checkpoint.damage import wrong_checksums
+from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, Wanted, natural_state
 from jzero.checkpoint.matching import renamed_paths
-from jzero.checkpoint.restoring import PARAMS, Choice, Target, everywhere, warn_unless_complete
+from jzero.checkpoint.restoring import PARAMS, Choice, Target, warn_unless_complete
 from jzero.checkpoint.safetensors_files import (
     ExportReport,
     TensorFile,
@@ -59,7 +60,7 @@ def export_params(
       The files that were written.
 
     Raises:
-      ValueError: Files are there already, `paths` matches nothing, or two leaves have one name.
+      ValueError: Files are there already, `paths` matches nothing, or leaves cannot be told apart by their names.
       TypeError: The state was not sharded by jzero.
       CheckpointError: The files could not be written.
 
@@ -81,12 +82,18 @@ def export_params(
     names = {spec.name for spec in specs}
     notes = {other: name for name, others in adapted.ties().items() if name in names for other in others}
     first = jax.process_index() == 0
-    report = write_tensors(
-        epath.Path(path), specs, whole if first else None, max_file_bytes, {"format": "flax", **notes}
-    )
-    if not first:
-        for _ in whole:  # takes part in gathering
-            pass
+
+    def write() -> ExportReport:
+        try:
+            return write_tensors(
+                absolute(path), specs, whole if first else None, max_file_bytes, {"format": "flax", **notes}
+            )
+        finally:
+            if jax.process_count() > 1:
+                for _ in whole:  # whatever happened, each process takes part in gathering
+                    pass
+
+    report: ExportReport = everywhere(write)
     return report
 
 
@@ -118,16 +125,15 @@ def export_checkpoint(
       ['model.safetensors']
     """
     contents = read_contents(checkpoint)
-    fields = (PARAMS, "frozen")
+    fields = contents.notes.get("param_fields", [PARAMS])
     chosen = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
     wanted = None if dtype is None else as_dtype(dtype)
     specs = _specs([(leaf.keys, leaf.shape, leaf.dtype) for leaf in chosen], wanted, paths)
     whole = (
         read_whole(contents, leaf).astype(spec.dtype, copy=False) for leaf, spec in zip(chosen, specs, strict=True)
     )
-    return write_tensors(
-        epath.Path(path), specs, whole, max_file_bytes, {"format": "flax", **contents.notes.get("ties", {})}
-    )
+    notes = {"format": "flax", **contents.notes.get("ties", {})}
+    return write_tensors(absolute(path), specs, whole, max_file_bytes, notes)
 
 
 def load_params(
@@ -198,14 +204,12 @@ def _specs(
     if not leaves:
         what = "There are no parameters to export" if paths is None else f"`paths` {paths!r} matches no parameter"
         raise ValueError(f"{what}.")
-    specs: dict[str, TensorSpec] = {}
+    specs = []
     for keys, shape, given in leaves:
         is_float = jax.numpy.issubdtype(given, np.floating)
-        spec = TensorSpec(_name(keys), tuple(shape), as_dtype(dtype if dtype is not None and is_float else given))
-        if spec.name in specs:
-            raise ValueError(f"Two parameters would have the name {spec.name!r}, one of them {'/'.join(keys)}.")
-        specs[spec.name] = spec
-    return list(specs.values())
+        wanted = as_dtype(dtype if dtype is not None and is_float else given)
+        specs.append(TensorSpec(_name(keys), tuple(shape), wanted))
+    return specs
 
 
 def _whole(x: jax.Array, wanted: Wanted, dtype: Any, mesh: Any) -> np.ndarray:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["decode", "encode", "iterator_position", "move_iterator"]
+from jzero.checkpoint.damage import CheckpointError
+
+__all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
@@ -58,8 +61,9 @@ def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
         x = x.addressable_data(0)
     name = str(len(arrays))
     arrays[name] = np.array(x)
-    if arrays[name].dtype == np.dtype(object):
-        raise TypeError(f"`{path}` is an array of objects, which cannot be saved.")
+    if arrays[name].dtype.kind in "OSUMm" or not arrays[name].size:
+        what = f"{arrays[name].dtype}{list(arrays[name].shape)}"
+        raise TypeError(f"`{path}` is an array of {what}: only arrays of numbers, with elements, can be saved.")
     return name
 
 
@@ -78,21 +82,26 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     return {key: decode(x, arrays) for key, x in value.items()}
 
 
-def iterator_position(iterator: Any) -> list[Any]:
-    """Returns the position of a data iterator in each process, as what JSON can hold."""
+def iterator_position(iterator: Any) -> Any:
+    """Returns the position of a data iterator in this process, as what JSON can hold."""
     position = _method(iterator, "get_state", "state_dict")()
     encoded, arrays = encode(position, "data_iterator")
     if arrays:
         raise TypeError(
             "The position of `data_iterator` holds arrays: it must be numbers, text, bytes, dicts and lists."
         )
+    return encoded
+
+
+def positions_of_all(position: Any) -> list[Any]:
+    """Returns the positions of all processes; each must call it."""
     if jax.process_count() == 1:
-        return [encoded]
-    return [json.loads(text) for text in gather_texts(json.dumps(encoded))]
+        return [position]
+    return [json.loads(text) for text in gather_texts(json.dumps(position))]
 
 
-def move_iterator(iterator: Any, positions: Sequence[Any]) -> None:
-    """Moves a data iterator to where it was when its position was saved.
+def iterator_mover(iterator: Any, positions: Sequence[Any]) -> Callable[[], None]:
+    """Returns what moves a data iterator to where it was when its position was saved.
 
     Raises:
       ValueError: There were another number of processes, each with a position of its own.
@@ -107,7 +116,7 @@ def move_iterator(iterator: Any, positions: Sequence[Any]) -> None:
             f"there are {jax.process_count()} now. Restore without `data_iterator` and move it yourself, or use an "
             "iterator whose position is the same in all processes."
         )
-    _method(iterator, "set_state", "load_state_dict")(decode(position, {}))
+    return functools.partial(_method(iterator, "set_state", "load_state_dict"), decode(position, {}))
 
 
 def _method(iterator: Any, *names: str) -> Any:
@@ -128,3 +137,21 @@ def gather_texts(text: str) -> list[str]:
     buffer[: len(data)] = data
     rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def everywhere(attempt: Callable[[], Any]) -> Any:
+    """Returns what `attempt` returns; if it fails in any process, raises in all of them, which each have to call it."""
+    if jax.process_count() == 1:
+        return attempt()
+    result, error = None, None
+    try:
+        result = attempt()
+    except Exception as e:
+        error = e
+    texts = gather_texts("" if error is None else str(error) or type(error).__name__)
+    if error is not None:
+        raise error
+    failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]
+    if failed:
+        raise CheckpointError("Other processes failed, so this one does not go on either:\n" + "\n".join(failed[:3]))
+    return result

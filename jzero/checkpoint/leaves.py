@@ -9,24 +9,28 @@ anew, cut along one dimension (`along_one_dim`), and so it is read.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
-from jzero._placement import on_device
+from jzero._placement import is_on_host, on_device, place_array, place_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._rounding import narrow, with_edits
 from jzero._state import map_state, plain_state
 from jzero._tree import key_names
 
-__all__ = ["Keys", "Wanted", "natural_state", "stored_from", "wanted_leaves"]
+__all__ = ["Keys", "Number", "Wanted", "natural_state", "numbered", "stored_from", "wanted_leaves"]
 
 Keys = tuple[str, ...]
 
@@ -66,23 +70,39 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[Wanted]:
       plan: The plan of the state.
     """
     layout = plan.plain
-    in_order: list[int] = []
-    numbers = iter(range(len(layout.leaves) + len(layout.opt_leaves) + len(layout.other_leaves)))
     found: list[StateLeaf] = []
     map_state(lambda x, leaf: found.append(leaf), layout, plain)
-    tree = map_state(lambda x, leaf: _Number(next(numbers)), layout, plain)
     keys: dict[int, Keys] = {}
-    for path, number in jax.tree_util.tree_leaves_with_path(tree):
-        keys[number.value] = key_names(path)
-        in_order.append(number.value)
-    return [_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
+    for path, number in jax.tree_util.tree_leaves_with_path(numbered(plain, plan)):
+        keys[number.index] = key_names(path)
+    leaves = [_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
+    _check_paths(leaves)
+    return leaves
 
 
-class _Number:
-    """Stands for a leaf. Not a pytree, so a leaf itself."""
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Stands for a leaf of a plain state. Not a pytree, so a leaf itself."""
 
-    def __init__(self, value: int) -> None:
-        self.value = value
+    index: int
+
+
+def numbered(plain: Any, plan: ZeroPlan) -> Any:
+    """Returns a plain state with the number of each leaf in its place, in the order of `map_state`."""
+    numbers = itertools.count()
+    return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain)
+
+
+def _check_paths(leaves: Sequence[Wanted]) -> None:
+    """Raises if two leaves would have one name on disk, or could not be told apart by their paths."""
+    for separator in ("/", "."):
+        names = collections.Counter(separator.join(leaf.keys) for leaf in leaves)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ValueError(
+                f"Leaves of the state cannot be told apart on disk, since keys that are joined by {separator!r} give "
+                f"the same name: {twice[:5]}. Rename keys that hold {separator!r}."
+            )
 
 
 def _wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> Wanted:
@@ -108,8 +128,12 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
       state: A sharded train state.
       plan: Its plan.
     """
+    state = map_state(functools.partial(_settled, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
     leaves = wanted_leaves(plain, plan)
+    empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
+    if empty:
+        raise ValueError(f"Orbax writes no arrays without elements: {empty[:5]}. Leave them out of the state.")
     arrays: list[jax.Array] = []
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
     params = plan.params_treedef.flatten_up_to(state.params)
@@ -122,6 +146,18 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
         _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
     ]
     return plain, leaves, arrays
+
+
+def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf where the plan has it, if it was replaced by one that lies elsewhere."""
+    sharding = plan.sharding(leaf)
+    if isinstance(x, jax.Array) and (is_on_host(x) or x.sharding == sharding):
+        return x
+    if np.shape(x) == leaf.stored_shape:
+        return place_array(x, leaf.dtype, sharding)
+    if np.shape(x) == leaf.shape:
+        return place_leaf(x, leaf, plan)
+    raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
 def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:

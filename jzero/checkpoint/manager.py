@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
-import json
-import os
-import socket
 import threading
 import warnings
 import weakref
@@ -23,17 +19,21 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jzero._state import adapt_sharded
-from jzero.checkpoint.contents import find_steps, read_contents
+from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.extras import everywhere
+from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.preemption import PreemptionNotice
-from jzero.checkpoint.restoring import Choice, everywhere, read_extra, restore_from, warn_unless_complete
+from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_unless_complete
+from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, saving_failed
 
 __all__ = ["CheckpointManager"]
 
-LOCK = "jzero.lock"
+SUPERSEDED = "superseded"
+"""Where steps go that training has gone back behind."""
 
 
 class CheckpointManager:
@@ -41,7 +41,9 @@ class CheckpointManager:
 
     Thin, over Orbax's manager. Saving copies the state to the host and goes on with training while files are written.
     A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
-    complete. One program at a time writes to a directory; any number may read.
+    complete. One program at a time writes to a directory; any number may read. If an earlier step than the newest is
+    restored, because it was asked for or because what is newer is damaged, training goes on from there: the first save
+    moves the later steps to the folder `superseded`.
 
     From the first `save` on, SIGTERM is noticed: the next `save` writes a checkpoint whatever the interval, waits until
     it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
@@ -52,7 +54,8 @@ class CheckpointManager:
         and the latest stays as well.
       save_interval_steps: `save` does nothing at other steps than multiples of this, the first call apart.
       keep_every_steps: Checkpoints at multiples of this stay whatever `max_to_keep` says.
-      best_metric: Name of the metric among those given to `save` by which checkpoints are good.
+      best_metric: Name of the metric among those given to `save` by which checkpoints are good. Those that were saved
+        without it all stay; NaN is worse than any number.
       best_mode: Whether large (`"max"`) or small (`"min"`) is good.
       preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to go on, see `preempted`.
 
@@ -93,16 +96,16 @@ class CheckpointManager:
                 raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
         if best_mode not in ("max", "min"):
             raise ValueError(f"`best_mode` must be 'max' or 'min': got {best_mode!r}.")
-        self.directory = epath.Path(directory).absolute()
+        self.directory = absolute(directory)
         self.last_restore: RestoreReport | None = None
         self.preempted = False
-        self._best_metric, self._best_mode = best_metric, best_mode
-        self._max_to_keep, self._keep_every_steps = max_to_keep, keep_every_steps
+        self._retention = Retention(max_to_keep, keep_every_steps, best_metric, best_mode)
         self._interval = save_interval_steps
         self._exit_code = preemption_exit_code
         self._writer: ocp.CheckpointManager | None = None
-        self._lock = contextlib.ExitStack()
+        self._lock = DirectoryLock(self.directory)
         self._restored_step: int | None = None
+        self._branch: int | None = None  # the step that was restored, if there are later ones
         self._saving_step: int | None = None
         self._notice = PreemptionNotice()
 
@@ -130,25 +133,34 @@ class CheckpointManager:
           force: Save whatever the interval says.
 
         Returns:
-          Whether it saves.
+          Whether it saves; not again what is there already.
 
         Raises:
-          CheckpointError: This checkpoint or the one before could not be written, or another program writes to the
-            directory.
-          ValueError: `metrics` lacks `best_metric`.
+          CheckpointError: This checkpoint or the one before could not be written, another program writes to the
+            directory, or it holds later steps that were not restored.
+          ValueError: `metrics` lacks `best_metric`, other than at a SIGTERM.
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
           SystemExit: There was a SIGTERM, and the state is saved.
         """
         train_state = adapt_sharded(state).state
         step = int(train_state.step) if step is None else int(step)
         self._notice.listen()
-        self.preempted = self.preempted or self._notice.reached(step)
-        saved = False
-        if step not in self.all_steps() and (force or self.preempted or self._is_due(step)):
-            self._check_metrics(metrics)
+        now = self._notice.reached(step) and not self.preempted
+        self.preempted = self.preempted or now
+        latest = max(self._live_steps(), default=None)
+        if latest is not None and step < latest:
+            raise CheckpointError(
+                f"{self.directory} holds step {latest}, so step {step} would not be the one to go on from, and is not "
+                "saved. To train on from an earlier step restore it with this manager "
+                "(`manager.restore(like, step=...)`); for another run choose another directory."
+            )
+        due = latest is None or step % self._interval == 0
+        saved = step != latest and (force or now or due)
+        if saved:
+            if not now:
+                self._retention.check(metrics)
             self._write(step, state, data_iterator=data_iterator, extra=extra, metrics=metrics)
-            saved = True
-        if self.preempted and self._exit_code is not None:
+        if now and self._exit_code is not None:
             self.close()
             raise SystemExit(self._exit_code)
         return saved
@@ -222,6 +234,9 @@ class CheckpointManager:
                 )
             warn_unless_complete(report, choice)
             self.last_restore, self._restored_step = report, candidate
+            self._branch = candidate if candidate < max(steps) else None
+            if self._branch is not None:
+                self._stop_writing()  # what is later is out of date
             return state
         raise CheckpointError(f"No checkpoint in {self.directory} can be read:\n" + "\n".join(damaged))
 
@@ -250,27 +265,13 @@ class CheckpointManager:
 
     def best_step(self) -> int | None:
         """Returns the step that is best by `best_metric`; `None` if there is none."""
-        if self._best_metric is None:
-            raise ValueError("There is no best step without a metric: pass `best_metric=` to the manager.")
         self.wait()
-        found: dict[int, float] = {}
-        for step, path in self._committed().items():
-            file = path / "metrics" / "metrics"
-            if file.exists():
-                found[step] = float(json.loads(file.read_text())[self._best_metric])
-        best = max if self._best_mode == "max" else min
-        return best(found, key=lambda step: found[step]) if found else None
+        return self._retention.best(self._committed())
 
     def close(self) -> None:
         """Waits for what is being saved, and lets other programs write to the directory."""
         self._notice.stop()
-        try:
-            self.wait()
-            if self._writer is not None:
-                self._writer.close()
-        finally:
-            self._writer = None
-            self._lock.close()
+        self._stop_writing()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -283,16 +284,18 @@ class CheckpointManager:
     def _committed(self) -> dict[int, epath.Path]:
         return find_steps(self.directory)
 
-    def _is_due(self, step: int) -> bool:
-        latest = self.latest_step()
-        return latest is None or (step > latest and step % self._interval == 0)
+    def _live_steps(self) -> list[int]:
+        """Returns the steps that the run which goes on here has left behind; not those of a branch that it left."""
+        return [step for step in self.all_steps() if self._branch is None or step <= self._branch]
 
-    def _check_metrics(self, metrics: Mapping[str, Any] | None) -> None:
-        if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
-            raise ValueError(
-                f"`metrics` must hold {self._best_metric!r}, by which checkpoints are kept: got "
-                f"{None if metrics is None else sorted(metrics)}."
-            )
+    def _stop_writing(self) -> None:
+        try:
+            self.wait()
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._writer = None
+            self._lock.release()
 
     def _write(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None, **beside: Any) -> None:
         self.wait()
@@ -312,32 +315,32 @@ class CheckpointManager:
         """Returns Orbax's manager, which clears away what was not completed: nobody else may be writing."""
         if self._writer is None:
             self._take_lock()
+            self._supersede()
             options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._preservation_policy(),
-                best_fn=None if self._best_metric is None else lambda metrics: metrics[self._best_metric],
-                best_mode=self._best_mode,
+                preservation_policy=self._retention.policy(),
+                best_fn=None if self._retention.best_metric is None else self._retention.score,
                 cleanup_tmp_directories=True,
             )
             _close_at_exit(self)
             self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
         return self._writer
 
-    def _preservation_policy(self) -> Any:
-        policies = ocp.checkpoint_managers
-        if self._max_to_keep is None:
-            return policies.LatestN(None)
-        kept: list[Any] = [policies.LatestN(self._max_to_keep)]
-        if self._best_metric is not None:
-            best = policies.BestN(
-                n=self._max_to_keep,
-                get_metric_fn=lambda metrics: metrics[self._best_metric],
-                reverse=self._best_mode == "min",
-                keep_checkpoints_without_metrics=False,
+    def _supersede(self) -> None:
+        """Moves the steps after the one that was restored out of the way, the newest first."""
+        restored, self._branch = self._branch, None
+        later = [] if restored is None else [step for step in self._committed() if step > restored]
+        if later and jax.process_index() == 0:
+            away = self.directory / SUPERSEDED
+            away.mkdir(exist_ok=True)
+            for step in sorted(later, reverse=True):
+                names = (f"{step}" if i == 0 else f"{step}.{i}" for i in range(1000))
+                (self.directory / str(step)).rename(next(away / name for name in names if not (away / name).exists()))
+            warnings.warn(
+                f"Training goes on from step {restored}: the later steps {sorted(later)} were moved to {away}.",
+                stacklevel=5,
             )
-            kept = [policies.LatestN(1), best]
-        if self._keep_every_steps is not None:
-            kept.append(policies.EveryNSteps(self._keep_every_steps))
-        return policies.AnyPreservationPolicy(kept)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("jzero: steps superseded")
 
     def _give_up(self, step: int | None) -> None:
         """Forgets a save that failed and removes what it wrote, so that the next one starts afresh."""
@@ -350,7 +353,7 @@ class CheckpointManager:
             for unfinished in self.directory.glob(f"{step}{ocp.path.step.TMP_DIR_SUFFIX}*"):
                 with contextlib.suppress(OSError):
                     unfinished.rmtree()
-        self._lock.close()
+        self._lock.release()
 
     def _take_lock(self) -> None:
         """Claims the directory for this program; the first process does, and tells the others."""
@@ -358,7 +361,7 @@ class CheckpointManager:
         if jax.process_index() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                refused = self._claim()
+                refused = self._lock.acquire()
             except OSError as error:
                 refused = f"{type(error).__name__}: {error}. See that this process may write there."
         if jax.process_count() > 1:
@@ -366,31 +369,6 @@ class CheckpointManager:
             refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
         if refused:
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {refused}")
-
-    def _claim(self) -> str:
-        """Locks the directory until this process ends, however it ends; returns who has it if another one does."""
-        if "://" in os.fspath(self.directory):  # object stores know no locks
-            return ""
-        file = self._lock.enter_context(open(self.directory / LOCK, "a+"))  # noqa: SIM115  # closed by the stack
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip()
-            self._lock.close()
-            return (
-                f"another program writes there ({holder or 'unknown'}), and one at a time may. End that one, or choose "
-                "another directory."
-            )
-        except OSError as error:
-            warnings.warn(
-                f"{self.directory} knows no locks ({error}): see that one program writes there.", stacklevel=2
-            )
-            return ""
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        return ""
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:

@@ -97,7 +97,8 @@ def match(
     paths = {leaf.path for leaf in wanted}
     missing = tuple(wanted[i].path for i in asked if i not in found)
     unexpected = tuple(path for path in stored if path not in paths)
-    bad = [line for i, leaf in found.items() if (line := _misfit(wanted[i].leaf, wanted[i].path, leaf))]
+    keys = contents.notes.get("keys")
+    bad = [line for i, leaf in found.items() if (line := _misfit(wanted[i], leaf, keys))]
     if bad:
         raise ValueError(
             f"The checkpoint at {contents.directory} is of another model or optimizer: these leaves do not fit.\n"
@@ -164,18 +165,25 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
     return old_of
 
 
-def _misfit(leaf: StateLeaf, path: str, stored: StoredLeaf) -> str:
-    """Returns in what a stored leaf does not fit; an empty string if it does."""
+def _misfit(wanted: Wanted, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
+    """Returns in what a stored leaf does not fit; an empty string if it does.
+
+    Args:
+      wanted: The leaf of the state.
+      stored: The leaf in the checkpoint.
+      keys: Paths of the leaves there that are PRNG keys, if that is known.
+    """
+    leaf = wanted.leaf
     shape, kind = leaf.shape, _kind(leaf.dtype)
     if _is_key(leaf):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
         shape, kind = data.shape, _kind(data.dtype)
-    if stored.shape == shape and _kind(stored.dtype) == kind:
+    is_key = _is_key(leaf) if keys is None else stored.path in keys
+    if stored.shape == shape and _kind(stored.dtype) == kind and is_key == _is_key(leaf):
         return ""
-    was = "" if path == stored.path else f" (there {stored.path})"
-    return (
-        f"  {path}{was}: {stored.dtype}{list(stored.shape)} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
-    )
+    was = "" if wanted.path == stored.path else f" (there {stored.path})"
+    there = f"{stored.dtype}{list(stored.shape)}" + (" of PRNG keys" if is_key else "")
+    return f"  {wanted.path}{was}: {there} in the checkpoint, {leaf.dtype}{list(shape)} in the state"
 
 
 def _is_key(leaf: StateLeaf) -> bool:

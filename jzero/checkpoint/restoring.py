@@ -20,14 +20,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jzero._opt_state import LossScaleState, ZeroOptState, host_array
-from jzero._placement import place_leaf
+from jzero._placement import place_array, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError, as_checkpoint_error, wrong_checksums
-from jzero.checkpoint.extras import decode, gather_texts, move_iterator
-from jzero.checkpoint.leaves import Keys, Wanted, stored_from, wanted_leaves
+from jzero.checkpoint.extras import decode, everywhere, iterator_mover
+from jzero.checkpoint.leaves import Keys, Number, Wanted, numbered, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 
@@ -35,14 +35,13 @@ __all__ = [
     "PARAMS",
     "Choice",
     "Target",
-    "everywhere",
     "read_extra",
     "restore_checkpoint",
     "restore_from",
     "warn_unless_complete",
 ]
 
-PARAMS = "params"
+PARAMS, OPT_STATE = "params", "opt_state"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,20 +143,25 @@ def restore_from(
     """Returns the state that a checkpoint holds, laid out like another, and a report of what was restored."""
     target = Target(adapted)
     found, report = target.match(contents, choice)
-    positions = contents.read_json(ITERATOR) if data_iterator is not None else {}
-    if positions is None:
-        raise ValueError(f"The checkpoint at {contents.directory} holds no position of a data iterator.")
+    move = None if data_iterator is None else everywhere(lambda: _mover(contents, data_iterator))
     target.check_kept(found)
     if choice.donate:
         target.free(found)
     wanted = target.wanted
     read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in found.items()}))
     _verify(contents, read, wanted, found)
-    own = None if choice.is_partial else _own_state(contents, target.plan)
-    state = target.filled(read, own, choice)
-    if data_iterator is not None:
-        move_iterator(data_iterator, positions["positions"])
+    state = target.filled(read, _own_state(contents, target) if target.takes_opt_state(choice) else None, choice)
+    if move is not None:
+        everywhere(move)
     return state, report
+
+
+def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
+    """Returns what moves a data iterator to where it was; raises if that cannot be known."""
+    positions = contents.read_json(ITERATOR)
+    if positions is None:
+        raise ValueError(f"The checkpoint at {contents.directory} holds no position of a data iterator.")
+    return iterator_mover(data_iterator, positions["positions"])
 
 
 class Target:
@@ -178,19 +182,22 @@ class Target:
 
     def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state made of sources, and those with their layouts, in the order of `map_state`."""
-        numbers = iter(range(len(self.wanted)))
-        plain = map_state(lambda x, leaf: _Source(next(numbers)), self.plan.plain, self._plain)
-        tree = stored_state(plain, self.plan, own)
+        tree = stored_state(numbered(self._plain, self.plan), self.plan, own)
         sources: list[tuple[Any, StateLeaf]] = []
         map_state(lambda source, leaf: sources.append((source, leaf)), self.plan, tree)
         return tree, sources
+
+    def takes_opt_state(self, choice: Choice) -> bool:
+        """Whether the optimizer goes on as it was saved: its loss scale does, if all of its leaves do."""
+        chosen = choice.selector(self.adapted.state)
+        return not choice.params_only and all(chosen(leaf) for leaf in self.wanted if leaf.keys[0] == OPT_STATE)
 
     def check_kept(self, found: Mapping[int, Any]) -> None:
         """Raises unless the state has values for all leaves that are not restored."""
         left = [
             (self.wanted[source.index].path, x)
             for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True)
-            if isinstance(source, _Source) and source.index not in found
+            if isinstance(source, Number) and source.index not in found
         ]
         abstract = list(dict.fromkeys(path for path, x in left if not isinstance(x, jax.Array)))
         if abstract:
@@ -203,8 +210,11 @@ class Target:
 
     def free(self, found: Mapping[int, Any]) -> None:
         """Frees the arrays whose values will be replaced."""
-        for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True):
-            if isinstance(x, jax.Array) and isinstance(source, _Source) and source.index in found:
+        sources = [source for source, _ in self._sources(None)[1]]
+        goes = [isinstance(source, Number) and source.index in found for source in sources]
+        kept = {id(x) for x, go in zip(self._values, goes, strict=True) if not go}
+        for x, go in zip(self._values, goes, strict=True):
+            if go and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
                 x.delete()
 
     def filled(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
@@ -216,15 +226,15 @@ class Target:
           choice: What was asked for.
         """
         tree, sources = self._sources(own)
-        last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, _Source)}
+        last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
         values = []
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
-            if isinstance(source, _Source) and source.index in read:
+            if isinstance(source, Number) and source.index in read:
                 values.append(_finished(read[source.index], self.wanted[source.index], leaf, self.plan))
                 if last_use[source.index] == i:  # so that no more than one leaf is there twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
-            elif isinstance(source, _Source) or (own is None and isinstance(x, jax.Array) and not x.is_deleted()):
+            elif isinstance(source, Number) or (own is None and isinstance(x, jax.Array) and not x.is_deleted()):
                 values.append(x if choice.donate else x.copy())
             else:
                 values.append(place_leaf(source, leaf, self.plan))
@@ -251,14 +261,7 @@ def read_extra(contents: Contents) -> Any:
     return decode(encoded, arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Stands in a state for the leaf of the plain state that a stored leaf is made from. Not a pytree, so a leaf."""
-
-    index: int
-
-
-def _own_state(contents: Contents, plan: ZeroPlan) -> ZeroOptState | None:
+def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
     """Returns the loss scale and the counter of rounded steps that were noted; `None` if another program wrote it."""
     if not contents.notes:
         return None
@@ -266,7 +269,9 @@ def _own_state(contents: Contents, plan: ZeroPlan) -> ZeroOptState | None:
     scale, count = noted.get("loss_scale"), noted.get("num_updates")
     loss_scale = None
     if scale is not None:
-        overflowed = scale["overflowed"] if len(scale["overflowed"]) == len(plan.leaves) else [False] * len(plan.leaves)
+        count_leaves = len(target.plan.leaves)
+        known = len(scale["overflowed"]) == count_leaves
+        overflowed = scale["overflowed"] if known else [False] * count_leaves
         loss_scale = LossScaleState(
             scale=host_array(scale["scale"], np.float32),
             good_steps=host_array(scale["good_steps"], np.int32),
@@ -282,6 +287,9 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -
     """Reads leaves as they lie on disk, into the stored shapes of a plan."""
     how: dict[Keys, Any] = {}
     for wanted, stored in leaves.values():
+        if _is_too_wide(stored.dtype):
+            how[stored.keys] = ocp.RestoreArgs(restore_type=np.ndarray)
+            continue
         is_key = jax.dtypes.issubdtype(wanted.leaf.dtype, jax.dtypes.prng_key)
         how[stored.keys] = ocp.ArrayRestoreArgs(
             restore_type=jax.Array,
@@ -291,7 +299,25 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -
             strict=wanted.cut is None or not wanted.cut.is_padded,
         )
     read = contents.read(how)
-    return {i: read[stored.keys] for i, (_, stored) in leaves.items()}
+    return {
+        i: _narrowed(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
+        for i, (wanted, stored) in leaves.items()
+    }
+
+
+def _is_too_wide(dtype: Any) -> bool:
+    """Whether jax, as it is configured, would cut off bits of whole numbers of this dtype."""
+    return bool(jax.numpy.issubdtype(dtype, np.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype)
+
+
+def _narrowed(x: np.ndarray, wanted: Wanted) -> jax.Array:
+    narrow = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    if (narrow != x).any():
+        raise ValueError(
+            f"{wanted.path} holds {x.dtype} numbers that need more than 32 bits: enable them, "
+            "`jax.config.update('jax_enable_x64', True)`."
+        )
+    return place_array(narrow, narrow.dtype, wanted.sharding, wanted.cut)
 
 
 def _verify(
@@ -325,23 +351,3 @@ def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> 
 
 def _padded(leaf: StateLeaf) -> Any:
     return None if leaf.cut is None or leaf.cut.is_stored_naturally else leaf.cut
-
-
-def everywhere(attempt: Callable[[], Any]) -> Any:
-    """Returns what `attempt` returns; if it fails in any process, raises in all of them."""
-    result, error = None, None
-    try:
-        result = attempt()
-    except Exception as e:
-        if jax.process_count() == 1:
-            raise
-        error = e
-    if jax.process_count() > 1:
-        failed = {
-            i: text for i, text in enumerate(gather_texts("" if error is None else str(error) or "failed")) if text
-        }
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError("Another process could not read the checkpoint:\n" + failed[min(failed)])
-    return result

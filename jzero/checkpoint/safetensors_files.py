@@ -196,6 +196,8 @@ class TensorFile:
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns one slice."""
+        if not math.prod(self.shape):  # which the package cannot slice
+            return np.zeros(self.shape, self.dtype)[index]
         return np.asarray(self._slice[index] if self.shape else self._slice[...], self.dtype)
 
 
@@ -205,7 +207,7 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     Raises:
       CheckpointError: There is no such file, or it is damaged.
     """
-    given = epath.Path(path)
+    given = epath.Path(path).expanduser()
     tensors: dict[str, TensorFile] = {}
     notes: dict[str, str] = {}
     for file in _files(given):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
 from jzero._config import ZeroConfig
 from jzero._opt_state import ZeroOptState
@@ -18,9 +17,9 @@ from jzero._processes import check_processes_agree
 from jzero._state import adapt_sharded, check_alive, map_state
 from jzero._version import __version__
 from jzero.checkpoint.checksum import checksums
-from jzero.checkpoint.contents import FORMAT, digest, signed
+from jzero.checkpoint.contents import FORMAT, absolute, digest, signed
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.extras import encode, iterator_position
+from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, handler_registry
 
@@ -54,7 +53,7 @@ def save_checkpoint(
       >>> int(jzero.restore_checkpoint(path, state).step) == int(state.step)
       True
     """
-    directory = epath.Path(path)
+    directory = absolute(path)
     if directory.exists():
         raise ValueError(
             f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
@@ -63,7 +62,7 @@ def save_checkpoint(
     items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
-            checkpointer.save(directory.absolute(), args=items)
+            checkpointer.save(directory, args=items)
     except Exception as error:
         raise saving_failed(directory, error) from error
 
@@ -88,15 +87,9 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     plan = train_state.tx.plan
     check_alive(train_state, on_host=True)
     check_processes_agree(plan)
-    if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")
-    items: dict[str, Any] = {}
-    if extra:
-        items[EXTRA], apart = encode(extra)
-        if apart:
-            items[EXTRA_ARRAYS] = apart
-    if data_iterator is not None:
-        items[ITERATOR] = {"positions": iterator_position(data_iterator)}
+    items: dict[str, Any] = everywhere(lambda: _beside(data_iterator, extra))
+    if ITERATOR in items:
+        items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
     sums = checksums(arrays, [leaf.cut for leaf in leaves])
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
@@ -105,6 +98,8 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
         **_notes(train_state, plan, adapted.ties()),
         "checksums": {leaf.path: value for leaf, value in zip(leaves, sums, strict=True)},
         "digests": digests,
+        "keys": [leaf.path for leaf in leaves if jax.dtypes.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key)],
+        "param_fields": ["params", *getattr(train_state, "frozen_fields", ())],
     }
     items[NOTES] = signed(notes)
     written = iter(x if leaf.cut is None else CutArray(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True))
@@ -113,6 +108,20 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}
     )
+
+
+def _beside(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns what is saved beside the state."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")
+    items: dict[str, Any] = {}
+    if extra:
+        items[EXTRA], apart = encode(extra)
+        if apart:
+            items[EXTRA_ARRAYS] = apart
+    if data_iterator is not None:
+        items[ITERATOR] = iterator_position(data_iterator)
+    return items
 
 
 def _notes(train_state: Any, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""Which checkpoints are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+__all__ = ["Retention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept, see `CheckpointManager`: the arguments of the same names."""
+
+    max_to_keep: int | None
+    keep_every_steps: int | None
+    best_metric: str | None
+    best_mode: Literal["max", "min"]
+
+    def policy(self) -> Any:
+        """Returns the policy that Orbax follows."""
+        policies = ocp.checkpoint_managers
+        if self.max_to_keep is None:
+            return policies.LatestN(None)
+        kept: list[Any] = [policies.LatestN(self.max_to_keep if self.best_metric is None else 1)]
+        if self.best_metric is not None:  # sorted from bad to good, the last ones are kept
+            kept.append(policies.BestN(n=self.max_to_keep, get_metric_fn=self.score))
+        if self.keep_every_steps is not None:
+            kept.append(policies.EveryNSteps(self.keep_every_steps))
+        return policies.AnyPreservationPolicy(kept)
+
+    def score(self, metrics: Mapping[str, Any] | None) -> float:
+        """Returns how good a checkpoint is by its metrics: the worst of all without the metric, or if it is NaN."""
+        value = float((metrics or {}).get(str(self.best_metric), math.nan))
+        if math.isnan(value):
+            return -math.inf
+        return value if self.best_mode == "max" else -value
+
+    def check(self, metrics: Mapping[str, Any] | None) -> None:
+        """Raises unless the metric is there by which checkpoints are kept."""
+        if self.best_metric is not None and (metrics is None or self.best_metric not in metrics):
+            raise ValueError(
+                f"`metrics` must hold {self.best_metric!r}, by which checkpoints are kept: got "
+                f"{None if metrics is None else sorted(metrics)}."
+            )
+
+    def best(self, steps: Mapping[int, epath.Path]) -> int | None:
+        """Returns the best of the steps, the latest among equals; `None` if none has the metric."""
+        if self.best_metric is None:
+            raise ValueError("There is no best step without a metric: pass `best_metric=` to the manager.")
+        scores = {}
+        for step, path in steps.items():
+            file = path / "metrics" / "metrics"
+            if file.exists():
+                scores[step] = self.score(json.loads(file.read_text()))
+        known = [step for step, score in scores.items() if score > -math.inf]
+        return max(known, key=lambda step: (scores[step], step), default=None)
