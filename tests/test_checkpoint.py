@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import time
 
 import flax.linen as nn
 import jax
@@ -18,7 +19,7 @@ from flax import nnx
 from flax.training import train_state as flax_train_state
 
 import jzero
-from jzero.checkpoint import checksum
+from jzero.checkpoint import checksum, orbax_io
 from tests import models
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_v1"
@@ -721,6 +722,40 @@ def test_going_back_sets_later_steps_aside(plain, tmp_path):
     other = jzero.CheckpointManager(tmp_path)
     with pytest.raises(jzero.CheckpointError, match="holds step 6, so step 1 would not be"):
         other.save(numbered(state, 1))
+
+
+def test_looking_at_an_earlier_step_changes_nothing(plain, tmp_path):
+    state = sharded(plain, 1, 2)
+    with jzero.CheckpointManager(tmp_path, best_metric="loss") as manager:
+        for number, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+            manager.save(numbered(state, number), metrics={"loss": loss})
+        assert int(manager.restore(state, step=manager.best_step()).step) == 2
+        assert manager.save(numbered(state, 4), metrics={"loss": 4.0})  # the run that goes on is the one that was at 3
+        assert manager.all_steps() == [1, 2, 3, 4]
+    assert not (tmp_path / "superseded").exists()
+
+
+def test_sigterm_after_a_save_that_failed(plain, tmp_path, monkeypatch):
+    async def fail(*_):
+        raise OSError("disk on fire")
+
+    state = sharded(plain, 1, 2)
+    with jzero.CheckpointManager(tmp_path) as manager:
+        manager.save(numbered(state, 1))
+        manager.wait()
+        with monkeypatch.context() as broken:
+            broken.setattr(orbax_io, "_write", fail)
+            manager.save(numbered(state, 2))
+            with pytest.raises(jzero.CheckpointError, match=r"/2 could not be written \(OSError: disk on fire\)"):
+                manager.save(numbered(state, 3))
+            assert manager.all_steps() == [1], "this one was not begun"
+            manager.save(numbered(state, 4))
+            while manager._writer.is_saving_in_progress():
+                time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.warns(UserWarning, match="/4 could not be written"), pytest.raises(SystemExit):
+            manager.save(numbered(state, 5))
+    assert jzero.CheckpointManager(tmp_path).all_steps() == [1, 5]
 
 
 def test_sigterm_after_falling_back_from_a_damaged_step(plain, tmp_path):

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from jzero.checkpoint.damage import CheckpointError
 
-__all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
+__all__ = ["decode", "encode", "everywhere", "gather_texts", "iterator_mover", "iterator_position", "positions_of_all"]
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 

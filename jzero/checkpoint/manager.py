@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import threading
 import warnings
 import weakref
@@ -21,7 +22,7 @@ from jax.experimental import multihost_utils
 from jzero._state import adapt_sharded
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.extras import everywhere
+from jzero.checkpoint.extras import everywhere, gather_texts
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.orbax_io import handler_registry
@@ -41,9 +42,9 @@ class CheckpointManager:
 
     Thin, over Orbax's manager. Saving copies the state to the host and goes on with training while files are written.
     A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
-    complete. One program at a time writes to a directory; any number may read. If an earlier step than the newest is
-    restored, because it was asked for or because what is newer is damaged, training goes on from there: the first save
-    moves the later steps to the folder `superseded`.
+    complete. One program at a time writes to a directory; any number may read. If training goes on from an earlier step
+    than the newest, because that was asked for or because what is newer is damaged, the first save of a step that is
+    not newer moves the steps after the restored one to the folder `superseded`.
 
     From the first `save` on, SIGTERM is noticed: the next `save` writes a checkpoint whatever the interval, waits until
     it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
@@ -106,6 +107,7 @@ class CheckpointManager:
         self._lock = DirectoryLock(self.directory)
         self._restored_step: int | None = None
         self._branch: int | None = None  # the step that was restored, if there are later ones
+        self._seen: list[int] | None = None  # the steps in the directory, until there is a writer
         self._saving_step: int | None = None
         self._notice = PreemptionNotice()
 
@@ -147,19 +149,24 @@ class CheckpointManager:
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
-        latest = max(self._live_steps(), default=None)
-        if latest is not None and step < latest:
+        latest = self._latest()
+        goes_back = latest is not None and self._branch is not None and self._branch < step <= latest
+        if latest is not None and step < latest and not goes_back and step != self._branch:
             raise CheckpointError(
                 f"{self.directory} holds step {latest}, so step {step} would not be the one to go on from, and is not "
                 "saved. To train on from an earlier step restore it with this manager "
                 "(`manager.restore(like, step=...)`); for another run choose another directory."
             )
         due = latest is None or step % self._interval == 0
-        saved = step != latest and (force or now or due)
+        saved = (latest is None or step > latest or goes_back) and (force or now or due)
         if saved:
             if not now:
                 self._retention.check(metrics)
-            self._write(step, state, data_iterator=data_iterator, extra=extra, metrics=metrics)
+            self._settle(despite_failure=now)
+            if goes_back:
+                self._stop_writing()
+            items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
+            self._write(step, items, metrics)
         if now and self._exit_code is not None:
             self.close()
             raise SystemExit(self._exit_code)
@@ -212,15 +219,16 @@ class CheckpointManager:
         self.wait()
         choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
         adapted = adapt_sharded(like)
-        steps = self._committed()
+        steps = self._agreed_steps()
         if step is not None and step not in steps:
             raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
         if not steps:
             raise CheckpointError(f"There is no checkpoint in {self.directory} to restore.")
+        self._seen = None
         damaged: list[str] = []
         for candidate in [step] if step is not None else sorted(steps, reverse=True):
             try:
-                contents = everywhere(functools.partial(read_contents, steps[candidate]))
+                contents = everywhere(functools.partial(read_contents, self.directory / str(candidate)))
                 state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
             except CheckpointError as error:
                 if step is not None:
@@ -235,8 +243,6 @@ class CheckpointManager:
             warn_unless_complete(report, choice)
             self.last_restore, self._restored_step = report, candidate
             self._branch = candidate if candidate < max(steps) else None
-            if self._branch is not None:
-                self._stop_writing()  # what is later is out of date
             return state
         raise CheckpointError(f"No checkpoint in {self.directory} can be read:\n" + "\n".join(damaged))
 
@@ -284,9 +290,29 @@ class CheckpointManager:
     def _committed(self) -> dict[int, epath.Path]:
         return find_steps(self.directory)
 
-    def _live_steps(self) -> list[int]:
-        """Returns the steps that the run which goes on here has left behind; not those of a branch that it left."""
-        return [step for step in self.all_steps() if self._branch is None or step <= self._branch]
+    def _agreed_steps(self) -> list[int]:
+        """Returns the steps that the first process sees; each process must ask, since file systems may lag behind."""
+        steps = sorted(self._committed())
+        if jax.process_count() > 1:
+            steps = json.loads(gather_texts(json.dumps(steps))[0])
+        return list(steps)
+
+    def _latest(self) -> int | None:
+        """Returns the newest step, looking into the directory once; each process must ask."""
+        if self._writer is not None:
+            return max(self._writer.all_steps(), default=None)
+        if self._seen is None:
+            self._seen = self._agreed_steps()
+        return max(self._seen, default=None)
+
+    def _settle(self, *, despite_failure: bool) -> None:
+        """Waits for the save before; if that failed, raises, or warns if this one is the last chance."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if not despite_failure:
+                raise
+            warnings.warn(str(error), stacklevel=3)
 
     def _stop_writing(self) -> None:
         try:
@@ -294,15 +320,13 @@ class CheckpointManager:
             if self._writer is not None:
                 self._writer.close()
         finally:
-            self._writer = None
+            self._writer = self._seen = None
             self._lock.release()
 
-    def _write(self, step: int, state: Any, *, metrics: Mapping[str, Any] | None, **beside: Any) -> None:
-        self.wait()
-        items = checkpoint_items(state, **beside)
+    def _write(self, step: int, items: Any, metrics: Mapping[str, Any] | None) -> None:
         numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
         try:
-            writer = self._open()
+            writer = self._open(step)
             self._saving_step = step
             writer.save(step, args=items, metrics=numbers, force=True)
         except CheckpointError:
@@ -311,11 +335,11 @@ class CheckpointManager:
             self._give_up(step)
             raise saving_failed(self.directory / str(step), error) from error
 
-    def _open(self) -> ocp.CheckpointManager:
+    def _open(self, step: int) -> ocp.CheckpointManager:
         """Returns Orbax's manager, which clears away what was not completed: nobody else may be writing."""
         if self._writer is None:
             self._take_lock()
-            self._supersede()
+            self._supersede(step)
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=self._retention.policy(),
                 best_fn=None if self._retention.best_metric is None else self._retention.score,
@@ -325,16 +349,16 @@ class CheckpointManager:
             self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
         return self._writer
 
-    def _supersede(self) -> None:
-        """Moves the steps after the one that was restored out of the way, the newest first."""
+    def _supersede(self, step: int) -> None:
+        """Moves the steps after the one that was restored out of the way of an earlier one, the newest first."""
         restored, self._branch = self._branch, None
-        later = [] if restored is None else [step for step in self._committed() if step > restored]
-        if later and jax.process_index() == 0:
+        later = [] if restored is None else [other for other in self._committed() if other > restored]
+        if step <= max(later, default=-1) and jax.process_index() == 0:
             away = self.directory / SUPERSEDED
             away.mkdir(exist_ok=True)
-            for step in sorted(later, reverse=True):
-                names = (f"{step}" if i == 0 else f"{step}.{i}" for i in range(1000))
-                (self.directory / str(step)).rename(next(away / name for name in names if not (away / name).exists()))
+            for other in sorted(later, reverse=True):
+                names = (f"{other}" if i == 0 else f"{other}.{i}" for i in range(1000))
+                (self.directory / str(other)).rename(next(away / name for name in names if not (away / name).exists()))
             warnings.warn(
                 f"Training goes on from step {restored}: the later steps {sorted(later)} were moved to {away}.",
                 stacklevel=5,
@@ -345,7 +369,7 @@ class CheckpointManager:
     def _give_up(self, step: int | None) -> None:
         """Forgets a save that failed and removes what it wrote, so that the next one starts afresh."""
         self._saving_step = None
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._seen = self._writer, None, None
         with contextlib.suppress(Exception):
             if writer is not None:
                 writer.close()
