@@ -60,6 +60,11 @@ class CheckpointManager:
       best_mode: Whether large (`"max"`) or small (`"min"`) is good.
       preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to go on, see `preempted`.
 
+    Attributes:
+      directory: Where the checkpoints are.
+      preempted: Whether a SIGTERM was noticed.
+      last_restore: A `RestoreReport` of the last `restore`: what was restored, cast, renamed, missing.
+
     Raises:
       ValueError: An argument has an impossible value.
 
@@ -144,8 +149,7 @@ class CheckpointManager:
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
           SystemExit: There was a SIGTERM, and the state is saved.
         """
-        train_state = adapt_sharded(state).state
-        step = int(train_state.step) if step is None else int(step)
+        step = int(adapt_sharded(state).state.step) if step is None else int(step)
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
@@ -209,7 +213,7 @@ class CheckpointManager:
           donate: As for `restore_checkpoint`.
 
         Returns:
-          The state. `manager.last_restore` tells what was restored, cast, renamed, missing.
+          The state; `last_restore` tells what came from where.
 
         Raises:
           CheckpointError: There is no checkpoint, or none that can be read.

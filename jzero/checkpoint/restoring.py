@@ -142,9 +142,9 @@ def restore_from(
 ) -> tuple[Any, RestoreReport]:
     """Returns the state that a checkpoint holds, laid out like another, and a report of what was restored."""
     target = Target(adapted)
-    found, report = target.match(contents, choice)
+    found, report = everywhere(lambda: target.match(contents, choice))
     move = None if data_iterator is None else everywhere(lambda: _mover(contents, data_iterator))
-    target.check_kept(found)
+    everywhere(lambda: target.check_kept(found))
     if choice.donate:
         target.free(found)
     wanted = target.wanted
