@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jzero
+from jzero.checkpoint import manager as manager_module
 from tests import fault_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -149,6 +150,22 @@ def test_what_was_not_completed_does_not_count(state, two_steps):
     with manager:
         manager.save(at(state, 3))
     assert sorted(path.name for path in two_steps.iterdir()) == ["1", "2", "3", "jzero.lock"], "and is cleared away"
+
+
+def test_a_step_that_is_half_removed_is_no_checkpoint(state, tmp_path, monkeypatch):
+    """A process that is killed while it removes old steps leaves nothing behind that looks like one."""
+    monkeypatch.setattr(manager_module, "_remove_all", lambda directory: None)
+    with jzero.CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(at(state, step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "jzero.lock", "removed"]
+    assert sorted(path.name for path in (tmp_path / "removed").iterdir()) == ["1", "2"]
+    monkeypatch.undo()
+    with jzero.CheckpointManager(tmp_path, max_to_keep=1) as manager:
+        assert manager.all_steps() == [3]
+        manager.save(at(state, 4))
+    assert not list((tmp_path / "removed").iterdir())
+    assert_is_step(jzero.CheckpointManager(tmp_path).restore(shapes(state)), state, 4)
 
 
 def test_two_writers(state, tmp_path):

@@ -25,8 +25,14 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", ["gpt", "mlp"])
+# Of the larger model the default suite takes each optimizer once, in fp32 or in float64; of the smaller one both.
+QUICK = ("adamw", "lion", "adafactor", "muon")
+WRAPPERS = ("clip_adamw", "ema", "inject_hyperparams", "masked", "schedule")  # around optimizers that are there
+FLOAT64 = [("mlp", optimizer) for optimizer in OPTIMIZERS]
+FLOAT64 += [pytest.param("gpt", o, marks=pytest.mark.slow if o in QUICK + WRAPPERS else []) for o in OPTIMIZERS]
+
+
+@pytest.mark.parametrize(("model", "optimizer"), FLOAT64)
 def test_every_optimizer_in_float64(model, optimizer):
     with precision("float64"):
         for stage, num_devices in ((3, 8), (1, 3)):
@@ -36,8 +42,6 @@ def test_every_optimizer_in_float64(model, optimizer):
             assert params < 1e-9
 
 
-# Of the larger model the default suite takes one optimizer of each kind; float64 above has them all.
-QUICK = ("adamw", "lion", "adafactor", "muon")
 FP32 = [("mlp", optimizer) for optimizer in OPTIMIZERS]
 FP32 += [pytest.param("gpt", o, marks=[] if o in QUICK else pytest.mark.slow) for o in OPTIMIZERS]
 

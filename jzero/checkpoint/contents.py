@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._tree import key_names
-from jzero.checkpoint.damage import REMEDY, CheckpointError, as_checkpoint_error
+from jzero.checkpoint.damage import REMEDY, CheckpointError, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
@@ -91,11 +91,8 @@ class Contents:
             item=jax.tree.unflatten(treedef, [0 if keys in how else ocp.PLACEHOLDER for keys in order]),
             restore_args=jax.tree.unflatten(treedef, [how.get(keys, ocp.RestoreArgs()) for keys in order]),
         )
-        try:
+        with reading(self.state_directory, {".".join(keys): "/".join(keys) for keys in order}):
             tree = state_handler(reads=True).restore(self.state_directory, args=restore)
-        except Exception as error:
-            names = {".".join(keys): "/".join(keys) for keys in order}
-            raise as_checkpoint_error(self.state_directory, error, names) from error
         values = jax.tree.structure(self.tree).flatten_up_to(tree)
         return {keys: x for keys, x in zip(order, values, strict=True) if keys in how}
 
@@ -108,10 +105,8 @@ class Contents:
         path = self.directory / item / "metadata"
         if not path.exists() and item not in self.notes.get("digests", {}):
             return None
-        try:
+        with reading(path):
             value = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise as_checkpoint_error(path, error) from error
         if digest(value) != self.notes.get("digests", {}).get(item, digest(value)):
             raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
         return value
@@ -139,16 +134,13 @@ def read_contents(path: Any) -> Contents:
         state_directory = _find_state(directory)
     if state_directory is None:
         raise CheckpointError(
-            f"There is no checkpoint at {directory}"
+            f"There is no checkpoint at {path}"
             + (": it holds no tree of arrays." if directory.exists() else ".")
             + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
         )
     notes = _read_notes(directory)
-    try:
+    with reading(state_directory, {path.replace("/", "."): path for path in notes.get("checksums", {})}):
         tree = state_handler(reads=True).metadata(state_directory).tree
-    except Exception as error:
-        names = {path.replace("/", "."): path for path in notes.get("checksums", {})}
-        raise as_checkpoint_error(state_directory, error, names) from error
     if notes.get("format", FORMAT) > FORMAT:
         raise ValueError(
             f"The checkpoint at {directory} was written by jzero {notes.get('jzero')} in format {notes['format']}, but "
@@ -198,12 +190,10 @@ def _find_state(directory: epath.Path) -> epath.Path | None:
 
 def _read_notes(directory: epath.Path) -> dict[str, Any]:
     path = directory / NOTES / "metadata"
-    try:
+    with reading(path):
         if not path.parent.exists() and NOTES not in _items_of(directory):
             return {}
         notes = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise as_checkpoint_error(path, error) from error
     if not isinstance(notes, dict) or notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
         raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
     return notes

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import tensorstore as ts
 from etils import epath
 
-__all__ = ["REMEDY", "CheckpointError", "as_checkpoint_error", "files_of", "wrong_checksums"]
+__all__ = ["REMEDY", "CheckpointError", "files_of", "reading", "wrong_checksums"]
 
 REMEDY = (
     "Restore an earlier step (`manager.restore(like, step=...)`; without `step` the newest one that can be read is "
@@ -29,16 +31,24 @@ class CheckpointError(RuntimeError):
     """
 
 
-def as_checkpoint_error(
-    directory: epath.Path, error: BaseException, leaves: Mapping[str, str] | None = None
-) -> CheckpointError:
-    """Returns an error of the libraries below as one that names the checkpoint, the file and the leaf.
+@contextlib.contextmanager
+def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Makes what the libraries below raise a `CheckpointError`, other than for want of memory.
 
     Args:
-      directory: What was read.
-      error: What was raised.
+      directory: What is read.
       leaves: Paths of leaves by the names that Orbax gives them.
     """
+    try:
+        yield
+    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        raise _as_checkpoint_error(directory, error, leaves or {}) from error
+
+
+def _as_checkpoint_error(directory: epath.Path, error: BaseException, leaves: Mapping[str, str]) -> CheckpointError:
+    """Returns an error of the libraries below as one that names the checkpoint, the file and the leaf."""
     causes = list(_causes(error))
     text = "\n".join(str(cause) for cause in causes)
     keys = re.findall(r'Error reading "([^"]+)" in OCDBT', text)
@@ -46,7 +56,7 @@ def as_checkpoint_error(
     where = f"The checkpoint at {directory} cannot be read"
     if keys:
         name = keys[0].rpartition("/")[0]
-        where += f": leaf {(leaves or {}).get(name, name)!r}"
+        where += f": leaf {leaves.get(name, name)!r}"
         files = files or files_of(directory, keys[0])
     if files:
         where += f", file {files[0]}"

@@ -36,6 +36,9 @@ __all__ = ["CheckpointManager"]
 SUPERSEDED = "superseded"
 """Where steps go that training has gone back behind."""
 
+REMOVED = "removed"
+"""Where steps go that are no longer kept, so that one that is half removed does not look like a checkpoint."""
+
 
 class CheckpointManager:
     """Saves a training state every so many steps, keeps the checkpoints asked for, and finds the one to go on from.
@@ -114,6 +117,7 @@ class CheckpointManager:
         self._branch: int | None = None  # the step that was restored, if there are later ones
         self._seen: list[int] | None = None  # the steps in the directory, until there is a writer
         self._saving_step: int | None = None
+        self._sweeper: threading.Thread | None = None  # removes old checkpoints
         self._notice = PreemptionNotice()
 
     def save(
@@ -167,6 +171,7 @@ class CheckpointManager:
             if not now:
                 self._retention.check(metrics)
             self._settle(despite_failure=now)
+            self._remove_old()
             if goes_back:
                 self._stop_writing()
             items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
@@ -323,9 +328,22 @@ class CheckpointManager:
             self.wait()
             if self._writer is not None:
                 self._writer.close()
+                self._remove_old()
+                self._join_sweeper()
         finally:
             self._writer = self._seen = None
             self._lock.release()
+
+    def _remove_old(self) -> None:
+        """Frees the space of steps that are no longer kept, in the background."""
+        if self._writer is not None and jax.process_index() == 0:
+            self._join_sweeper()
+            self._sweeper = threading.Thread(target=_remove_all, args=(self.directory / REMOVED,))
+            self._sweeper.start()
+
+    def _join_sweeper(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.join()
 
     def _write(self, step: int, items: Any, metrics: Mapping[str, Any] | None) -> None:
         numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
@@ -348,6 +366,7 @@ class CheckpointManager:
                 preservation_policy=self._retention.policy(),
                 best_fn=None if self._retention.best_metric is None else self._retention.score,
                 cleanup_tmp_directories=True,
+                todelete_subdir=REMOVED,
             )
             _close_at_exit(self)
             self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
@@ -397,6 +416,12 @@ class CheckpointManager:
             refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
         if refused:
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {refused}")
+
+
+def _remove_all(directory: epath.Path) -> None:
+    for path in directory.iterdir() if directory.exists() else ():
+        with contextlib.suppress(OSError):  # tried again the next time
+            path.rmtree()
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:

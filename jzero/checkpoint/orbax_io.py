@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -138,15 +139,26 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
         return await _patiently(self._handler.deserialize(infos, args))
 
 
+_READING: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
+"""By event loop, what reads at the moment."""
+
+
 async def _patiently(reading: Any) -> Any:
     before = asyncio.all_tasks()
+    others = _READING.setdefault(asyncio.get_running_loop(), set())
+    this = object()
+    others.add(this)
     try:
         return await reading
     except Exception:
         started = asyncio.all_tasks() - before
-        if started:
-            await asyncio.gather(*started, return_exceptions=True)
+        await asyncio.gather(*started, return_exceptions=True)
+        others.discard(this)
+        while others:  # each handler reads its kind of leaves; the loop ends with the first that fails
+            await asyncio.sleep(0.01)
         raise
+    finally:
+        others.discard(this)
 
 
 def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:

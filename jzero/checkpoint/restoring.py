@@ -25,7 +25,7 @@ from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
-from jzero.checkpoint.damage import REMEDY, CheckpointError, as_checkpoint_error, wrong_checksums
+from jzero.checkpoint.damage import REMEDY, CheckpointError, reading, wrong_checksums
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Keys, Number, Wanted, numbered, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
@@ -251,10 +251,8 @@ def read_extra(contents: Contents) -> Any:
     arrays: dict[str, np.ndarray] = {}
     directory = contents.directory / EXTRA_ARRAYS
     if directory.exists():
-        try:
+        with reading(directory):
             arrays = state_handler(reads=True).restore(directory, args=ocp.args.PyTreeRestore())
-        except Exception as error:
-            raise as_checkpoint_error(directory, error) from error
     digests = {name: value for name, value in contents.notes.get("digests", {}).items() if "/" in name}
     if digests and digests != {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in arrays.items()}:
         raise CheckpointError(f"The arrays in {directory} are damaged: they are not what was written.\n{REMEDY}")
