@@ -45,9 +45,10 @@ class CheckpointManager:
 
     Thin, over Orbax's manager. Saving copies the state to the host and goes on with training while files are written.
     A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
-    complete. One program at a time writes to a directory; any number may read. If training goes on from an earlier step
-    than the newest, because that was asked for or because what is newer is damaged, the first save of a step that is
-    not newer moves the steps after the restored one to the folder `superseded`.
+    complete. One program at a time writes to a directory; any number may read. Of several managers in one program the
+    one that saves takes over from the others. If training goes on from an earlier step than the newest, because that
+    was asked for or because what is newer is damaged, the first save of a step that is not newer moves the steps after
+    the restored one to the folder `superseded`.
 
     From the first `save` on, SIGTERM is noticed: the next `save` writes a checkpoint whatever the interval, waits until
     it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
@@ -112,7 +113,7 @@ class CheckpointManager:
         self._interval = save_interval_steps
         self._exit_code = preemption_exit_code
         self._writer: ocp.CheckpointManager | None = None
-        self._lock = DirectoryLock(self.directory)
+        self._lock = DirectoryLock(self.directory, weakref.WeakMethod(self._stop_writing))
         self._restored_step: int | None = None
         self._branch: int | None = None  # the step that was restored, if there are later ones
         self._seen: list[int] | None = None  # the steps in the directory, until there is a writer
@@ -405,6 +406,7 @@ class CheckpointManager:
     def _take_lock(self) -> None:
         """Claims the directory for this program; the first process does, and tells the others."""
         refused = ""
+        self._lock.take_over()
         if jax.process_index() == 0:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -415,6 +417,7 @@ class CheckpointManager:
             outcome = multihost_utils.broadcast_one_to_all(np.array(bool(refused)))
             refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
         if refused:
+            self._lock.release()
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {refused}")
 
 
