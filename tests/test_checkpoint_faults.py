@@ -173,6 +173,7 @@ def test_two_writers(state, tmp_path):
         first.save(at(state, 1))
         assert second.save(at(state, 2)), "waits for the first one, and takes over"
         assert first.save(at(state, 3))
+        first.wait()
         assert second.all_steps() == [1, 2, 3]
         assert_is_step(second.restore(shapes(state)), state, 3)
         first.close()
