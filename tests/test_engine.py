@@ -536,8 +536,10 @@ def test_plain_jit_step_with_apply_gradients():
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
 
 
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "jitted"),
+    [(1, True), (3, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, False), (3, True)])],
+)
 def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
     """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
     batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()

@@ -52,8 +52,15 @@ def device_bytes(output: str) -> dict[str, list[int]]:
     return {label: [int(value.replace(",", "")) for value in values] for label, *values in rows}
 
 
-@pytest.mark.parametrize("layers", ["--scan", "--no-scan"])
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    ("framework", "layers"),
+    [
+        ("linen", "--scan"),
+        ("linen", "--no-scan"),
+        ("nnx", "--scan"),
+        pytest.param("nnx", "--no-scan", marks=pytest.mark.slow),
+    ],
+)
 def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10")
     options = (f"--framework={framework}", layers, *saving, *TINY)

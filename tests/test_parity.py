@@ -27,7 +27,7 @@ def precision(dtype):
 
 # Of the larger model the default suite takes each optimizer once, in fp32 or in float64; of the smaller one both.
 QUICK = ("adamw", "lion", "adafactor", "muon")
-WRAPPERS = ("clip_adamw", "ema", "inject_hyperparams", "masked", "schedule")  # around optimizers that are there
+WRAPPERS = ("clip_adamw", "ema", "inject_hyperparams", "masked", "multi_transform", "schedule")  # of others
 FLOAT64 = [("mlp", optimizer) for optimizer in OPTIMIZERS]
 FLOAT64 += [pytest.param("gpt", o, marks=pytest.mark.slow if o in QUICK + WRAPPERS else []) for o in OPTIMIZERS]
 
