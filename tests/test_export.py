@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from tests.test_checkpoint import linen_state, natural, nnx_state, sharded
+from tests.checkpoint_states import linen_state, natural, nnx_state, sharded
 
 ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
 

@@ -9,7 +9,7 @@ from flax import nnx
 import jzero
 from jzero import _offload
 from tests import models
-from tests.test_checkpoint import arrays, assert_same_bits, nnx_state, sharded
+from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 

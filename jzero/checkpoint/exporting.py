@@ -173,7 +173,7 @@ def load_params(
     tensors, notes = everywhere(lambda: find_tensors(path))
     named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
     contents, sources = _as_contents(path, named, _names(target, choice), _same_names(adapted.ties(), notes))
-    found, report = target.match(contents, choice)
+    found, report = everywhere(lambda: target.match(contents, choice))
     unexpected = [path for path in report.unexpected if path not in {leaf.path for leaf in target.wanted}]
     if strict and unexpected:
         raise ValueError(
@@ -184,7 +184,7 @@ def load_params(
     target.check_kept(found)
     if donate:
         target.free(found)
-    read = {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()}
+    read = everywhere(lambda: {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()})
     loaded = target.filled(read, None, dataclasses.replace(choice, donate=True))  # hands on what is not replaced
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
     return loaded

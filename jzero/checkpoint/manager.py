@@ -120,6 +120,7 @@ class CheckpointManager:
         self._saving_step: int | None = None
         self._sweeper: threading.Thread | None = None  # removes old checkpoints
         self._notice = PreemptionNotice()
+        _close_at_exit(self)
 
     def save(
         self,
@@ -369,7 +370,6 @@ class CheckpointManager:
                 cleanup_tmp_directories=True,
                 todelete_subdir=REMOVED,
             )
-            _close_at_exit(self)
             self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
         return self._writer
 
