@@ -176,6 +176,15 @@ def test_tied_leaves_are_tied_again(tmp_path):
         np.testing.assert_array_equal(jzero.get_full_param((model, optimizer), "first/kernel"), tensors["first.kernel"])
 
 
+def test_tied_leaves_that_differ_are_refused(tmp_path):
+    pair = sharded(nnx_state(), 3)
+    jzero.export_params(pair, tmp_path / "x.safetensors")
+    tensors = load_file(tmp_path / "x.safetensors")
+    save_file({**tensors, "tied.kernel": tensors["first.kernel"] + 1}, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match=r"are one parameter of the state, params/first/kernel, but not the same"):
+        jzero.load_params(pair, tmp_path / "y.safetensors")
+
+
 def test_frozen_parameters_of_nnx(tmp_path):
     def make(seed):
         model = nnx.Linear(17, 13, rngs=nnx.Rngs(seed))

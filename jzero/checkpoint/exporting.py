@@ -157,7 +157,7 @@ def load_params(
 
     Raises:
       CheckpointError: There are no such files, or they are damaged.
-      ValueError: They are of another model.
+      ValueError: They are of another model, or hold a tied parameter twice with different numbers.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -254,24 +254,32 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
 
 def _as_contents(
     path: Any, named: Mapping[str, TensorFile], names: Mapping[str, Keys], same: Mapping[str, str]
-) -> tuple[Contents, dict[Keys, TensorFile]]:
-    """Returns tensors as what a checkpoint holds: by the keys that they have in the state."""
-    sources: dict[Keys, TensorFile] = {}
-    for name, tensor in sorted(named.items(), key=lambda entry: entry[0] not in names):
+) -> tuple[Contents, dict[Keys, list[TensorFile]]]:
+    """Returns tensors as what a checkpoint holds: by the keys that they have in the state, tied ones together."""
+    sources: dict[Keys, list[TensorFile]] = {}
+    for name, tensor in named.items():
         known = name if name in names else same.get(name, name)
         keys = names.get(known, (PARAMS, *known.split(".")))
-        sources.setdefault(keys, tensor)  # of a tied parameter that is there twice, the one under its own name
-    leaves = {keys: StoredLeaf(keys, tensor.shape, tensor.dtype) for keys, tensor in sources.items()}
+        sources.setdefault(keys, []).append(tensor)
+    leaves = {keys: StoredLeaf(keys, tensors[0].shape, tensors[0].dtype) for keys, tensors in sources.items()}
     directory = epath.Path(path)
     return Contents(directory, directory, leaves, None, {}), sources
 
 
-def _place(tensor: TensorFile, wanted: Wanted) -> jax.Array:
-    """Reads a tensor into the shards that this process holds."""
+def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
+    """Reads a tensor into the shards that this process holds; of a tied one all that are there, which must be equal."""
+    tensor = tensors[0]
     dtype = jax.dtypes.canonicalize_dtype(tensor.dtype)
 
     def part(index: Any) -> np.ndarray:
-        return _padded_part(tensor, wanted.cut, index).astype(dtype, copy=False)
+        found = _padded_part(tensor, wanted.cut, index)
+        for other in tensors[1:]:
+            if other.shape != tensor.shape or _padded_part(other, wanted.cut, index).tobytes() != found.tobytes():
+                raise ValueError(
+                    f"{tensor.name!r} and {other.name!r} are one parameter of the state, {wanted.path}, but not the "
+                    f"same in {tensor.path}: take one of them out of the file, or untie the parameter."
+                )
+        return found.astype(dtype, copy=False)
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
