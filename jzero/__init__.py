@@ -4,6 +4,7 @@ from jzero._aux import PerExample as PerExample
 from jzero._aux import Summed as Summed
 from jzero._aux import Weighted as Weighted
 from jzero._config import LeafRule as LeafRule
+from jzero._config import Offload as Offload
 from jzero._config import ZeroConfig as ZeroConfig
 from jzero._equivalence import EquivalenceReport as EquivalenceReport
 from jzero._equivalence import check_equivalence as check_equivalence
@@ -87,6 +88,7 @@ __all__ = [
     "ExportReport",
     "Fit",
     "LeafRule",
+    "Offload",
     "LossScaleError",
     "MemoryEstimate",
     "PerExample",

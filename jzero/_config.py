@@ -9,9 +9,68 @@ from typing import Literal
 
 from jzero._precision import DtypeName, Precision, check_dtype, check_state_dtype, resolve_precision
 
-__all__ = ["LeafRule", "ZeroConfig"]
+__all__ = ["LeafRule", "Offload", "ZeroConfig"]
 
 STAGES = (0, 1, 2, 3)
+PLACES = ("none", "host")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What of a train state lives in the memory of the host, and how it travels.
+
+    With `optimizer="host"` master copies and the optimizer state of a parameter's shape (moments) are kept in pinned
+    memory of each device's host, cut as before. The update goes through them in chunks: to the device, update, back to
+    the host. At stage 3 of a 16-bit precision the devices then hold 16-bit parameters, and masters are on the host.
+
+    Attributes:
+      optimizer: "host" or "none".
+      ratio: Share of the parameters, in elements, whose optimizer state goes to the host, the largest leaves first;
+        at least so much goes (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
+      chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
+        split. Each device holds a few pieces at a time. On GPUs and TPUs a few MiB are enough for full speed.
+      device_budget_bytes: What parameters and optimizer state may take of one device between steps, in bytes; the
+        largest leaves' optimizer state goes to the host until the rest fits. Takes the place of `ratio`.
+
+    Raises:
+      ValueError: A field has an impossible value, or two contradict each other.
+
+    Example:
+      >>> config = jzero.ZeroConfig(stage=3, offload=jzero.Offload(optimizer="host"))
+      >>> jzero.shard_train_state(plain_state, config=config).opt_state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+
+    References:
+      Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021. DeepSpeed's `offload_optimizer`.
+    """
+
+    optimizer: Literal["none", "host"] = "none"
+    ratio: float = 1.0
+    chunk_bytes: int = 64 * 2**20
+    device_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in PLACES:
+            raise ValueError(f"`Offload.optimizer` must be one of {PLACES}: got {self.optimizer!r}.")
+        is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
+        if not is_number or not 0 <= self.ratio <= 1:
+            raise ValueError(f"`Offload.ratio` must be a number from 0 to 1: got {self.ratio!r}.")
+        for name, least, optional in (("chunk_bytes", 1, False), ("device_budget_bytes", 0, True)):
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`Offload.{name}` must be a number of bytes, an integer >= {least}: got {value!r}.")
+        if self.optimizer == "none" and (self.ratio != 1 or self.device_budget_bytes is not None):
+            raise ValueError(
+                "`Offload.ratio` and `Offload.device_budget_bytes` say how much of the optimizer state goes to the "
+                f"host, but `optimizer` is 'none': got {self.ratio!r} and {self.device_budget_bytes!r}."
+            )
+        if self.ratio != 1 and self.device_budget_bytes is not None:
+            raise ValueError(
+                f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
+                "both say how much goes to the host: set one of them."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +90,8 @@ class LeafRule:
         16-bit model. `None`: `Precision.compute_dtype`.
       state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
         stochastically) or "float32". `None`: `Precision.state_dtype`.
+      offload: With `Offload(optimizer="host")`: `True` keeps master and optimizer state on the host, `False` on the
+        device. `None` lets `Offload` decide.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -46,6 +107,7 @@ class LeafRule:
     scan_dim: int | None = None
     compute_dtype: DtypeName | None = None
     state_dtype: Literal["bfloat16", "float32"] | None = None
+    offload: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute_dtype", check_dtype("LeafRule.compute_dtype", self.compute_dtype))
@@ -55,6 +117,8 @@ class LeafRule:
             low = -1 if name == "scan_dim" else 0
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
                 raise ValueError(f"`LeafRule.{name}` must be None or an integer >= {low}: got {value!r}.")
+        if self.offload not in (None, True, False):
+            raise ValueError(f"`LeafRule.offload` must be None, True or False: got {self.offload!r}.")
         if self.persistent not in (None, True, False) or self.replicated not in (True, False):
             raise ValueError(
                 "`LeafRule.persistent` must be None, True or False and `LeafRule.replicated` True or False: "
@@ -92,6 +156,7 @@ class ZeroConfig:
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       precision: "fp32" (every leaf keeps the dtype that it has), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
+      offload: What is kept in the memory of the host, see `Offload`.
       rules: Layout of single leaves by regular expression over their whole path, such as
         `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first that matches counts.
 
@@ -112,6 +177,7 @@ class ZeroConfig:
     reshard_after_forward: bool = True
     reduce_scatter: bool = True
     precision: Precision | Literal["fp32", "bf16", "fp16"] = "fp32"
+    offload: Offload = dataclasses.field(default_factory=Offload)
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,6 +197,8 @@ class ZeroConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be True or False: got {getattr(self, name)!r}.")
         object.__setattr__(self, "precision", resolve_precision(self.precision))
+        if not isinstance(self.offload, Offload):
+            raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
         self._check_rules()
 
     def _check_sizes(self) -> None:
@@ -151,6 +219,11 @@ class ZeroConfig:
                 raise ValueError(
                     f"`rules` key {pattern!r} has compute_dtype={rule.compute_dtype!r}, but `precision` leaves every "
                     "parameter as it is: set `precision` too."
+                )
+            if rule.offload and self.offload.optimizer == "none":
+                raise ValueError(
+                    f"`rules` key {pattern!r} has offload=True, but nothing is offloaded: set "
+                    "`offload=jzero.Offload(optimizer='host')` too."
                 )
             try:
                 re.compile(pattern)

@@ -19,7 +19,7 @@ from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_who
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
-from jzero._precision import cast_dtype
+from jzero._precision import cast_dtype, times, widen
 from jzero._remat import with_remat
 from jzero._tree import path_str
 from jzero._walk import Walk
@@ -54,6 +54,8 @@ class LossResult(NamedTuple):
       weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
       aux: What the loss returned beside the mean, reduced as `Summed` and `PerExample` say.
       grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; none if not differentiated.
+      reduced: The same before it was widened and multiplied by `factor`, as it was reduced.
+      factor: What gradients are multiplied with after their reduction.
       grad_norm: Global L2 norm of the gradients, in fp32 or wider; whole leaves count once, padding never.
       overflowed: For each parameter leaf whether its gradient is not finite, where the precision policy asks; else
         nothing.
@@ -63,6 +65,8 @@ class LossResult(NamedTuple):
     weight: jax.Array
     aux: PyTree
     grads: list[jax.Array]
+    reduced: list[jax.Array]
+    factor: jax.Array
     grad_norm: jax.Array
     overflowed: jax.Array
 
@@ -248,6 +252,8 @@ def _run(
         "weight": whole,
         "aux": aux_specs(traced.out_shape[1], split),
         "grads": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
+        "reduced": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
+        "factor": whole,
         "grad_norm": whole,
         "overflowed": whole,
     }
@@ -345,10 +351,12 @@ class _LocalStep:
         weight = sum_over(weight, wire)
         inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         unscale = inverse * divisor * self.predivide / loss_scale[0] if loss_scale else inverse
-        grads = [role.finish(local.get(i), unscale) for i, role in enumerate(roles)] if self.differentiate else []
+        reduced = [role.finish(local.get(i)) for i, role in enumerate(roles)] if self.differentiate else []
+        grads = [x if local.get(i) is None else times(x, unscale) for i, x in enumerate(reduced)]
         norm, overflowed = _grad_norm(grads, plan)
         loss = sum_over(total, wire) * inverse
-        return LossResult(loss, weight, reduce_aux(aux, wire, self.micro.steps), grads, norm, overflowed)
+        aux = reduce_aux(aux, wire, self.micro.steps)
+        return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
 
     def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
         """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
@@ -373,7 +381,7 @@ class _LocalStep:
             inputs = [role.value(diff.get(i), x) for i, (role, x) in enumerate(zip(roles, params, strict=True))]
             outputs = [make_whole(y) for y in walk(self.traced.jaxpr, [*inputs, *carried, *batch, *key])]
             loss, aux = jax.tree.unflatten(jax.tree.structure(self.traced.out_shape), outputs)
-            total = _widen(loss.sum if isinstance(loss, Weighted) else loss)
+            total = widen(loss.sum if isinstance(loss, Weighted) else loss)
             weight = lax.stop_gradient(loss.weight) if isinstance(loss, Weighted) else jnp.ones(())
             weight = weight.astype(total.dtype)
             if not loss_scale:
@@ -415,17 +423,10 @@ class _LocalStep:
             return (jax.tree.map(jnp.add, sums, (values, kept)), divisor), aux
 
         loss = jax.tree.leaves(self.traced.out_shape)[0]
-        zero = _widen(jnp.zeros((), loss.dtype))
+        zero = widen(jnp.zeros((), loss.dtype))
         start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in diff.items()})
         ((sums, grads), divisor), aux = lax.scan(body, (start, none_yet), jnp.arange(steps))
         return sums, divisor, aux, grads
-
-
-def _widen(x: jax.Array) -> jax.Array:
-    """Returns `x` in fp32 or wider; integers as they are."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
@@ -486,8 +487,8 @@ class _Role:
             return Lazy(None, stored, variable, self.leaf.grad.cut, self.wire, dtype, dtype)
         return stored if variable is None else variable
 
-    def finish(self, grad: jax.Array | None, factor: jax.Array) -> jax.Array:
-        """The gradient, reduced over all devices, in the plan's layout, in fp32 or wider, times `factor`."""
+    def finish(self, grad: jax.Array | None) -> jax.Array:
+        """The gradient, reduced over all devices, in the plan's layout."""
         cut = self.leaf.grad.cut
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
@@ -495,8 +496,7 @@ class _Role:
             grad = reduce_whole(grad, self.wire)
         elif self.wire.reduce_last or not self.has_slot:
             grad = reduce_shard(grad, cut, self.wire)
-        grad = _widen(grad)
-        return grad * factor.astype(grad.dtype)
+        return grad
 
 
 def check_loss(traced: TracedLoss, num_rows: int | None) -> None:

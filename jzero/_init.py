@@ -20,8 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._config import ZeroConfig
-from jzero._optimizer import ZeroTransformation, stored_leaf
-from jzero._placement import place_array, strong
+from jzero._optimizer import ZeroTransformation
+from jzero._placement import place_array, stored_leaf, strong
 from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
 from jzero._state import Adapted, adapt, map_state, stored_state

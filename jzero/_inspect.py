@@ -56,7 +56,7 @@ def get_full_param(state: State, path: str) -> jax.Array:
     if leaf.master is None:
         return _gather(param, leaf.param, plan)
     master = plan.params_treedef.flatten_up_to(train_state.opt_state.masters)[i]
-    return with_edits(_gather(master, leaf.master, plan), param)
+    return with_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
 
 
 def set_full_param(state: State, path: str, *, value: Any) -> State:

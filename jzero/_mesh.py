@@ -12,9 +12,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jzero._config import ZeroConfig
 
-__all__ = ["AnyMesh", "axis_size", "batch_axes", "check_mesh", "make_mesh", "num_batch_shards"]
+__all__ = [
+    "HOST_MEMORY",
+    "AnyMesh",
+    "axis_size",
+    "batch_axes",
+    "check_host_memory",
+    "check_mesh",
+    "make_mesh",
+    "memory_kinds",
+    "num_batch_shards",
+]
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+HOST_MEMORY = "pinned_host"
+"""The memory of a device's host that the device copies from and to by itself: page-locked."""
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int) -> Mesh:
@@ -87,6 +100,27 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
             "Use `jzero.make_mesh()` for all of them.",
             stacklevel=4,
         )
+
+
+def memory_kinds(device: jax.Device) -> list[str]:
+    """Returns the kinds of memory that a device can address; none for compile-only GPUs, which do not say."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except jax.errors.JaxRuntimeError:
+        return []
+
+
+def check_host_memory(mesh: AnyMesh) -> None:
+    """Raises if devices that are there have no memory on their host. Of devices that are not there nothing is known."""
+    if not isinstance(mesh, Mesh):
+        return
+    for device in mesh.local_devices:
+        kinds = memory_kinds(device)
+        if kinds and HOST_MEMORY not in kinds:
+            raise ValueError(
+                f"The devices of this mesh ({device.platform}) have no memory of the kind {HOST_MEMORY!r}, only "
+                f"{kinds}: nothing can be kept on the host here."
+            )
 
 
 def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:

@@ -7,23 +7,14 @@ from typing import Any
 
 import jax
 
-from jzero._placement import HOST_MEMORY
+from jzero._mesh import HOST_MEMORY, check_host_memory
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields
 from jzero._state import adapt_sharded, check_alive, map_state
 
-__all__ = ["has_host_memory", "offload_train_state", "reload_train_state"]
+__all__ = ["offload_train_state", "reload_train_state"]
 
 State = Any
-
-
-def has_host_memory(mesh: Any) -> bool:
-    """Whether every device of the mesh that this process addresses can hold arrays in its host's memory."""
-    return all(HOST_MEMORY in _memory_kinds(device) for device in mesh.local_devices)
-
-
-def _memory_kinds(device: jax.Device) -> list[str]:
-    return [memory.kind for memory in device.addressable_memories()]
 
 
 def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
@@ -59,14 +50,9 @@ def offload_train_state(state: State, *, include: Collection[str] = ("params", "
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan: ZeroPlan = train_state.tx.plan
-    check_alive(train_state, on_host=True)
+    check_alive(train_state)
     chosen = _chosen_fields(train_state, include)
-    if not has_host_memory(plan.mesh):
-        device = plan.mesh.local_devices[0]
-        raise ValueError(
-            f"The devices of this state ({device.platform}) have no memory of the kind {HOST_MEMORY!r}, only "
-            f"{_memory_kinds(device)}: nothing can be moved to the host here."
-        )
+    check_host_memory(plan.mesh)
     return adapted.rebuild(_moved(train_state, plan, chosen, HOST_MEMORY))
 
 
@@ -90,7 +76,7 @@ def reload_train_state(state: State) -> State:
     """
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
-    check_alive(adapted.state, on_host=True)
+    check_alive(adapted.state)
     return adapted.rebuild(_moved(adapted.state, plan, None, None))
 
 

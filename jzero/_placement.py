@@ -13,26 +13,73 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
-from jzero._mesh import AnyMesh
+from jzero._mesh import HOST_MEMORY, AnyMesh
 from jzero._plan import StateLeaf, ZeroPlan
 
-__all__ = ["HOST_MEMORY", "gather_leaves", "is_on_host", "on_device", "place_array", "place_leaf", "strong"]
-
-HOST_MEMORY = "pinned_host"
-"""The memory of a device's host that the device copies from and to by itself: page-locked."""
+__all__ = [
+    "check_leaf_shape",
+    "gather_leaves",
+    "is_on_host",
+    "natural_leaf",
+    "on_device",
+    "place_array",
+    "place_leaf",
+    "stored_leaf",
+    "strong",
+]
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array lies in a device's host memory."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.sharding.memory_kind == HOST_MEMORY
+    """Whether an array, or what stands for one in a trace, lies in a device's host memory."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
 
 
 def on_device(x: jax.Array) -> jax.Array:
     """Returns an array as it is, or a copy in device memory of one that lies on the host: programs want it there."""
     if not is_on_host(x):
         return x
+    if isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, jax.memory.Space.Device)
     device: Any = next(iter(x.sharding.addressable_devices))
     return jax.device_put(x, x.sharding.with_memory_kind(device.default_memory().kind))
+
+
+def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf in its natural shape (given that or the stored one) on the devices, cut where it can be.
+
+    Inside `jit`.
+    """
+    cut, x = leaf.cut, on_device(x)
+    if cut is None:
+        return x
+    check_leaf_shape(x, leaf)
+    if tuple(x.shape) == cut.stored_shape:
+        x = to_natural(x, cut)
+    # A flattened leaf has no natural dimension to cut: its layout is the compiler's choice.
+    return x if cut.flat else lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+
+
+def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf in natural (or stored) shape as the plan stores it. Inside `jit`."""
+    on_host = leaf.on_host and plan.names_host_memory
+    if on_host and is_on_host(x):
+        return x
+    if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
+        x = to_stored(x, leaf.cut)
+    x = lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+    return jax.device_put(x, jax.memory.Space.Host) if on_host else x
+
+
+def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
+    """Raises unless an array has a leaf's natural shape, or the one in which it is stored."""
+    if tuple(x.shape) not in (leaf.shape, leaf.stored_shape):
+        raise ValueError(
+            f"{leaf.path!r} has shape {tuple(x.shape)}; the plan knows it as {leaf.shape} (natural) or "
+            f"{leaf.stored_shape} (stored). Hand over "
+            "gradients of `jzero.natural_params(state)` or those that `value_and_grad` returns."
+        )
 
 
 def strong(x: Any, dtype: Any) -> jax.Array:
@@ -65,7 +112,9 @@ def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = N
     if isinstance(x, jax.Array):
         x = strong(x, dtype)
         if not x.is_fully_addressable:
-            return _relayout(x, sharding, cut)
+            device: Any = next(iter(sharding.addressable_devices))
+            near = _relayout(on_device(x), sharding.with_memory_kind(device.default_memory().kind), cut)
+            return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near
         if sharding.is_fully_addressable and cut is None:
             return _put(x, sharding)
     host = np.asarray(x, dtype)
@@ -104,7 +153,7 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], mesh
     if not arrays:
         return []
     sharding = NamedSharding(mesh, PartitionSpec())
-    return _gather(list(arrays), tuple(leaf.cut for leaf in leaves), sharding)
+    return _gather([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._config import ZeroConfig
 from jzero._layout import Cut
-from jzero._mesh import AnyMesh, axis_size
+from jzero._mesh import HOST_MEMORY, AnyMesh, axis_size, memory_kinds
 from jzero._plan_table import format_plan, plan_as_dict
 
 __all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
@@ -37,6 +37,7 @@ class StateLeaf:
       owner: Index of the parameter that an optimizer leaf follows.
       wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
+      on_host: Whether it lies in pinned memory of each device's host.
     """
 
     path: str
@@ -48,6 +49,7 @@ class StateLeaf:
     owner: int | None = None
     wide: Any = None
     is_param: bool = False
+    on_host: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -218,12 +220,38 @@ class ZeroPlan:
         return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
 
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
-        """Returns the sharding of one leaf's stored array."""
+        """Returns the sharding of one leaf's stored array, in the memory where it lies between steps."""
+        sharding = self.device_sharding(leaf)
+        return sharding.with_memory_kind(HOST_MEMORY) if leaf.on_host and self.names_host_memory else sharding
+
+    @functools.cached_property
+    def names_host_memory(self) -> bool:
+        """Whether programs can tell host memory from the devices' own; those for compile-only GPUs cannot."""
+        return not isinstance(self.mesh, Mesh) or HOST_MEMORY in memory_kinds(self.mesh.devices.flat[0])
+
+    def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
+        """Returns the sharding of one leaf's stored array while it is on the devices."""
         return NamedSharding(self.mesh, leaf.spec(self.config.axis))
 
     @functools.cached_property
+    def hosted(self) -> frozenset[int]:
+        """Indices of the parameters whose master or optimizer state lies on the host."""
+        masters = {i for i, leaf in enumerate(self.leaves) if leaf.master is not None and leaf.master.on_host}
+        owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
+        return frozenset(masters | owners)
+
+    @functools.cached_property
+    def host_bytes_per_device(self) -> BytesPerDevice:
+        """Bytes that one device has in the memory of its host, by term, padding included; gradients never are there."""
+        return BytesPerDevice(
+            params=self._sum_bytes(self._all_params, on_host=True),
+            grads=0,
+            opt_state=self._sum_bytes(self.opt_leaves, on_host=True),
+        )
+
+    @functools.cached_property
     def bytes_per_device(self) -> BytesPerDevice:
-        """Bytes on one device, by term, padding included.
+        """Bytes in the memory of one device, by term, padding included; `host_bytes_per_device` has the host's.
 
         Gradients count at their most: whole at stages 0 and 1, whose backward pass makes the whole local
         gradient before it is reduced, cut at stages 2 and 3.
@@ -256,8 +284,9 @@ class ZeroPlan:
         """Every parameter as stored, trained or not."""
         return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
-    def _sum_bytes(self, leaves: Sequence[StateLeaf]) -> int:
-        return sum(leaf.bytes_per_device(self.mesh, self.config.axis) for leaf in leaves)
+    def _sum_bytes(self, leaves: Sequence[StateLeaf], *, on_host: bool = False) -> int:
+        axis = self.config.axis
+        return sum(leaf.bytes_per_device(self.mesh, axis) for leaf in leaves if leaf.on_host == on_host)
 
     @functools.cached_property
     def gathered_bytes(self) -> int:

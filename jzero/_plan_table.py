@@ -35,10 +35,17 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     ours, whole = plan.bytes_per_device, plan.replicated_bytes
     memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
     memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
+    if any(plan.host_bytes_per_device):
+        host = plan.host_bytes_per_device
+        memory += [("on the host", *map(format_bytes, (*host, host.total)))]
     memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
-    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan")]
-    params += [_param_row(leaf, config.axis) for leaf in plan.leaves]
-    params += [(x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "") for x in _frozen(plan)]
+    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
+    params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
+    params += [
+        (x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "", "") for x in _frozen(plan)
+    ]
+    if not plan.hosted:
+        params = [row[:-1] for row in params]
     kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
     kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
@@ -53,19 +60,22 @@ def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
     return [leaf for leaf in plan.other_leaves if leaf.is_param]
 
 
-def _param_row(leaf: LeafPlan, axis: str) -> Row:
+def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
+    axis = plan.config.axis
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, axis) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, axis)
-    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), grad, master, scan)
+    where = sorted({"host" if x.on_host else "device" for x in plan.inner_leaves if x.owner == index})
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), grad, master, scan, ", ".join(where))
 
 
 def _placement(leaf: StateLeaf, axis: str) -> str:
+    where = ", on the host" if leaf.on_host else ""
     if leaf.cut is None:
-        return f"{leaf.dtype} whole" + (f" over {axis}, {leaf.base}" if any(leaf.base) else "")
+        return f"{leaf.dtype} whole" + (f" over {axis}, {leaf.base}" if any(leaf.base) else "") + where
     text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
     padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
-    return f"{leaf.dtype} cut on {text}{padding}"
+    return f"{leaf.dtype} cut on {text}{padding}{where}"
 
 
 def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
@@ -91,10 +101,17 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "persistence_threshold": config.persistence_threshold,
         "bytes_per_device": {**ours._asdict(), "total": ours.total},
+        "host_bytes_per_device": {
+            **plan.host_bytes_per_device._asdict(),
+            "total": plan.host_bytes_per_device.total,
+        },
         "bytes_replicated": {**whole._asdict(), "total": whole.total},
         "gathered_bytes": plan.gathered_bytes,
         "parameters": [
-            *(_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained) for leaf in plan.leaves),
+            *(
+                {**_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained), "offloaded": i in plan.hosted}
+                for i, leaf in enumerate(plan.leaves)
+            ),
             *(_as_dict(leaf, config.axis, leaf.dtype, trained=False) for leaf in _frozen(plan)),
         ],
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._config import LeafRule, ZeroConfig
+from jzero._config import LeafRule, Offload, ZeroConfig
 from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
-from jzero._mesh import AnyMesh, axis_size, check_mesh
+from jzero._mesh import AnyMesh, axis_size, check_host_memory, check_mesh
 from jzero._opt_state import ZeroOptState, host_array, initial_loss_scale
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import DynamicLossScale, cast_dtype
@@ -36,9 +38,61 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
       mesh: Over what; may be abstract.
     """
     check_mesh(mesh, config)
-    others = other_fields(state)
     check_arrays(state)
-    leaves = _plan_params(state.params, config, mesh)
+    offload = config.offload
+    if offload.optimizer == "none":
+        return _make_plan(state, tx, config, mesh, 0)
+    check_host_memory(mesh)
+    order = _offload_order(state.params, config)
+    if offload.device_budget_bytes is None:
+        return _make_plan(state, tx, config, mesh, _num_for_ratio(state.params, config, order))
+    budget = offload.device_budget_bytes
+
+    def excess(count: int) -> int:
+        num_bytes = _make_plan(state, tx, config, mesh, count).bytes_per_device
+        return num_bytes.params + num_bytes.opt_state - budget
+
+    too_much = excess(len(order))
+    if too_much > 0:
+        raise ValueError(
+            f"`Offload.device_budget_bytes={budget}` cannot be met: with the optimizer state of "
+            f"every parameter on the host that may go there, parameters and the rest still take {too_much} bytes more "
+            "on each device. Raise the budget, use more devices or a higher stage."
+        )
+    least = _num_for_ratio(state.params, dataclasses.replace(config, offload=Offload(optimizer="host", ratio=0)), order)
+    counts = range(least, len(order))
+    found = bisect.bisect_left(counts, 1, key=lambda count: int(excess(count) <= 0))
+    return _make_plan(state, tx, config, mesh, least + found)
+
+
+def _offload_order(params: PyTree, config: ZeroConfig) -> list[int]:
+    """Returns the parameters whose optimizer state may go to the host, in the order in which it does.
+
+    First those that a rule sends there, then the largest. Numbers are never worth the way.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
+    sizes = [math.prod(np.shape(x)) if np.ndim(x) else 0 for _, x in leaves]
+    able = [i for i, (rule, size) in enumerate(zip(rules, sizes, strict=True)) if rule is not False and size]
+    return sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
+
+
+def _num_for_ratio(params: PyTree, config: ZeroConfig, order: Sequence[int]) -> int:
+    """Returns how many parameters of the order make up the share that `Offload.ratio` asks for, those by rule included."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    sizes = [math.prod(np.shape(leaves[i][1])) for i in order]
+    by_rule = sum(config.rule_for(path_str(leaves[i][0])).offload is True for i in order)
+    wanted = config.offload.ratio * sum(sizes)
+    count = next((k for k in range(len(order) + 1) if sum(sizes[:k]) >= wanted), len(order))
+    return max(count, by_rule)
+
+
+def _make_plan(
+    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, num_hosted: int
+) -> ZeroPlan:
+    others = other_fields(state)
+    hosted = frozenset(_offload_order(state.params, config)[:num_hosted])
+    leaves = _plan_params(state.params, config, mesh, hosted)
     frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
     trees = (state.params, *frozen_trees)
     _check_rules_match(
@@ -58,6 +112,10 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     inner = [
         _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
+    ]
+    inner = [
+        dataclasses.replace(x, on_host=x.owner in hosted and leaves[x.owner].trained and x.shape == leaves[x.owner].param.shape)
+        for x in inner
     ]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
@@ -159,7 +217,9 @@ def _taken(leaf: StateLeaf) -> frozenset[int]:
     return frozenset(d for d, names in enumerate(leaf.base) if names is not None)
 
 
-def _plan_params(params: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[LeafPlan]:
+def _plan_params(
+    params: PyTree, config: ZeroConfig, mesh: AnyMesh, hosted: frozenset[int] = frozenset()
+) -> list[LeafPlan]:
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(params))
     described = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
     rules = [config.rule_for(leaf.path) for leaf in described]
@@ -167,7 +227,7 @@ def _plan_params(params: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[Leaf
     scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
     persistent = _persistent(described, rules, config)
     plans = []
-    for leaf, rule, scan_dim, keep in zip(described, rules, scan_dims, persistent, strict=True):
+    for i, (leaf, rule, scan_dim, keep) in enumerate(zip(described, rules, scan_dims, persistent, strict=True)):
         if config.stage == 0 or rule.replicated:
             cut, reason = None, "by rule" if rule.replicated else "stage 0"
         else:
@@ -177,11 +237,12 @@ def _plan_params(params: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[Leaf
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why)
-        plans.append(_with_dtypes(LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype), rule, config))
+        plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
+        plans.append(_with_dtypes(plan, rule, config, i in hosted))
     return plans
 
 
-def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig) -> LeafPlan:
+def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
     policy, given = config.policy, plan.param.dtype
     compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
@@ -190,9 +251,10 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig) -> LeafPlan
         kept = compute  # a rule asks for more than the master's dtype
     update = cast_dtype(given, jnp.promote_types(kept, jnp.float32) if policy.master is not None else None)
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
-    # What every device holds whole is held as the loss sees it; the copy that is updated is then cut.
-    separate = plan.param.cut is None and compute != kept
-    master = dataclasses.replace(plan.grad, dtype=kept) if separate else None
+    # What every device holds whole is held as the loss sees it; the copy that is updated is then cut. So is what has
+    # that copy on the host.
+    separate = (plan.param.cut is None or hosted) and compute != kept
+    master = dataclasses.replace(plan.grad, dtype=kept, on_host=hosted) if separate else None
     param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_precision"]
+__all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_precision", "times", "widen"]
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -162,6 +163,21 @@ class Precision:
 def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
     """Returns `to` for real floating-point dtypes, `dtype` for all others or if `to` is `None`."""
     return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Returns `x` in fp32 or wider; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:
+    """Returns a gradient in fp32 or wider, multiplied with one factor after the other; integers as they are."""
+    grad = widen(grad)
+    for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():
+        grad = grad * factor.astype(grad.dtype)
+    return grad
 
 
 def check_dtype(field: str, value: Any) -> DtypeName | None:

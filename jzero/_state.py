@@ -10,9 +10,9 @@ import jax
 import optax
 
 from jzero._opt_state import ZeroOptState
-from jzero._optimizer import ZeroTransformation, edited_masters
+from jzero._optimizer import ZeroTransformation, edited_master
 from jzero._placement import is_on_host
-from jzero._plan import ZeroPlan
+from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields, own_opt_state
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "adapt",
     "adapt_sharded",
     "check_alive",
+    "check_in_place",
     "map_state",
     "plain_state",
     "plan_of",
@@ -160,13 +161,8 @@ def adapt_sharded(state: Any) -> Adapted:
     return adapted
 
 
-def check_alive(tree: Any, *, on_host: bool = False) -> None:
-    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays.
-
-    Args:
-      tree: Any tree.
-      on_host: Whether arrays may lie in host memory, where `offload_train_state` moves them.
-    """
+def check_alive(tree: Any) -> None:
+    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
     if any(
         isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
         for x in jax.tree.leaves(tree)
@@ -175,9 +171,32 @@ def check_alive(tree: Any, *, on_host: bool = False) -> None:
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
             "state that the step returned (`state, metrics = step(state, batch)`)."
         )
-    if not on_host and any(map(is_on_host, jax.tree.leaves(tree))):
+
+
+def check_in_place(state: Any, plan: ZeroPlan, *, opt_state: bool = True) -> None:
+    """Raises unless the arrays of a state are there, in the memory where the plan has them.
+
+    Args:
+      state: A sharded train state.
+      plan: Its plan.
+      opt_state: Whether the optimizer state is looked at, too.
+    """
+    away, near = [], []
+    check_alive((state.params, other_fields(state), state.opt_state if opt_state else None))
+
+    def check(x: Any, leaf: StateLeaf) -> Any:
+        if isinstance(x, jax.Array) and is_on_host(x) != leaf.on_host:
+            (near if leaf.on_host else away).append(leaf)
+        return x
+
+    map_state(check, plan, state)
+    wrong = [leaf.path for leaf in (*away, *near) if opt_state or leaf not in plan.opt_leaves]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        where = "are in host memory" if away else "are on the devices, but the plan keeps them in host memory"
         raise RuntimeError(
-            "Parts of this state are in host memory: bring them back, `state = jzero.reload_train_state(state)`."
+            f"Parts of this state {where}: {wrong[:3]}{more}. Bring everything back to its place with "
+            "`state = jzero.reload_train_state(state)`."
         )
 
 
@@ -193,9 +212,11 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
         return state
     own = state.opt_state
     params = plan.params_treedef.flatten_up_to(state.params)
-    masters = edited_masters(plan, state.params, own.masters) if take_edits else own.masters
-    masters = plan.params_treedef.flatten_up_to(masters)
-    kept = [x if leaf.master is None else m for x, m, leaf in zip(params, masters, plan.leaves, strict=True)]
+    masters = plan.params_treedef.flatten_up_to(own.masters)
+    kept = [
+        x if leaf.master is None else edited_master(leaf, plan, x, m) if take_edits else m
+        for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
+    ]
     return state.replace(params=plan.params_treedef.unflatten(kept), opt_state=own.inner)
 
 

@@ -257,7 +257,8 @@ def unshard_train_state(state: State) -> State:
     gathered = gather_leaves(stored, _all_leaves(layout), plan.mesh)
     params = plan.params_treedef.flatten_up_to(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
-        gathered[i] = gathered[i] if leaf.master is None else with_edits(gathered[i], param)
+        if leaf.master is not None:
+            gathered[i] = with_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
     whole = iter(gathered)
 
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
@@ -302,7 +303,9 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     taken = [i for i, take in enumerate(chosen) if take]
     whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
     gathered = iter(
-        with_edits(x, params[i]) if masters and plan.leaves[i].master is not None else x
+        with_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
+        if masters and plan.leaves[i].master is not None
+        else x
         for i, x in zip(taken, whole, strict=True)
     )
     return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])

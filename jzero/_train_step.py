@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,12 +28,12 @@ from jzero._grads import (
     warn_closed_over,
 )
 from jzero._mesh import batch_axes, num_batch_shards
-from jzero._optimizer import stored_leaf, with_next_loss_scale
+from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._overflow import OverflowWatch, loss_scale_error
-from jzero._placement import place_array, strong
+from jzero._placement import is_on_host, place_array, stored_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
-from jzero._planner import other_fields
-from jzero._state import adapt_sharded, check_alive, map_state
+from jzero._precision import times
+from jzero._state import adapt_sharded, check_in_place, map_state
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -69,6 +70,7 @@ class _Step:
         self._jits: dict[Any, Any] = {}
 
     donated: tuple[int, ...] = ()
+    uses_opt_state = True
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         raise NotImplementedError
@@ -88,13 +90,9 @@ class _Step:
         plan = state.tx.plan
         if _in_trace((state, batch, rng)):
             return self._compute(state, batch, rng=rng)
-        check_alive(self._used(state))
+        check_in_place(state, plan, opt_state=self.uses_opt_state)
         batch, rng = _place_inputs(plan, batch, rng, self.micro.steps)
         return self._jit(plan, state)(state, batch, **_optional(rng))
-
-    def _used(self, state: Any) -> Any:
-        """The part of the state that is used, and has to be on the devices."""
-        return state
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -229,47 +227,57 @@ class TrainStep(_Step):
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs, self.micro)
         aux, changed = result.aux
-        grads = plan.params_treedef.unflatten(_clipped(result, self.clip_norm))
-        new = state.replace(tx=dataclasses.replace(tx, guarded=False)).apply_gradients(grads=grads).replace(tx=tx)
+        factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
+        grads = [times(g, *factors) for g in result.grads]
+        applied = _is_applied(plan, result, isinstance(traced.out_shape[0], Weighted))
+        reduced = {id(g): (raw, (result.factor, *factors)) for g, raw in zip(grads, result.reduced, strict=True)}
+        own_tx = dataclasses.replace(tx, step=InStep(applied, reduced))
+        new = state.replace(tx=own_tx).apply_gradients(grads=plan.params_treedef.unflatten(grads)).replace(tx=tx)
         if changed:
             new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
-        new, applied = _unless_skipped(state, new, result, isinstance(traced.out_shape[0], Weighted))
-        new = map_state(lambda x, leaf: stored_leaf(strong(x, leaf.dtype), leaf, plan), plan, new)
+        if applied is None:
+            applied = jnp.ones((), jnp.bool_)
+        else:
+            new = _unless_skipped(state, new, result, applied, isinstance(traced.out_shape[0], Weighted))
+        new = map_state(lambda x, leaf: _settled(x, leaf, plan), plan, new)
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
         return new, {**metrics, "aux": aux} if self.has_aux else metrics
 
 
-def _unless_skipped(old: Any, new: Any, result: LossResult, is_weighted: bool) -> tuple[Any, jax.Array]:
+def _settled(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf of the new state as the plan stores it."""
+    return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
+
+
+def _is_applied(plan: ZeroPlan, result: LossResult, is_weighted: bool) -> jax.Array | None:
+    """Returns whether the step is applied; `None` if it always is."""
+    applied = [~jnp.any(result.overflowed)] if plan.config.policy.skips else []
+    if is_weighted:  # a batch without weight has no gradient: nothing happens
+        applied.append(result.weight != 0)
+    return functools.reduce(jnp.logical_and, applied) if applied else None
+
+
+def _unless_skipped(old: Any, new: Any, result: LossResult, applied: jax.Array, is_weighted: bool) -> Any:
     """Returns the state after a step, which is the old one, its loss scale apart, if the step is skipped."""
     plan = old.tx.plan
-    finite = weighs = jnp.ones((), jnp.bool_)
-    if plan.config.policy.skips:
-        finite = ~jnp.any(result.overflowed)
-    if is_weighted:  # a batch without weight has no gradient: nothing happens
-        weighs = result.weight != 0
-    if not (plan.config.policy.skips or is_weighted):
-        return new, finite
-    applied = finite & weighs
-    kept = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
-    if plan.has_opt_state:
-        scaled = with_next_loss_scale(plan, old.opt_state, kept.opt_state, result.overflowed)
-        kept = kept.replace(
-            opt_state=jax.tree.map(lambda new, old: jnp.where(weighs, new, old), scaled, kept.opt_state)
-        )
-    return kept, applied
+    kept = keep_unless(applied, new, old)
+    if not plan.has_opt_state:
+        return kept
+    scaled = with_next_loss_scale(plan, old.opt_state, kept.opt_state, result.overflowed)
+    weighs = result.weight != 0 if is_weighted else jnp.ones((), jnp.bool_)
+    return kept.replace(opt_state=keep_unless(weighs, scaled, kept.opt_state))
 
 
 class EvalStep(_Step):
     """The callable that `make_eval_step` returns."""
 
+    uses_opt_state = False
+
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
         return self._call(adapt_sharded(state).state, batch, rng)
-
-    def _used(self, state: Any) -> Any:
-        return state.params, other_fields(state)
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         metric_fn, carried = self._loss_and_carried(state, plan)
@@ -404,11 +412,8 @@ def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _clipped(result: LossResult, clip_norm: float | None) -> list[jax.Array]:
-    if clip_norm is None:
-        return result.grads
-    scale = jnp.minimum(1, clip_norm / (result.grad_norm + 1e-6))
-    return [g * scale.astype(g.dtype) if jnp.issubdtype(g.dtype, jnp.inexact) else g for g in result.grads]
+def _clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:
+    return jnp.minimum(1, clip_norm / (norm + 1e-6))
 
 
 def _is_marked(x: Any) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from jzero import _offload
+from jzero import _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
 
@@ -98,7 +98,7 @@ def test_fields_that_are_not_there():
 
 
 def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr(_offload, "_memory_kinds", lambda device: ["device"])
+    monkeypatch.setattr(_mesh, "memory_kinds", lambda device: ["device"])
     state = make_state(3)
     with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
         jzero.offload_train_state(state)

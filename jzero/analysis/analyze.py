@@ -90,18 +90,22 @@ def analyze(
     compiled = lowered.compile(options or None)
     program = parse_hlo(compiled.as_text())
     platform = platform_of(_devices_of(mesh)[0])
+    used = plan or (plans[0] if plans else None)
+    host_state = used.host_bytes_per_device.total if used is not None and isinstance(fn, TrainStep) else 0
     facts = Compiled(
         program=program,
         collectives=tuple(program_collectives(program, unknown_trips=1)),
         lowered=lowered.as_text(),
         platform=platform,
-        memory=memory_of(compiled, platform),
+        memory=memory_of(compiled, platform, host_state),
         returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
     )
-    used = plan or (plans[0] if plans else None)
     notes = []
-    if topology is not None and platform == "gpu":
-        notes.append("Compile-only GPU devices list no memories: buffers on the host count as the device's.")
+    if host_state and (platform == "cpu" or not used.names_host_memory):
+        notes.append(
+            "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from the "
+            "plan, and chunks on their way count as temporaries."
+        )
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None
     if isinstance(fn, TrainStep) and plans:

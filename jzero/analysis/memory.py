@@ -19,8 +19,9 @@ class Memory:
       temporaries: Everything else that the program needs: activations, gathered parameters, gradients.
       peak: The most at any time. Where the compiler does not state it, arguments, outputs and temporaries, aliased
         ones counted once.
-      host: Arguments, outputs that are no arguments, and temporaries in the memory of the host. Always 0 for
-        compile-only GPUs, whose host buffers count as the device's.
+      host: Arguments, outputs that are no arguments, and temporaries in the memory of the host. They count in none of
+        the others. Programs for CPUs and compile-only GPUs do not tell them apart; there it is the state that the plan
+        keeps on the host.
     """
 
     arguments: int
@@ -31,21 +32,33 @@ class Memory:
     host: int
 
 
-def memory_of(compiled: Any, platform: str) -> Memory:
-    """Returns the memory of a compiled program, such as `jax.jit(...).lower(...).compile()`, for `cpu` or another."""
+def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
+    """Returns the memory of a compiled program.
+
+    Args:
+      compiled: Such as `jax.jit(...).lower(...).compile()`.
+      platform: Of the devices, such as "cpu".
+      host_state: Bytes of donated state in the memory of the host, in case that the compiler does not tell.
+    """
     stats = compiled.memory_analysis()
 
     def size(name: str) -> int:
-        return int(getattr(stats, f"{name}_size_in_bytes", 0))
+        return int(getattr(stats, f"{name}_in_bytes", 0))
 
-    arguments, outputs, aliased, temporaries = (size(name) for name in ("argument", "output", "alias", "temp"))
-    # What jaxlib calls the peak leaves temporaries out on CPU devices.
-    stated = 0 if platform == "cpu" else int(getattr(stats, "peak_memory_in_bytes", 0))
+    arguments, outputs, aliased, temporaries = (size(f"{name}_size") for name in ("argument", "output", "alias", "temp"))
+    # What jaxlib calls the peak leaves temporaries out on CPU devices, and has host memory in it on all others.
+    stated = 0 if platform == "cpu" else size("peak_memory")
+    host = size("host_argument_size") + size("host_output_size") - size("host_alias_size") + size("host_temp_size")
+    if not host and host_state:
+        host = host_state
+        arguments, outputs, aliased = (num_bytes - host for num_bytes in (arguments, outputs, aliased))
+    if stated:
+        stated -= host
     return Memory(
         arguments=arguments,
         outputs=outputs,
         aliased=aliased,
         temporaries=temporaries,
         peak=stated or arguments + outputs - aliased + temporaries,
-        host=size("host_argument") + size("host_output") - size("host_alias") + size("host_temp"),
+        host=host,
     )

@@ -62,6 +62,7 @@ class StepMemory:
       communication_seconds: How long that takes at the machine's rates if nothing else slows it, `None` without a
         machine.
       flops: Operations of one device's products per step, recomputation included.
+      host: What the state takes of the memory of the device's host. Counts in none of the others.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -79,6 +80,7 @@ class StepMemory:
     sent_bytes: int
     communication_seconds: float | None
     flops: float
+    host: int = 0
 
     @property
     def arguments(self) -> int:
@@ -112,6 +114,7 @@ class StepMemory:
             **{f"  {name} at the peak": num_bytes for name, num_bytes in self.at_peak.items()},
             "temporaries": self.temporaries,
             "peak": self.peak,
+            **({"on the host": self.host} if self.host else {}),
         }
         lines = ["reckoned per device"]
         lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
@@ -200,7 +203,8 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
     parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
-    num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
+    host = plan.host_bytes_per_device.total
+    num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True)) - host
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     found = footprint(program, gpu=gpu, limit=limit)
     sizes = plan.bytes_per_device
@@ -213,6 +217,7 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
         params=sizes.params,
         opt_state=sizes.opt_state,
         other=num_bytes - sizes.params - sizes.opt_state,
+        host=host,
         activations=_rows(found.kept),
         at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
         temporaries=found.peak,

@@ -72,7 +72,7 @@ def export_params(
     """
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
-    check_alive(adapted.state, on_host=True)
+    check_alive(adapted.state)
     fields = (PARAMS, *getattr(adapted.state, "frozen_fields", ()))
     _, leaves, arrays = natural_state(adapted.state, plan)
     chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]

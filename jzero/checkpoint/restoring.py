@@ -206,7 +206,7 @@ class Target:
                 + (f" and {len(abstract) - 10} more" if len(abstract) > 10 else "")
                 + ". Pass a state with values, such as the one to start from, as `like`."
             )
-        check_alive([x for _, x in left], on_host=True)
+        check_alive([x for _, x in left])
 
     def free(self, found: Mapping[int, Any]) -> None:
         """Frees the arrays whose values will be replaced."""

@@ -85,7 +85,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan = train_state.tx.plan
-    check_alive(train_state, on_host=True)
+    check_alive(train_state)
     check_processes_agree(plan)
     items: dict[str, Any] = everywhere(lambda: _beside(data_iterator, extra))
     if ITERATOR in items:

@@ -1,0 +1,154 @@
+"""Loops over large arrays, chunk by chunk: how an array is split, and the loop that updates arrays in place.
+
+[Note: Chunks]
+A chunk is a range of one dimension, where leading dimensions may first be merged into one. A loop that reads a chunk of
+an array in host memory, and writes it back to where it was, is compiled without any copy of the array. (A `scan` over
+the array is not: it stacks its outputs anew.) On GPUs and CPUs every merge is free and chunks are contiguous. TPUs lay
+out the last two dimensions in tiles of 128 lanes by 8 sublanes (16 or 32 for narrower dtypes), in the order that wastes
+less; their compiler slices host memory along one dimension only, along lanes by whole tiles only, and aborts on others.
+A chunk may not overlap another: the arrays are overwritten on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Chunk", "Pieces", "for_each_chunk", "index_in", "read_chunk", "split", "write_chunk"]
+
+LANES, SUBLANES = 128, 32
+
+
+class Pieces(NamedTuple):
+    """How an array is split, see [Note: Chunks].
+
+    Attributes:
+      view: The shape that it is seen in: leading dimensions may be merged.
+      dim: The dimension of the view that is cut into ranges.
+      length: Length of a range; the last one may be shorter.
+    """
+
+    view: tuple[int, ...]
+    dim: int
+    length: int
+
+
+class Chunk(NamedTuple):
+    """One chunk: `start` and `length` of the range along the dimension that is split, and its number."""
+
+    start: Any
+    length: int
+    number: Any
+
+
+def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, tiled: bool) -> Pieces:
+    """Returns how to split an array into chunks of at most `chunk_bytes`, or of the least that tiles allow.
+
+    Args:
+      shape: Shape of the array.
+      bytes_per_element: Bytes of one element, or of those of several arrays together.
+      chunk_bytes: The limit.
+      tiled: Whether the device is a TPU, see [Note: Chunks].
+    """
+    shape = tuple(shape)
+    size = math.prod(shape) * bytes_per_element
+    if size <= chunk_bytes or not shape:
+        return Pieces(shape or (1,), 0, (shape or (1,))[0])
+    ways = list(_ways_tiled(shape) if tiled else _ways(shape))
+
+    def least(way: tuple[tuple[int, ...], int, int]) -> int:
+        view, dim, tile = way
+        return size // view[dim] * min(tile, view[dim])
+
+    if not ways:
+        return Pieces(shape, 0, shape[0])
+    view, dim, tile = next((way for way in ways if least(way) <= chunk_bytes), min(ways, key=least))
+    most = max(tile, chunk_bytes // (size // view[dim]) // tile * tile)
+    equal = -(-view[dim] // -(-view[dim] // most))  # chunks of about equal length
+    length = min(view[dim], -(-equal // tile) * tile)
+    while length > tile and 0 < view[dim] % length < tile:  # no last chunk of less than a tile
+        length -= tile
+    return Pieces(view, dim, length)
+
+
+def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """Yields views, the dimension to split, and what lengths are multiples of; the coarsest first."""
+    for dim in range(len(shape)):
+        yield (math.prod(shape[: dim + 1]), *shape[dim + 1 :]), 0, 1
+
+
+def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    if len(shape) == 1:
+        if shape[0] % LANES == 0:
+            yield shape, 0, 8 * LANES
+        return
+    for dim in range(len(shape) - 2):
+        yield shape, dim, 1
+    *leading, rows, columns = shape
+    if len(shape) > 2 and rows % SUBLANES == 0 and columns % LANES == 0:
+        yield (math.prod(leading) * rows, columns), 0, SUBLANES
+    is_transposed = _padded(columns, rows) < _padded(rows, columns)
+    sublanes, lanes = (len(shape) - 1, len(shape) - 2) if is_transposed else (len(shape) - 2, len(shape) - 1)
+    yield shape, sublanes, SUBLANES
+    if shape[lanes] % LANES == 0:
+        yield shape, lanes, LANES
+
+
+def _padded(sublanes: int, lanes: int) -> int:
+    return -(-sublanes // 8) * 8 * (-(-lanes // LANES) * LANES)
+
+
+def for_each_chunk(body: Callable[[Chunk, Any], Any], carry: Any, pieces: Pieces) -> Any:
+    """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside of a trace.
+
+    Args:
+      body: Takes a chunk and `carry`.
+      carry: A pytree of arrays in the view's shape, or of any other.
+      pieces: How arrays are split.
+    """
+    size, length = pieces.view[pieces.dim], pieces.length
+    count = size // length
+    if count == 1:
+        carry = body(Chunk(0, length, 0), carry)
+    else:
+        carry = lax.fori_loop(0, count, lambda i, carry: body(Chunk(i * length, length, i), carry), carry)
+    if size % length:
+        carry = body(Chunk(count * length, size % length, count), carry)
+    return carry
+
+
+def read_chunk(x: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
+    """Returns a chunk of an array in the view's shape, in the memory that the array is in."""
+    if chunk.length == pieces.view[pieces.dim]:
+        return x
+    return lax.dynamic_slice_in_dim(x, chunk.start, chunk.length, pieces.dim)
+
+
+def write_chunk(x: jax.Array, new: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
+    """Returns an array in the view's shape with one chunk replaced; `new` lies in the same memory."""
+    if chunk.length == pieces.view[pieces.dim]:
+        return new
+    return lax.dynamic_update_slice_in_dim(x, new, chunk.start, pieces.dim)
+
+
+def index_in(dim: int, shape: Sequence[int], chunk: Chunk, pieces: Pieces) -> jax.Array:
+    """Returns for each element of a chunk its index in a dimension of the array, int32, in the chunk's shape.
+
+    Args:
+      dim: The dimension.
+      shape: Shape of the array, before leading dimensions were merged.
+      chunk: The chunk.
+      pieces: How the array is split.
+    """
+    num_merged = len(shape) - len(pieces.view)
+    axis = max(dim - num_merged, 0)
+    chunk_shape = [chunk.length if d == pieces.dim else size for d, size in enumerate(pieces.view)]
+    index = lax.broadcasted_iota(jnp.int32, chunk_shape, axis) + (chunk.start if axis == pieces.dim else 0)
+    if dim > num_merged:
+        return index
+    return index // math.prod(shape[dim + 1 : num_merged + 1]) % shape[dim]
