@@ -14,12 +14,13 @@ STAGES = (0, 1, 2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes on one device for one way of training."""
+    """Bytes in the memory of one device, and in that of its host, for one way of training."""
 
     label: str
     params: int
     grads: int
     opt_state: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -52,13 +53,15 @@ def measure(
         state = jzero.shard_train_state(state, config=dataclasses.replace(config, stage=stage), mesh=mesh)
         params, opt_state = (bytes_on(device, tree) for tree in params_and_opt_state(state))
         grads = jzero.plan_of(state).bytes_per_device.grads
-        rows.append(DeviceBytes(f"stage {stage}", params, grads, opt_state))
+        host = bytes_on(device, params_and_opt_state(state), memory="pinned_host")
+        rows.append(DeviceBytes(f"stage {stage}", params, grads, opt_state, host))
     return rows
 
 
-def bytes_on(device: jax.Device, tree: Any) -> int:
-    """Returns the bytes of the buffers of a tree that live on one device."""
-    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+def bytes_on(device: jax.Device, tree: Any, memory: str = "device") -> int:
+    """Returns the bytes of the buffers of a tree that live on one device, or in the memory of its host."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == memory]
+    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
@@ -68,7 +71,11 @@ def as_table(rows: list[DeviceBytes], *, num_devices: int) -> rich.table.Table:
     table.add_column("")
     for heading in ("params", "grads (plan)", "optimizer", "total", "share"):
         table.add_column(heading, justify="right")
+    offloads = any(row.host for row in rows)
+    if offloads:
+        table.add_column("on the host", justify="right")
     for row in rows:
         terms = [f"{value:,}" for value in (row.params, row.grads, row.opt_state, row.total)]
-        table.add_row(row.label, *terms, f"{row.total / rows[0].total:.1%}")
+        host = [f"{row.host:,}"] if offloads else []
+        table.add_row(row.label, *terms, f"{row.total / rows[0].total:.1%}", *host)
     return table

@@ -3,6 +3,7 @@
     python examples/train_gpt.py                       # Flax Linen, scanned blocks, stage 3
     python examples/train_gpt.py --framework nnx       # the NNX twin
     python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
+    python examples/train_gpt.py --offload             # masters and moments in the memory of the host
     python examples/train_gpt.py --checkpoints ckpt    # goes on where it was stopped, with any stage and devices
 
 It runs on all accelerators if there are any, else on eight virtual CPU devices. What jzero adds to an
@@ -57,7 +58,10 @@ def main() -> None:
     if args.batch_size % parts:
         raise SystemExit(f"--batch-size must be a multiple of {parts} (devices x steps): got {args.batch_size}.")
     config = jzero.ZeroConfig(
-        stage=args.stage, precision=args.precision, persistence_threshold=args.persistence_threshold
+        stage=args.stage,
+        precision=args.precision,
+        persistence_threshold=args.persistence_threshold,
+        offload=jzero.Offload(optimizer="host" if args.offload else "none"),
     )
 
     framework = FRAMEWORKS[args.framework]
@@ -195,6 +199,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--framework", choices=FRAMEWORKS, default="linen")
     parser.add_argument("--stage", type=int, choices=memory_by_stage.STAGES, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer state on the host")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3")
     parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks")

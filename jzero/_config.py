@@ -28,7 +28,7 @@ class Offload:
       ratio: Share of the parameters, in elements, whose optimizer state goes to the host, the largest leaves first;
         at least so much goes (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
       chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
-        split. Each device holds a few pieces at a time. On GPUs and TPUs a few MiB are enough for full speed.
+        split. Each device holds up to about four pieces at a time.
       device_budget_bytes: What parameters and optimizer state may take of one device between steps, in bytes; the
         largest leaves' optimizer state goes to the host until the rest fits. Takes the place of `ratio`.
 
@@ -46,7 +46,7 @@ class Offload:
 
     optimizer: Literal["none", "host"] = "none"
     ratio: float = 1.0
-    chunk_bytes: int = 64 * 2**20
+    chunk_bytes: int = 16 * 2**20
     device_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:

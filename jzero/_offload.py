@@ -98,8 +98,7 @@ def _moved(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind
 
     def move(x: jax.Array, leaf: StateLeaf) -> jax.Array:
         name = next(remaining)
-        sharding = plan.sharding(leaf)
-        target = sharding if kind is None else sharding.with_memory_kind(kind)
+        target = plan.sharding(leaf) if kind is None else plan.device_sharding(leaf).with_memory_kind(kind)
         wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
         if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
             return x

@@ -1,12 +1,4 @@
-"""The optax wrapper: the inner transformation sees natural shapes, the state stays cut.
-
-[Note: Masters]
-Where parameters are held in 16 bits, the optimizer updates a wider master copy, cut like the gradient. The new
-parameter is rounded on the shard and gathered in 16 bits; what the wrapper returns is the fp32 difference between new
-and old parameter, so that `optax.apply_updates` arrives at the rounded master to the bit (unless one step makes an
-element 2^16 times smaller: then the fp32 sum itself rounds). A parameter that no longer is the rounded master was
-edited (`state.replace(params=...)`): the edit is taken over into the master, element by element, before the update.
-"""
+"""The optax wrapper: the inner transformation sees natural shapes, the state stays cut."""
 
 from __future__ import annotations
 
@@ -14,24 +6,27 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jzero import _compat
+from jzero._leaf_update import Around, Moments, rounded_inner, streamed_source, streamed_update, update_leaf
 from jzero._opt_state import ZeroOptState, next_loss_scale
-from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
+from jzero._placement import is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._planner import own_opt_state
 from jzero._precision import DynamicLossScale, Precision, times
-from jzero._rounding import narrow, round_stochastically, with_edits
-from jzero._streamed import Streamed, source, sources_of, stream
+from jzero._rounding import narrow, with_edits
+from jzero._streamed import Streamed, source
 from jzero._update_walk import UpdateWalk
 
-__all__ = ["ZeroTransformation", "edited_master", "keep_unless", "with_next_loss_scale"]
+__all__ = ["InStep", "ZeroTransformation", "edited_master", "keep_unless", "with_next_loss_scale"]
 
 PyTree = Any
+
 
 class InStep(NamedTuple):
     """What a train step knows about the update that it calls, which state on the host has a use for.
@@ -115,7 +110,10 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     ]
     made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
     inner = plan.inner_treedef.unflatten(
-        [stored_leaf(_rounded_inner(plan, j, x, None), leaf, plan) for j, (x, leaf) in enumerate(zip(made, plan.inner_leaves, strict=True))]
+        [
+            stored_leaf(rounded_inner(plan, j, x, None), leaf, plan)
+            for j, (x, leaf) in enumerate(zip(made, plan.inner_leaves, strict=True))
+        ]
     )
     masters = [
         None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
@@ -138,18 +136,10 @@ def _update(
     plan = tx.plan
     own = state if plan.has_opt_state else ZeroOptState(state, None, None, None)
     with jax.named_scope("zero_update"):
-        overflowed, applied = None, None if tx.step is None else tx.step.applied
-        if tx.step is None and plan.config.policy.skips:
-            overflowed = _overflowed(plan, updates)
-            applied = ~jnp.any(overflowed)
-        reduced = {} if tx.step is None else tx.step.reduced
-        updates = plan.params_treedef.unflatten(
-            [
-                _reduced(x, leaf, plan, reduced) if i in plan.hosted and leaf.trained and x is not None else x
-                for i, (x, leaf) in enumerate(zip(plan.params_treedef.flatten_up_to(updates), plan.leaves, strict=True))
-            ]
-        )
-        grads = _like_grads(plan, updates)
+        guards = tx.step is None and plan.config.policy.skips
+        overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
+        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {})
+        grads = _like_grads(plan, updates, step.reduced)
         masters = None if params is None else _masters(plan, params, own.masters)
         inner = _inner_seen(plan, own.inner)
         # Trees of the parameters' structure (`grad=` of a line search) come as stored, like the gradients.
@@ -159,9 +149,10 @@ def _update(
         seen = (grads, plan.inner_treedef.unflatten(inner), masters, {**arrays, **like_params})
         new_updates, new_inner = _apply_inner(tx, seen, dict(functions))
         key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
-        before = _Before(updates, params, masters, own)
-        stored, new = _next_state(plan, before, _like_grads(plan, new_updates), new_inner, key, applied)
-        if overflowed is not None:
+        before = _Before(grads, params, masters, own)
+        stored, new = _next_state(plan, before, _like_grads(plan, new_updates), new_inner, key, step.applied)
+        if guards:
+            applied = jnp.asarray(step.applied)
             stored = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in stored]
             new = with_next_loss_scale(plan, own, keep_unless(applied, new, own), overflowed)
         return plan.params_treedef.unflatten(stored), new if plan.has_opt_state else new.inner
@@ -172,39 +163,25 @@ def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
 
 
-def _like_grads(plan: ZeroPlan, tree: PyTree) -> PyTree:
-    """A tree of the parameters' structure in natural shapes, each device's part at hand; streamed where that pays."""
+def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = MappingProxyType({})) -> PyTree:
+    """A tree of the parameters' structure in natural shapes, each device's part at hand; streamed ones for the host."""
     leaves = plan.params_treedef.flatten_up_to(tree)
+
+    def like_grad(x: Any, i: int, leaf: LeafPlan) -> Any:
+        if not leaf.trained:  # never read, see `_trained`
+            return jnp.zeros(leaf.param.shape, leaf.update_dtype)
+        if i not in plan.hosted:
+            x = natural_leaf(x, leaf.grad, plan)
+        else:
+            raw, factors = reduced.get(id(x), (x, ()))
+            x = streamed_source(raw, leaf, plan)
+            x = x.map(times, *factors) if factors else x
+        return x if plan.config.policy == Precision() else _cast(x, leaf.update_dtype)
+
     seen = [
-        x if x is None else _like_grad(x, leaf, plan, streamed=i in plan.hosted)
-        for i, (x, leaf) in enumerate(zip(leaves, plan.leaves, strict=True))
+        x if x is None else like_grad(x, i, leaf) for i, (x, leaf) in enumerate(zip(leaves, plan.leaves, strict=True))
     ]
     return plan.params_treedef.unflatten(seen)
-
-
-def _like_grad(x: Any, leaf: LeafPlan, plan: ZeroPlan, *, streamed: bool) -> Any:
-    if not leaf.trained:  # never read, see `_trained`
-        return jnp.zeros(leaf.param.shape, leaf.update_dtype)
-    if streamed:
-        x = _streamed_source(x, leaf, plan)
-    elif not isinstance(x, Streamed):
-        x = natural_leaf(x, leaf.grad, plan)
-    return x if plan.config.policy == Precision() else _cast(x, leaf.update_dtype)
-
-
-def _reduced(x: jax.Array, leaf: LeafPlan, plan: ZeroPlan, reduced: Mapping[int, Any]) -> Streamed:
-    """A gradient as a streamed value, made of what it was before it was widened, if that is known."""
-    raw, factors = reduced.get(id(x), (x, ()))
-    grad = _streamed_source(raw, leaf, plan)
-    return grad.map(times, *factors) if factors else grad
-
-
-def _streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
-    """A gradient or a parameter, in natural or stored shape, as a streamed value."""
-    if isinstance(x, Streamed):
-        return x
-    check_leaf_shape(x, leaf.grad)
-    return source(stored_leaf(x, leaf.grad, plan), leaf.grad, leaf.param.shape)
 
 
 def _cast(x: Any, dtype: Any) -> Any:
@@ -217,8 +194,9 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
     kept = [None] * len(leaves) if masters is None else plan.params_treedef.flatten_up_to(masters)
 
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
+        cut: Any
         if i in plan.hosted:
-            cut = _streamed_source(param, leaf, plan)
+            cut = streamed_source(param, leaf, plan)
             wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(with_edits, cut)
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
@@ -255,7 +233,7 @@ class _Before(NamedTuple):
     """What an update starts from.
 
     Attributes:
-      grads: Gradients, in natural or stored shapes; streamed ones where state lies on the host.
+      grads: What the optimizer sees of the gradients.
       params: Parameters as stored, if they are known.
       masters: What the optimizer sees of them.
       own: The state as stored.
@@ -284,20 +262,22 @@ def _next_state(
     stored: list[Any] = []
     kept: list[Any] = []
     for i, leaf in enumerate(plan.leaves):
-        leaves = _Leaves(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
+        around = Around(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
         if i in plan.hosted:
-            own_inner = [j for j, x in enumerate(plan.inner_leaves) if x.on_host and x.owner == i]
-            change, master, new = _streamed_update(
-                plan, leaves, [(j, old_inner[j], inner[j]) for j in own_inner], key, applied
-            )
-            for j, x in zip(own_inner, new, strict=True):
-                inner[j] = x
+            moments = [
+                Moments(j, old_inner[j], inner[j])
+                for j, x in enumerate(plan.inner_leaves)
+                if x.on_host and x.owner == i
+            ]
+            change, master, new = streamed_update(plan, around, moments, key, applied)
+            for own_leaf, x in zip(moments, new, strict=True):
+                inner[own_leaf.number] = x
         else:
-            change, master = _update_leaf(plan, leaves, key)
+            change, master = update_leaf(plan, around, key)
         stored.append(change)
         kept.append(master)
     inner = [
-        x if leaf.on_host else stored_leaf(_rounded_inner(plan, j, x, key), leaf, plan)
+        x if leaf.on_host else stored_leaf(rounded_inner(plan, j, x, key), leaf, plan)
         for j, (x, leaf) in enumerate(zip(inner, plan.inner_leaves, strict=True))
     ]
     new_own = dataclasses.replace(
@@ -307,119 +287,6 @@ def _next_state(
         num_updates=None if own.num_updates is None else own.num_updates + 1,
     )
     return stored, new_own
-
-
-class _Leaves(NamedTuple):
-    """What belongs to one parameter. Streamed values are of its natural shape; arrays as in `_Before`."""
-
-    index: int
-    leaf: LeafPlan
-    grad: Any
-    param: Any
-    master: Any
-    old_master: Any
-    update: Any
-
-
-def _update_leaf(plan: ZeroPlan, x: _Leaves, key: jax.Array | None) -> tuple[Any, Any]:
-    """Returns the update of a stored parameter and its new master as stored."""
-    leaf = x.leaf
-    if not leaf.trained:
-        return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit
-    if x.update is None or not _is_rounded(x):
-        return x.update if x.update is None else stored_leaf(x.update, leaf.param, plan), None
-    rounded, master = _rounded(x, x.master + x.update, key)
-    kept = None if leaf.master is None else stored_leaf(master, leaf.master, plan)
-    return _change(x, stored_leaf(rounded, leaf.param, plan)), kept
-
-
-def _is_rounded(x: _Leaves) -> bool:
-    """Whether a new parameter is its rounded master, so that the update alone does not give it."""
-    return x.leaf.param.dtype != x.leaf.update_dtype and x.param is not None and x.master is not None
-
-
-def _rounded(x: _Leaves, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a new parameter, and its new master if it has one, from what the optimizer made of them."""
-    leaf = x.leaf
-    if leaf.master is None:
-        return _round(moved, leaf.param.dtype, key, x.index), None
-    master = _round(moved, leaf.master.dtype, key, x.index)
-    return narrow(master, leaf.param.dtype), master
-
-
-def _change(x: _Leaves, rounded: jax.Array) -> jax.Array:
-    """Returns what `optax.apply_updates` has to add to a stored parameter to arrive at its new value."""
-    new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
-    return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
-
-
-def _streamed_update(
-    plan: ZeroPlan, x: _Leaves, inner: list[tuple[int, Any, Any]], key: jax.Array | None, applied: Any
-) -> tuple[Any, Any, list[Any]]:
-    """The update of one parameter whose optimizer state lies on the host, see [Note: Streaming an update].
-
-    Args:
-      plan: The plan.
-      x: What belongs to the parameter.
-      inner: Of each leaf of its optimizer state on the host the number, the array, and its new value.
-      key: For stochastic rounding.
-      applied: Whether the step is applied; `None` if it always is.
-
-    Returns:
-      The update of the stored parameter, its new master as stored, the new arrays of `inner`.
-    """
-    leaf = x.leaf
-    is_rounded = x.update is not None and _is_rounded(x)
-    values = [] if x.update is None else [x.master.map(jnp.add, x.update) if is_rounded else x.update]
-    values = [_streamed_source(y, leaf, plan) for y in (*values, *(new for _, _, new in inner))]
-    old = [y for y in (x.old_master, *(y for _, y, _ in inner)) if y is not None]
-    numbers = {"key": key, "applied": applied}
-    names = [name for name, y in numbers.items() if y is not None]
-
-    def body(position: tuple[Any, Any], values: list[Any], old: list[Any], *given: Any) -> tuple[list[Any], Any]:
-        known = dict(zip(names, given, strict=True))
-        own_key = known.get("key")
-        for number in position if own_key is not None else ():
-            own_key = jax.random.fold_in(own_key, number)
-        remaining, new, result = iter(values), [], None
-        if x.update is not None:
-            result = next(remaining)
-        if is_rounded:
-            result, master = _rounded(x, result, own_key)
-            new += [] if master is None else [master]
-        new += [_rounded_inner(plan, j, y, own_key) for (j, _, _), y in zip(inner, remaining, strict=True)]
-        new = [y.astype(before.dtype) for y, before in zip(new, old, strict=True)]
-        if "applied" in known:
-            new = [jnp.where(known["applied"], y, before) for y, before in zip(new, old, strict=True)]
-        return new, result
-
-    out = None
-    if x.update is not None:
-        dtype = leaf.param.dtype if is_rounded else leaf.update_dtype
-        (grad,) = (y.array for y in sources_of([x.grad])[0])
-        fits = not is_on_host(grad) and jnp.promote_types(dtype, grad.dtype) == grad.dtype
-        out = grad if fits else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
-    host, device = stream(plan, leaf.grad, values, old, body, out, [numbers[name] for name in names])
-    kept = host.pop(0) if x.old_master is not None else None
-    if device is None:
-        return None, kept, host
-    device = natural_leaf(narrow(device, dtype), leaf.grad, plan)
-    device = stored_leaf(device, leaf.param, plan)
-    return (_change(x, device) if is_rounded else device), kept, host
-
-
-def _rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Returns a leaf of the inner optimizer state, given in its own dtype, in the dtype in which it is stored."""
-    leaf = plan.inner_leaves[number]
-    return x if leaf.wide is None else _round(x, leaf.dtype, key, len(plan.leaves) + number)
-
-
-def _round(x: jax.Array, dtype: Any, key: jax.Array | None, index: int) -> jax.Array:
-    if x.dtype == dtype:
-        return x
-    if key is None or dtype != jnp.bfloat16:
-        return narrow(x, dtype)
-    return round_stochastically(x, jax.random.fold_in(key, index))
 
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:
@@ -454,9 +321,19 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
     leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Streamed))
     shapes = treedef.unflatten([x.aval() if isinstance(x, Streamed) else x for x in leaves])
     jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
-    inner, consts = _compat.open_jaxpr(jaxpr)
+    opened, consts = _compat.open_jaxpr(jaxpr)
     walk = UpdateWalk(tx.plan)
-    outputs = walk(inner, consts, leaves)
+    outputs = walk(opened, consts, leaves)
+    plan = tx.plan
+    new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
+    updates = [
+        x if i in plan.hosted else walk.computed(x)
+        for i, x in enumerate(plan.params_treedef.flatten_up_to(new_updates))
+    ]
+    inner = [
+        x if leaf.on_host else walk.computed(x)
+        for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)
+    ]
     if walk.brought:
         warnings.warn(
             "The optimizer needs more than single elements of state that is on the host, so each step brings these "
@@ -464,4 +341,4 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
             "them on the devices (`LeafRule(offload=False)`) if that is too much.",
             stacklevel=2,
         )
-    return jax.tree.unflatten(jax.tree.structure(out), outputs)
+    return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)

@@ -18,6 +18,7 @@ from jzero._plan import StateLeaf, ZeroPlan
 
 __all__ = [
     "check_leaf_shape",
+    "device_sharding",
     "gather_leaves",
     "is_on_host",
     "natural_leaf",
@@ -82,6 +83,11 @@ def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
         )
 
 
+def device_sharding(sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding for the same parts in device memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
 def strong(x: Any, dtype: Any) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
     is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
@@ -112,8 +118,7 @@ def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = N
     if isinstance(x, jax.Array):
         x = strong(x, dtype)
         if not x.is_fully_addressable:
-            device: Any = next(iter(sharding.addressable_devices))
-            near = _relayout(on_device(x), sharding.with_memory_kind(device.default_memory().kind), cut)
+            near = _relayout(on_device(x), device_sharding(sharding), cut)
             return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near
         if sharding.is_fully_addressable and cut is None:
             return _put(x, sharding)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._config import LeafRule, Offload, ZeroConfig
+from jzero._config import LeafRule, ZeroConfig
 from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
 from jzero._mesh import AnyMesh, axis_size, check_host_memory, check_mesh
 from jzero._opt_state import ZeroOptState, host_array, initial_loss_scale
@@ -41,15 +41,17 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_arrays(state)
     offload = config.offload
     if offload.optimizer == "none":
-        return _make_plan(state, tx, config, mesh, 0)
+        return _make_plan(state, tx, config, mesh, ())
     check_host_memory(mesh)
-    order = _offload_order(state.params, config)
+    order, sizes, least = _offload_order(state.params, config)
     if offload.device_budget_bytes is None:
-        return _make_plan(state, tx, config, mesh, _num_for_ratio(state.params, config, order))
+        wanted = offload.ratio * sum(sizes)
+        count = next(k for k in range(len(order) + 1) if sum(sizes[:k]) >= wanted)
+        return _make_plan(state, tx, config, mesh, order[: max(count, least)])
     budget = offload.device_budget_bytes
 
     def excess(count: int) -> int:
-        num_bytes = _make_plan(state, tx, config, mesh, count).bytes_per_device
+        num_bytes = _make_plan(state, tx, config, mesh, order[:count]).bytes_per_device
         return num_bytes.params + num_bytes.opt_state - budget
 
     too_much = excess(len(order))
@@ -59,40 +61,29 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
             f"every parameter on the host that may go there, parameters and the rest still take {too_much} bytes more "
             "on each device. Raise the budget, use more devices or a higher stage."
         )
-    least = _num_for_ratio(state.params, dataclasses.replace(config, offload=Offload(optimizer="host", ratio=0)), order)
-    counts = range(least, len(order))
-    found = bisect.bisect_left(counts, 1, key=lambda count: int(excess(count) <= 0))
-    return _make_plan(state, tx, config, mesh, least + found)
+    count = bisect.bisect_left(range(len(order)), True, lo=least, key=lambda count: excess(count) <= 0)
+    return _make_plan(state, tx, config, mesh, order[:count])
 
 
-def _offload_order(params: PyTree, config: ZeroConfig) -> list[int]:
-    """Returns the parameters whose optimizer state may go to the host, in the order in which it does.
+def _offload_order(params: PyTree, config: ZeroConfig) -> tuple[list[int], list[int], int]:
+    """Returns which parameters' optimizer state may go to the host, in the order in which it does, and their sizes.
 
-    First those that a rule sends there, then the largest. Numbers are never worth the way.
+    First come those that a rule sends there, whose number is returned as well, then the largest. Numbers are never
+    worth the way.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
     sizes = [math.prod(np.shape(x)) if np.ndim(x) else 0 for _, x in leaves]
     able = [i for i, (rule, size) in enumerate(zip(rules, sizes, strict=True)) if rule is not False and size]
-    return sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
-
-
-def _num_for_ratio(params: PyTree, config: ZeroConfig, order: Sequence[int]) -> int:
-    """Returns how many parameters of the order make up the share that `Offload.ratio` asks for, those by rule included."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    sizes = [math.prod(np.shape(leaves[i][1])) for i in order]
-    by_rule = sum(config.rule_for(path_str(leaves[i][0])).offload is True for i in order)
-    wanted = config.offload.ratio * sum(sizes)
-    count = next((k for k in range(len(order) + 1) if sum(sizes[:k]) >= wanted), len(order))
-    return max(count, by_rule)
+    order = sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
+    return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)
 
 
 def _make_plan(
-    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, num_hosted: int
+    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, hosted: Sequence[int]
 ) -> ZeroPlan:
     others = other_fields(state)
-    hosted = frozenset(_offload_order(state.params, config)[:num_hosted])
-    leaves = _plan_params(state.params, config, mesh, hosted)
+    leaves = _plan_params(state.params, config, mesh, frozenset(hosted))
     frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
     trees = (state.params, *frozen_trees)
     _check_rules_match(
@@ -113,10 +104,8 @@ def _make_plan(
         _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
-    inner = [
-        dataclasses.replace(x, on_host=x.owner in hosted and leaves[x.owner].trained and x.shape == leaves[x.owner].param.shape)
-        for x in inner
-    ]
+    shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in hosted and leaf.trained}
+    inner = [dataclasses.replace(x, on_host=x.owner is not None and shaped_like.get(x.owner) == x.shape) for x in inner]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
     for name, value in others.items():

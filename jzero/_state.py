@@ -181,7 +181,8 @@ def check_in_place(state: Any, plan: ZeroPlan, *, opt_state: bool = True) -> Non
       plan: Its plan.
       opt_state: Whether the optimizer state is looked at, too.
     """
-    away, near = [], []
+    away: list[StateLeaf] = []
+    near: list[StateLeaf] = []
     check_alive((state.params, other_fields(state), state.opt_state if opt_state else None))
 
     def check(x: Any, leaf: StateLeaf) -> Any:

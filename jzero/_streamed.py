@@ -28,9 +28,9 @@ __all__ = ["ELEMENTWISE", "Streamed", "applied", "constant", "same_layout", "sou
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul "
-    "ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n sharding_constraint "
-    "sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min "
+    "mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sharding_constraint sign "
+    "sin sinh sqrt square stop_gradient sub tan tanh xor".split()
 )
 """Operations that act on each element alone, whatever the shape."""
 
@@ -147,7 +147,7 @@ def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int
     return [jnp.broadcast_to(value(x), shape) for x in values]
 
 
-def stream(
+def stream(  # noqa: PLR0913  # a loop and all that goes through it
     plan: ZeroPlan,
     leaf: StateLeaf,
     values: Sequence[Streamed],

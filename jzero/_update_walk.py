@@ -89,7 +89,9 @@ class UpdateWalk:
                         branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
                         outputs = lax.switch(inputs[0], branches, *inputs[1:])
                     else:
-                        outputs = self._on_whole(eqn, [read_whole(v, x) for v, x in zip(eqn.invars, inputs, strict=True)])
+                        outputs = self._on_whole(
+                            eqn, [read_whole(v, x) for v, x in zip(eqn.invars, inputs, strict=True)]
+                        )
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from jzero._config import ZeroConfig
+from jzero._config import Offload, ZeroConfig
 from jzero._equivalence import check_equivalence
 from jzero._mesh import make_mesh
 from jzero._plan_table import format_bytes
@@ -200,27 +200,47 @@ def _donation(mesh: Mesh) -> str:
 
 
 def _host_memory(mesh: Mesh) -> str:
-    kinds = sorted({memory.kind for memory in mesh.devices.flat[0].addressable_memories()})
-    if HOST not in kinds:
-        raise _NotAvailableError(f"the devices have no memory of the kind {HOST}, but {', '.join(kinds)}")
-    values = np.random.default_rng(0).normal(size=(mesh.size, 1024)).astype(np.float32)
+    _need_host_memory(mesh)
+    values = np.random.default_rng(0).normal(size=(mesh.size, 2**18)).astype(np.float32)
     x = _placed(values, mesh)
-    away = jax.device_put(x, x.sharding.with_memory_kind(HOST))
+    before = _bytes_in_use(mesh)
+    away = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
+    after = _bytes_in_use(mesh)
     if away.sharding.memory_kind != HOST:
         raise _WrongResultError(f"what was put to {HOST} is in {away.sharding.memory_kind}")
     back = jax.device_put(away, x.sharding)
     if not (np.array_equal(away, values) and np.array_equal(back, values)):
         raise _WrongResultError(f"what came back from {HOST} is not what was put there")
+    if before is not None and after is not None and after - before >= x.nbytes // mesh.size:
+        raise _WrongResultError(f"arrays in {HOST} take {format_bytes(after - before)} of device memory")
     return f"{format_bytes(values.nbytes)} to {HOST} and back, equal"
 
 
-def _train_step(mesh: Mesh) -> str:
+def _need_host_memory(mesh: Mesh) -> None:
+    kinds = sorted(memory.kind for memory in mesh.devices.flat[0].addressable_memories())
+    if HOST not in kinds:
+        raise _NotAvailableError(f"the devices have no memory of the kind {HOST}, but {', '.join(kinds)}")
+
+
+def _bytes_in_use(mesh: Mesh) -> int | None:
+    stats = mesh.local_devices[0].memory_stats() or {}
+    found = stats.get("bytes_in_use")
+    return None if found is None else int(found)
+
+
+def _offload(mesh: Mesh) -> str:
+    """The train step once more, with the optimizer state on the host, in chunks."""
+    _need_host_memory(mesh)
+    return _train_step(mesh, Offload(optimizer="host", chunk_bytes=2048)) + ", optimizer state on the host"
+
+
+def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
     """Trains at stage 3 on all devices and with optax on one. The sizes are primes, so that shards are padded."""
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(61, 97)).astype(np.float32) / 8, "v": rng.normal(size=97).astype(np.float32) / 8}
     state = TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.adam(1e-2))
     batches = [rng.normal(size=(2 * mesh.size, 61)).astype(np.float32) for _ in range(3)]
-    config = ZeroConfig(stage=3, axis=AXIS, persistence_threshold=0)
+    config = ZeroConfig(stage=3, axis=AXIS, persistence_threshold=0, offload=offload or Offload())
     whole = [leaf.path for leaf in plan_train_state(state, config=config, mesh=mesh).leaves if leaf.param.cut is None]
     if 1 < mesh.size <= params["v"].size and whole:
         raise _WrongResultError(f"stage 3 over {mesh.size} devices leaves parameters whole: {', '.join(whole)}")
@@ -244,6 +264,7 @@ CHECKS: dict[str, Callable[[Mesh], str]] = {
     "donation": _donation,
     "host memory": _host_memory,
     "train step": _train_step,
+    "offload": _offload,
 }
 
 

@@ -80,6 +80,17 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
         assert validation_losses(again)[0] == pytest.approx(trained, abs=0.0015), "as if it had not"
 
 
+def test_example_with_the_optimizer_state_on_the_host(tmp_path):
+    near = run_train_gpt(*TINY, "--precision=bf16", out=tmp_path)
+    away = run_train_gpt(*TINY, "--precision=bf16", "--offload", out=tmp_path)
+    assert validation_losses(away) == pytest.approx(validation_losses(near), abs=0.002)
+    assert "on the host" in away
+    assert "on the host" not in near
+    stage_3, before = device_bytes(away)["stage 3"], device_bytes(near)["stage 3"]
+    assert stage_3[0] < 0.55 * before[0], "16 bits in place of masters"
+    assert stage_3[2] < 100, "the number of steps is left"
+
+
 def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:
     assert list(rows) == ["replicated", "stage 0", "stage 1", "stage 2", "stage 3"]
     params, grads, opt_state, _ = zip(*rows.values(), strict=True)

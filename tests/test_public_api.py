@@ -20,7 +20,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager DynamicLossScale EquivalenceReport ExportReport
-    Fit LeafRule LossScaleError MemoryEstimate PerExample PlanViolation Precision RestoreReport StepMemory Summed
+    Fit LeafRule LossScaleError MemoryEstimate Offload PerExample PlanViolation Precision RestoreReport StepMemory
+    Summed
     TrainState Weighted ZeroConfig ZeroOptState ZeroPlan abstract_train_state analyze check_equivalence
     estimate_step_memory export_checkpoint export_params fit gather_params get_full_grad get_full_opt_state
     get_full_param init_train_state inspect_checkpoint load_params make_eval_step make_mesh make_train_step
@@ -105,7 +106,7 @@ def test_methods_take_keywords_only_after_the_second_argument(cls, name):
     assert_keywords_after_the_second([p for p in parameters if p.name != "self"], name)
 
 
-@pytest.mark.parametrize("cls", [jzero.ZeroConfig, jzero.LeafRule])
+@pytest.mark.parametrize("cls", [jzero.ZeroConfig, jzero.LeafRule, jzero.Offload])
 def test_options_are_keywords_only_and_frozen(cls):
     assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(cls).parameters.values())
     options = cls()

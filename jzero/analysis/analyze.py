@@ -101,10 +101,10 @@ def analyze(
         returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
     )
     notes = []
-    if host_state and (platform == "cpu" or not used.names_host_memory):
+    if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):
         notes.append(
-            "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from the "
-            "plan, and chunks on their way count as temporaries."
+            "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from "
+            "the plan, and chunks on their way count as temporaries."
         )
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None

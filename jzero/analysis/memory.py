@@ -45,7 +45,9 @@ def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
     def size(name: str) -> int:
         return int(getattr(stats, f"{name}_in_bytes", 0))
 
-    arguments, outputs, aliased, temporaries = (size(f"{name}_size") for name in ("argument", "output", "alias", "temp"))
+    arguments, outputs, aliased, temporaries = (
+        size(f"{name}_size") for name in ("argument", "output", "alias", "temp")
+    )
     # What jaxlib calls the peak leaves temporaries out on CPU devices, and has host memory in it on all others.
     stated = 0 if platform == "cpu" else size("peak_memory")
     host = size("host_argument_size") + size("host_output_size") - size("host_alias_size") + size("host_temp_size")

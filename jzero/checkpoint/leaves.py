@@ -24,7 +24,15 @@ from jax.sharding import NamedSharding
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
-from jzero._placement import is_on_host, on_device, place_array, place_leaf
+from jzero._placement import (
+    device_sharding,
+    is_on_host,
+    natural_leaf,
+    on_device,
+    place_array,
+    place_leaf,
+    stored_leaf,
+)
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._rounding import narrow, with_edits
 from jzero._state import map_state, plain_state
@@ -110,7 +118,7 @@ def _wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> Wanted:
     if cut is None or cut.is_stored_naturally:
         return Wanted(keys, leaf, None, plan.sharding(leaf))
     cut = along_one_dim(leaf, cut) if cut.flat else cut
-    return Wanted(keys, leaf, cut, NamedSharding(plan.mesh, cut.spec(leaf.base, plan.config.axis)))
+    return Wanted(keys, leaf, cut, plan.sharding(dataclasses.replace(leaf, cut=cut)))
 
 
 def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
@@ -163,7 +171,7 @@ def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
 def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored array in another stored shape of the same leaf; itself if the shapes are the same."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
-    return x if same else _relaid(on_device(x), cut, new, sharding)
+    return x if same else _relaid(on_device(x), cut, new, device_sharding(sharding))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -173,11 +181,8 @@ def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedShard
 
 
 def _param_as_master(param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    """A parameter, which every device holds whole, in the stored shape of its master."""
-    assert leaf.master is not None
-    cut = leaf.master.cut
-    stored = param if cut is None or cut.is_stored_naturally else to_stored(param, cut)
-    return lax.with_sharding_constraint(stored, plan.sharding(leaf.master))
+    """A parameter in the stored shape of its master."""
+    return stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -191,9 +196,14 @@ def _with_edits(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroP
     return with_edits(master, _param_as_master(param, leaf, plan))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
     """Returns an array that was read, in the dtype and layout of a leaf of a state: a new buffer."""
+    made = _stored_from(on_device(x), cut, leaf, device_sharding(sharding))
+    return made if made.sharding == sharding else jax.device_put(made, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
     natural = narrow(x if cut is None else to_natural(x, cut), leaf.dtype)
     new = leaf.cut
     return lax.with_sharding_constraint(

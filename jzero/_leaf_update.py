@@ -1,0 +1,162 @@
+"""The update of one parameter: its master, its optimizer state, and what is to be added to it.
+
+[Note: Masters]
+Where parameters are held in 16 bits, the optimizer updates a wider master copy, cut like the gradient. The new
+parameter is rounded on the shard and gathered in 16 bits; what the wrapper returns is the fp32 difference between new
+and old parameter, so that `optax.apply_updates` arrives at the rounded master to the bit (unless one step makes an
+element 2^16 times smaller: then the fp32 sum itself rounds). A parameter that no longer is the rounded master was
+edited (`state.replace(params=...)`): the edit is taken over into the master, element by element, before the update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero._placement import check_leaf_shape, natural_leaf, stored_leaf
+from jzero._plan import LeafPlan, ZeroPlan
+from jzero._rounding import narrow, round_stochastically
+from jzero._streamed import Streamed, source, sources_of, stream
+
+__all__ = ["Around", "Moments", "rounded_inner", "streamed_source", "streamed_update", "update_leaf"]
+
+
+def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
+    """A gradient or a parameter, in natural or stored shape, as a streamed value."""
+    if isinstance(x, Streamed):
+        return x
+    check_leaf_shape(x, leaf.grad)
+    return source(stored_leaf(x, leaf.grad, plan), leaf.grad, leaf.param.shape)
+
+
+class Around(NamedTuple):
+    """What an update knows of one parameter. Of one whose state lies on the host, all but arrays as stored is streamed.
+
+    Attributes:
+      number: Its number among the parameters.
+      leaf: Its layout.
+      grad: Its gradient.
+      param: The parameter as stored, if it is known.
+      master: What the optimizer saw of it.
+      old_master: Its master copy as stored, if it has one.
+      update: What the optimizer made of it; `None` if nothing.
+    """
+
+    number: int
+    leaf: LeafPlan
+    grad: Any
+    param: Any
+    master: Any
+    old_master: Any
+    update: Any
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the new parameter is its rounded master, so that the update alone does not give it."""
+        known = self.update is not None and self.param is not None and self.master is not None
+        return known and self.leaf.param.dtype != self.leaf.update_dtype
+
+
+def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, Any]:
+    """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
+    leaf = x.leaf
+    if not leaf.trained:
+        return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit
+    if not x.is_rounded:
+        return x.update if x.update is None else stored_leaf(x.update, leaf.param, plan), None
+    rounded, master = _rounded(x, x.master + x.update, key)
+    kept = None if leaf.master is None else stored_leaf(master, leaf.master, plan)
+    return _change(x, stored_leaf(rounded, leaf.param, plan)), kept
+
+
+def _rounded(x: Around, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    """Returns a new parameter, and its new master if it has one, from what the optimizer made of them."""
+    leaf = x.leaf
+    if leaf.master is None:
+        return _round(moved, leaf.param.dtype, key, x.number), None
+    master = _round(moved, leaf.master.dtype, key, x.number)
+    return narrow(master, leaf.param.dtype), master
+
+
+def _change(x: Around, rounded: jax.Array) -> jax.Array:
+    """Returns what `optax.apply_updates` has to add to a stored parameter to arrive at its new value."""
+    new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
+    return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
+
+
+class Moments(NamedTuple):
+    """A leaf of the optimizer's own state on the host: its number, the stored array, its new value."""
+
+    number: int
+    old: jax.Array
+    new: Any
+
+
+def streamed_update(
+    plan: ZeroPlan, x: Around, moments: Sequence[Moments], key: jax.Array | None, applied: jax.Array | None
+) -> tuple[Any, Any, list[jax.Array]]:
+    """The update of a parameter whose master or optimizer state lies on the host, see [Note: Streaming an update].
+
+    Args:
+      plan: The plan.
+      x: What belongs to the parameter.
+      moments: Its optimizer state on the host.
+      key: For stochastic rounding.
+      applied: Whether the step is applied; `None` if it always is.
+
+    Returns:
+      The update of the stored parameter, its new master as stored, the new arrays of `moments`.
+    """
+    leaf = x.leaf
+    result = x.master.map(jnp.add, x.update) if x.is_rounded else x.update
+    wanted = [y for y in (result, *(y.new for y in moments)) if y is not None]
+    has_master = x.is_rounded and leaf.master is not None
+    old = [*([x.old_master] if has_master else []), *(y.old for y in moments)]
+    numbers = {name: y for name, y in (("key", key), ("applied", applied)) if y is not None}
+
+    def body(position: Sequence[Any], values: list[Any], old: list[Any], *given: Any) -> tuple[list[Any], Any]:
+        known = dict(zip(numbers, given, strict=True))
+        if "key" in known:
+            known["key"] = functools.reduce(jax.random.fold_in, position, known["key"])
+        values, new = list(values), []
+        result: Any = None if x.update is None else values.pop(0)
+        if x.is_rounded:
+            result, master = _rounded(x, result, known.get("key"))
+            new += [master] if has_master else []
+        new += [rounded_inner(plan, y.number, z, known.get("key")) for y, z in zip(moments, values, strict=True)]
+        new = [y.astype(before.dtype) for y, before in zip(new, old, strict=True)]
+        if "applied" in known:
+            new = [jnp.where(known["applied"], y, before) for y, before in zip(new, old, strict=True)]
+        return new, result
+
+    dtype, out = leaf.param.dtype if x.is_rounded else leaf.update_dtype, None
+    if x.update is not None:
+        # What the devices get takes the memory of the gradient, if that is wide enough.
+        (grad,) = (y.array for y in sources_of([x.grad])[0])
+        is_wide = jnp.promote_types(dtype, grad.dtype) == grad.dtype
+        out = grad if is_wide else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
+    values = [streamed_source(y, leaf, plan) for y in wanted]
+    new, near = stream(plan, leaf.grad, values, old, body, out, list(numbers.values()))
+    master = new.pop(0) if has_master else x.old_master
+    if near is None:
+        return None, master, new
+    near = stored_leaf(natural_leaf(narrow(near, dtype), leaf.grad, plan), leaf.param, plan)
+    return (_change(x, near) if x.is_rounded else near), master, new
+
+
+def rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    """Returns a leaf of the inner optimizer state, given in its own dtype, in the dtype in which it is stored."""
+    leaf = plan.inner_leaves[number]
+    return x if leaf.wide is None else _round(x, leaf.dtype, key, len(plan.leaves) + number)
+
+
+def _round(x: jax.Array, dtype: Any, key: jax.Array | None, index: int) -> jax.Array:
+    if x.dtype == dtype:
+        return x
+    if key is None or dtype != jnp.bfloat16:
+        return narrow(x, dtype)
+    return round_stochastically(x, jax.random.fold_in(key, index))
