@@ -23,8 +23,13 @@ class Offload:
     memory of each device's host, cut as before. The update goes through them in chunks: to the device, update, back to
     the host. At stage 3 of a 16-bit precision the devices then hold 16-bit parameters, and masters are on the host.
 
+    With `params="host"`, at stage 3, the shards of parameters are there too. Each is brought to its device where it is
+    about to be gathered, in the body of the loop for scanned layers, and again for the backward pass; the update writes
+    it back. Such a state is trained by `make_train_step` alone.
+
     Attributes:
       optimizer: "host" or "none".
+      params: "host" or "none".
       ratio: Share of the parameters, in elements, whose optimizer state goes to the host, the largest leaves first;
         at least so much goes (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
       chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
@@ -45,13 +50,15 @@ class Offload:
     """
 
     optimizer: Literal["none", "host"] = "none"
+    params: Literal["none", "host"] = "none"
     ratio: float = 1.0
     chunk_bytes: int = 16 * 2**20
     device_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.optimizer not in PLACES:
-            raise ValueError(f"`Offload.optimizer` must be one of {PLACES}: got {self.optimizer!r}.")
+        for name in ("optimizer", "params"):
+            if getattr(self, name) not in PLACES:
+                raise ValueError(f"`Offload.{name}` must be one of {PLACES}: got {getattr(self, name)!r}.")
         is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
         if not is_number or not 0 <= self.ratio <= 1:
             raise ValueError(f"`Offload.ratio` must be a number from 0 to 1: got {self.ratio!r}.")
@@ -90,8 +97,8 @@ class LeafRule:
         16-bit model. `None`: `Precision.compute_dtype`.
       state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
         stochastically) or "float32". `None`: `Precision.state_dtype`.
-      offload: With `Offload(optimizer="host")`: `True` keeps master and optimizer state on the host, `False` on the
-        device. `None` lets `Offload` decide.
+      offload: What `Offload` puts on the host: `True` puts the leaf's there, `False` keeps it on the device. `None` lets
+        `Offload` decide.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -199,6 +206,10 @@ class ZeroConfig:
         object.__setattr__(self, "precision", resolve_precision(self.precision))
         if not isinstance(self.offload, Offload):
             raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
+        if self.offload.params == "host" and self.stage != 3:
+            raise ValueError(
+                f"`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage {self.stage}."
+            )
         self._check_rules()
 
     def _check_sizes(self) -> None:
@@ -220,7 +231,7 @@ class ZeroConfig:
                     f"`rules` key {pattern!r} has compute_dtype={rule.compute_dtype!r}, but `precision` leaves every "
                     "parameter as it is: set `precision` too."
                 )
-            if rule.offload and self.offload.optimizer == "none":
+            if rule.offload and self.offload.optimizer == self.offload.params == "none":
                 raise ValueError(
                     f"`rules` key {pattern!r} has offload=True, but nothing is offloaded: set "
                     "`offload=jzero.Offload(optimizer='host')` too."

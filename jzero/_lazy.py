@@ -13,6 +13,7 @@ from jax import lax
 from jzero import _compat
 from jzero._collectives import Wire, gather_param, view_param
 from jzero._layout import Cut
+from jzero._placement import is_on_host, on_device
 from jzero._rounding import narrow
 
 __all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
@@ -38,7 +39,7 @@ class Lazy:
     """A parameter that is made whole where it is used.
 
     Attributes:
-      shard: This device's part; `None` if every device holds the parameter whole.
+      shard: This device's part, here or in host memory; `None` if every device holds the parameter whole.
       whole: The whole parameter, if every device holds it.
       slot: An array in the layout and dtype of the gradient, through which that leaves; `None` if there is none.
       cut: How the part lies in the natural shape.
@@ -79,7 +80,8 @@ class Lazy:
             value = self.whole.astype(self.wire_dtype)
         else:
             assert self.shard is not None
-            value = gather_param(narrow(self.shard, self.wire_dtype), self.cut, self.wire)
+            # A shard in host memory is brought here, where it is needed.
+            value = gather_param(narrow(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
         if self.slot is not None:
             value = view_param(value, self.slot, self.cut, self.wire)
         return value.astype(self.dtype)
@@ -228,7 +230,7 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
 
 
 def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    if lazy.cut.flat:
+    if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
         return None
     order = tuple(params["permutation"])
     return _each(lazy, lambda x, _: lax.transpose(x, order), dim=order.index(lazy.cut.dim), shape=shape)

@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jzero._placement import check_leaf_shape, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, ZeroPlan
 from jzero._rounding import narrow, round_stochastically
 from jzero._streamed import Streamed, source, sources_of, stream
 
-__all__ = ["Around", "Moments", "rounded_inner", "streamed_source", "streamed_update", "update_leaf"]
+__all__ = ["NO_ELEMENTS", "Around", "Moments", "rounded_inner", "streamed_source", "streamed_update", "update_leaf"]
+
+
+NO_ELEMENTS = np.zeros((0,), np.float32)
+"""Stands for a parameter on the host, and for its update, where optax adds the two."""
 
 
 def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
@@ -64,6 +69,8 @@ class Around(NamedTuple):
 def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, Any]:
     """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
     leaf = x.leaf
+    if leaf.param.on_host:
+        return NO_ELEMENTS, None
     if not leaf.trained:
         return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit
     if not x.is_rounded:
@@ -98,8 +105,10 @@ class Moments(NamedTuple):
 
 def streamed_update(
     plan: ZeroPlan, x: Around, moments: Sequence[Moments], key: jax.Array | None, applied: jax.Array | None
-) -> tuple[Any, Any, list[jax.Array]]:
-    """The update of a parameter whose master or optimizer state lies on the host, see [Note: Streaming an update].
+) -> tuple[Any, Any, Any, list[jax.Array]]:
+    """The update of a parameter that lies on the host, or has a master or optimizer state there.
+
+    See [Note: Streaming an update].
 
     Args:
       plan: The plan.
@@ -109,13 +118,15 @@ def streamed_update(
       applied: Whether the step is applied; `None` if it always is.
 
     Returns:
-      The update of the stored parameter, its new master as stored, the new arrays of `moments`.
+      The update of the stored parameter, its new master as stored, the parameter itself if it lies on the host, whose
+      update then has no elements, and the new arrays of `moments`.
     """
     leaf = x.leaf
-    result = x.master.map(jnp.add, x.update) if x.is_rounded else x.update
+    moves_param = leaf.param.on_host and x.update is not None
+    result = x.master.map(jnp.add, x.update) if x.is_rounded or moves_param else x.update
     wanted = [y for y in (result, *(y.new for y in moments)) if y is not None]
     has_master = x.is_rounded and leaf.master is not None
-    old = [*([x.old_master] if has_master else []), *(y.old for y in moments)]
+    old = [*([x.param] if moves_param else []), *([x.old_master] if has_master else []), *(y.old for y in moments)]
     numbers = {name: y for name, y in (("key", key), ("applied", applied)) if y is not None}
 
     def body(position: Sequence[Any], values: list[Any], old: list[Any], *given: Any) -> tuple[list[Any], Any]:
@@ -127,6 +138,8 @@ def streamed_update(
         if x.is_rounded:
             result, master = _rounded(x, result, known.get("key"))
             new += [master] if has_master else []
+        if moves_param:
+            new, result = [result, *new], None
         new += [rounded_inner(plan, y.number, z, known.get("key")) for y, z in zip(moments, values, strict=True)]
         new = [y.astype(before.dtype) for y, before in zip(new, old, strict=True)]
         if "applied" in known:
@@ -134,18 +147,19 @@ def streamed_update(
         return new, result
 
     dtype, out = leaf.param.dtype if x.is_rounded else leaf.update_dtype, None
-    if x.update is not None:
+    if x.update is not None and not moves_param:
         # What the devices get takes the memory of the gradient, if that is wide enough.
         (grad,) = (y.array for y in sources_of([x.grad])[0])
         is_wide = jnp.promote_types(dtype, grad.dtype) == grad.dtype
         out = grad if is_wide else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
     values = [streamed_source(y, leaf, plan) for y in wanted]
     new, near = stream(plan, leaf.grad, values, old, body, out, list(numbers.values()))
+    param = new.pop(0) if moves_param else None
     master = new.pop(0) if has_master else x.old_master
     if near is None:
-        return None, master, new
+        return (NO_ELEMENTS if moves_param else None), master, param, new
     near = stored_leaf(natural_leaf(narrow(near, dtype), leaf.grad, plan), leaf.param, plan)
-    return (_change(x, near) if x.is_rounded else near), master, new
+    return (_change(x, near) if x.is_rounded else near), master, None, new
 
 
 def rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -35,10 +35,15 @@ class InStep(NamedTuple):
       applied: Whether the step is applied, a 0-d boolean; `None` if it always is.
       reduced: By `id` of each gradient: `(as it was reduced, what it was multiplied with)`. Where the optimizer gets
         that very gradient, chunks of the reduced one are multiplied again, and the product is never stored.
+      params: The stored parameters, some of which optax does not get to see.
+      new_params: By number, where `update` leaves the new values of parameters that lie on the host: optax cannot add
+        to them.
     """
 
     applied: jax.Array | None
     reduced: Mapping[int, tuple[jax.Array, tuple[jax.Array, ...]]]
+    new_params: dict[int, jax.Array]
+    params: PyTree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,11 @@ class ZeroTransformation:
         """
         if params is None and self.plan.config.policy.compute is not None:
             raise ValueError("A precision policy needs the parameters: call `tx.update(grads, opt_state, params)`.")
+        if self.step is None and any(leaf.param.on_host for leaf in self.plan.leaves):
+            raise ValueError(
+                "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
+                "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
+            )
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
         arrays = {k: v for k, v in extra_args.items() if not callable(v)}
         functions = tuple((k, v) for k, v in sorted(extra_args.items()) if callable(v))
@@ -138,7 +148,9 @@ def _update(
     with jax.named_scope("zero_update"):
         guards = tx.step is None and plan.config.policy.skips
         overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
-        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {})
+        if tx.step is not None and tx.step.params is not None and params is not None:
+            params = tx.step.params
+        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {})
         grads = _like_grads(plan, updates, step.reduced)
         masters = None if params is None else _masters(plan, params, own.masters)
         inner = _inner_seen(plan, own.inner)
@@ -150,7 +162,9 @@ def _update(
         new_updates, new_inner = _apply_inner(tx, seen, dict(functions))
         key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
         before = _Before(grads, params, masters, own)
-        stored, new = _next_state(plan, before, _like_grads(plan, new_updates), new_inner, key, step.applied)
+        new_updates = _like_grads(plan, new_updates)
+        stored, new, new_params = _next_state(plan, before, new_updates, new_inner, key, step.applied)
+        step.new_params.update(new_params)
         if guards:
             applied = jnp.asarray(step.applied)
             stored = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in stored]
@@ -196,7 +210,7 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
         if i in plan.hosted:
-            cut = streamed_source(param, leaf, plan)
+            cut = source(param, leaf.grad, leaf.param.shape) if leaf.param.on_host else streamed_source(param, leaf, plan)
             wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(with_edits, cut)
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
@@ -247,8 +261,11 @@ class _Before(NamedTuple):
 
 def _next_state(
     plan: ZeroPlan, before: _Before, updates: PyTree, new_inner: PyTree, key: jax.Array | None, applied: Any
-) -> tuple[list[Any], ZeroOptState]:
-    """Returns the updates of the stored parameters and the new state as stored, see [Note: Masters]."""
+) -> tuple[list[Any], ZeroOptState, dict[int, jax.Array]]:
+    """Returns the updates of the stored parameters, the new state as stored, and new parameters on the host.
+
+    See [Note: Masters].
+    """
     own = before.own
     update = plan.params_treedef.flatten_up_to(updates)
     nothing = [None] * len(plan.leaves)
@@ -261,6 +278,7 @@ def _next_state(
     inner = plan.inner_treedef.flatten_up_to(new_inner)
     stored: list[Any] = []
     kept: list[Any] = []
+    new_params: dict[int, jax.Array] = {}
     for i, leaf in enumerate(plan.leaves):
         around = Around(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
         if i in plan.hosted:
@@ -269,7 +287,9 @@ def _next_state(
                 for j, x in enumerate(plan.inner_leaves)
                 if x.on_host and x.owner == i
             ]
-            change, master, new = streamed_update(plan, around, moments, key, applied)
+            change, master, param, new = streamed_update(plan, around, moments, key, applied)
+            if param is not None:
+                new_params[i] = param
             for own_leaf, x in zip(moments, new, strict=True):
                 inner[own_leaf.number] = x
         else:
@@ -286,7 +306,7 @@ def _next_state(
         masters=None if own.masters is None else plan.params_treedef.unflatten(kept),
         num_updates=None if own.num_updates is None else own.num_updates + 1,
     )
-    return stored, new_own
+    return stored, new_own, new_params
 
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:

@@ -235,10 +235,10 @@ class ZeroPlan:
 
     @functools.cached_property
     def hosted(self) -> frozenset[int]:
-        """Indices of the parameters whose master or optimizer state lies on the host."""
-        masters = {i for i, leaf in enumerate(self.leaves) if leaf.master is not None and leaf.master.on_host}
+        """Indices of the trained parameters that lie on the host, or whose master or optimizer state does."""
+        own = {i for i, x in enumerate(self.leaves) if x.trained and (x.param.on_host or x.updated.on_host)}
         owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
-        return frozenset(masters | owners)
+        return frozenset(own | owners)
 
     @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:

@@ -40,9 +40,11 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_mesh(mesh, config)
     check_arrays(state)
     offload = config.offload
-    if offload.optimizer == "none":
+    if offload.optimizer == offload.params == "none":
         return _make_plan(state, tx, config, mesh, ())
     check_host_memory(mesh)
+    if offload.optimizer == "none":
+        return _make_plan(state, tx, config, mesh, ())
     order, sizes, least = _offload_order(state.params, config)
     if offload.device_budget_bytes is None:
         wanted = offload.ratio * sum(sizes)
@@ -225,7 +227,8 @@ def _plan_params(
             )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
-        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why)
+        away = config.offload.params == "host" and rule.offload is not False and not why
+        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
         plans.append(_with_dtypes(plan, rule, config, i in hosted))
     return plans

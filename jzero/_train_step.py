@@ -28,6 +28,7 @@ from jzero._grads import (
     warn_closed_over,
 )
 from jzero._mesh import batch_axes, num_batch_shards
+from jzero._leaf_update import NO_ELEMENTS
 from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._placement import is_on_host, place_array, stored_leaf, strong
@@ -231,8 +232,7 @@ class TrainStep(_Step):
         grads = [times(g, *factors) for g in result.grads]
         applied = _is_applied(plan, result, isinstance(traced.out_shape[0], Weighted))
         reduced = {id(g): (raw, (result.factor, *factors)) for g, raw in zip(grads, result.reduced, strict=True)}
-        own_tx = dataclasses.replace(tx, step=InStep(applied, reduced))
-        new = state.replace(tx=own_tx).apply_gradients(grads=plan.params_treedef.unflatten(grads)).replace(tx=tx)
+        new = _updated(state, grads, InStep(applied, reduced, {}))
         if changed:
             new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
         if applied is None:
@@ -249,6 +249,22 @@ class TrainStep(_Step):
 def _settled(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf of the new state as the plan stores it."""
     return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
+
+
+def _updated(state: Any, grads: list[jax.Array], step: InStep) -> Any:
+    """Returns the state after its own `apply_gradients`.
+
+    Parameters on the host take no part in optax's sums: something without elements stands for each.
+    """
+    tx, plan = state.tx, state.tx.plan
+    params = plan.params_treedef.flatten_up_to(state.params)
+    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
+    own_tx = dataclasses.replace(tx, step=step._replace(params=state.params))
+    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
+    new = state.replace(tx=own_tx, params=seen).apply_gradients(grads=plan.params_treedef.unflatten(grads))
+    after = plan.params_treedef.flatten_up_to(new.params)
+    kept = [step.new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
+    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
 
 
 def _is_applied(plan: ZeroPlan, result: LossResult, is_weighted: bool) -> jax.Array | None:
