@@ -85,7 +85,10 @@ def variants(options: argparse.Namespace) -> dict[str, jzero.Offload]:
     """Returns what is compared."""
     host = jzero.Offload(optimizer="host")
     large = dataclasses.replace(host, chunk_bytes=options.large_chunk)
-    return {"none": jzero.Offload(), "optimizer": host, f"in {options.large_chunk / MIB:g} MiB": large}
+    found = {"none": jzero.Offload(), "optimizer": host, f"in {options.large_chunk / MIB:g} MiB": large}
+    if options.stage == 3:
+        found["parameters, too"] = dataclasses.replace(host, params="host")
+    return {name: found[name] for name in options.only or found}
 
 
 def compile_for(options: argparse.Namespace) -> None:
@@ -144,10 +147,10 @@ def measure(options: argparse.Namespace) -> None:
         for _ in range(options.repeats):  # in turn, so that all meet the same machine
             for name, (step, state, times, plan) in steps.items():
                 started = time.perf_counter()
-                state, metrics = step(state, batch)
-                jax.block_until_ready((state, metrics))
+                after, metrics = step(state, batch)
+                jax.block_until_ready((after, metrics))
                 times.append(time.perf_counter() - started)
-                steps[name] = (step, state, times, plan)
+                steps[name] = (step, after, times, plan)
         plain = statistics.median(steps["none"][2])
         for name, (_, _, times, plan) in steps.items():
             median, host = statistics.median(times), plan.host_bytes_per_device.total * mesh.size
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int)
     parser.add_argument("--rows", type=int, default=2, help="sequences per device")
     parser.add_argument("--large-chunk", type=int, default=64 * MIB, help="bytes of the larger chunks")
+    parser.add_argument("--only", nargs="+", help="which of the rows")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     sizes = {"vocab": 50304, "width": 2048, "layers": 24, "seq_len": 1024}

@@ -22,6 +22,7 @@ from jzero._overflow import LossScaleError as LossScaleError
 from jzero._plan import ZeroPlan as ZeroPlan
 from jzero._precision import DynamicLossScale as DynamicLossScale
 from jzero._precision import Precision as Precision
+from jzero._remat import offload_activations as offload_activations
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
 from jzero._train_state import abstract_train_state as abstract_train_state
@@ -129,6 +130,7 @@ __all__ = [
     "make_mesh",
     "make_train_step",
     "natural_params",
+    "offload_activations",
     "offload_train_state",
     "plan_of",
     "plan_train_state",

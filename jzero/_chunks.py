@@ -65,7 +65,7 @@ def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, til
         view, dim, tile = way
         return size // view[dim] * min(tile, view[dim])
 
-    if not ways:
+    if not ways:  # it travels whole
         return Pieces(shape, 0, shape[0])
     view, dim, tile = next((way for way in ways if least(way) <= chunk_bytes), min(ways, key=least))
     most = max(tile, chunk_bytes // (size // view[dim]) // tile * tile)
@@ -94,7 +94,8 @@ def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
         yield (math.prod(leading) * rows, columns), 0, SUBLANES
     is_transposed = _padded(columns, rows) < _padded(rows, columns)
     sublanes, lanes = (len(shape) - 1, len(shape) - 2) if is_transposed else (len(shape) - 2, len(shape) - 1)
-    yield shape, sublanes, SUBLANES
+    if shape[sublanes] % 8 == 0 or shape[lanes] > LANES:  # or else the last chunk could not be sliced
+        yield shape, sublanes, SUBLANES
     if shape[lanes] % LANES == 0:
         yield shape, lanes, LANES
 

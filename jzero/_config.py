@@ -29,7 +29,7 @@ class Offload:
 
     Attributes:
       optimizer: "host" or "none".
-      params: "host" or "none".
+      params: "host" or "none". Vectors stay on the device, and so does what stage 3 keeps whole.
       ratio: Share of the parameters, in elements, whose optimizer state goes to the host, the largest leaves first;
         at least so much goes (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
       chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
@@ -97,8 +97,8 @@ class LeafRule:
         16-bit model. `None`: `Precision.compute_dtype`.
       state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
         stochastically) or "float32". `None`: `Precision.state_dtype`.
-      offload: What `Offload` puts on the host: `True` puts the leaf's there, `False` keeps it on the device. `None` lets
-        `Offload` decide.
+      offload: What `Offload` puts on the host: `True` puts the leaf's there, `False` keeps it on the device. `None`
+        lets `Offload` decide.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -208,7 +208,8 @@ class ZeroConfig:
             raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
         if self.offload.params == "host" and self.stage != 3:
             raise ValueError(
-                f"`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage {self.stage}."
+                "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
+                f"{self.stage}."
             )
         self._check_rules()
 

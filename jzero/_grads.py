@@ -20,7 +20,7 @@ from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import cast_dtype, times, widen
-from jzero._remat import with_remat
+from jzero._remat import Remat, with_remat
 from jzero._tree import path_str
 from jzero._walk import Walk
 
@@ -157,7 +157,7 @@ def trace_loss(
     inputs: LossInputs,
     *,
     accumulate_steps: int = 1,
-    remat: bool | None = None,
+    remat: Remat | None = None,
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
     batch, rng = inputs.batch, inputs.rng
@@ -191,7 +191,7 @@ def trace_loss(
     return TracedLoss(jaxpr, out_shape, sizes, specs)
 
 
-def _with_remat(jaxpr: Any, remat: bool, *inputs: Any) -> list[Any]:
+def _with_remat(jaxpr: Any, remat: Remat, *inputs: Any) -> list[Any]:
     return with_remat(jaxpr, inputs, remat=remat)
 
 

@@ -210,7 +210,9 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
         if i in plan.hosted:
-            cut = source(param, leaf.grad, leaf.param.shape) if leaf.param.on_host else streamed_source(param, leaf, plan)
+            cut = (
+                source(param, leaf.grad, leaf.param.shape) if leaf.param.on_host else streamed_source(param, leaf, plan)
+            )
             wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(with_edits, cut)
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)

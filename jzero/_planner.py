@@ -227,7 +227,9 @@ def _plan_params(
             )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
-        away = config.offload.params == "host" and rule.offload is not False and not why
+        # Vectors, also those of a scanned layer, are not worth the way; nor could TPUs slice 16-bit stacks of them.
+        is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
+        away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
         plans.append(_with_dtypes(plan, rule, config, i in hosted))

@@ -3,17 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jzero import _compat
+from jzero._mesh import HOST_MEMORY
 
-__all__ = ["REMAT", "recomputes", "with_remat"]
+__all__ = ["REMAT", "Remat", "offload_activations", "recomputes", "with_remat"]
 
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
+Remat: TypeAlias = bool | Literal["offload"]
+BOUNDARY = "jzero_block_boundary"
+
+
+def offload_activations(names: str | Sequence[str], *, keep: Sequence[str] = ()) -> Callable[..., Any]:
+    """Returns a policy for `jax.checkpoint` that keeps named activations in host memory until the backward pass.
+
+    Everything else is recomputed. Activations get names by `jax.ad_checkpoint.checkpoint_name(x, name)`. The policy is
+    for `jax.checkpoint(fn, policy=...)`, Flax's `nn.remat` and `nnx.remat`; gathered parameters are never kept, as with
+    any policy. `make_train_step(remat="offload")` does it for what goes from layer to layer of scanned models.
+
+    Args:
+      names: Activations that go to the host, one or several.
+      keep: Activations that are kept on the device.
+
+    Returns:
+      The policy.
+
+    Raises:
+      ValueError: There is no name, or a name is in both.
+
+    Example:
+      >>> def layer(w, x):
+      ...     return jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w), "hidden")
+      >>> policy = jzero.offload_activations("hidden")
+      >>> loss = lambda params, batch: jax.checkpoint(layer, policy=policy)(params["w"], batch).mean()
+      >>> step = jzero.make_train_step(loss)
+      >>> bool(step(jzero.shard_train_state(plain_state, stage=3), jnp.ones((8, 512)))[1]["step_applied"])
+      True
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or not all(isinstance(name, str) for name in (*names, *keep)):
+        raise ValueError(f"Name at least one activation to offload: got {names!r} and keep={keep!r}.")
+    if set(names) & set(keep):
+        raise ValueError(f"{sorted(set(names) & set(keep))} cannot be offloaded and kept: name each once.")
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(keep),
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    )
 
 
 def recomputes(eqn: Any) -> bool:
@@ -23,7 +67,7 @@ def recomputes(eqn: Any) -> bool:
     )
 
 
-def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: bool) -> list[Any]:
+def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
     """Evaluates a jaxpr, with recomputation as `remat` says.
 
     Looks into `jit`, `cond`, `scan` and `jax.checkpoint`; whatever else holds code is evaluated as it is.
@@ -31,8 +75,9 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: bool) -> list[Any]:
     Args:
       jaxpr: A closed jaxpr.
       inputs: Its inputs.
-      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. False:
-        nothing is recomputed, whatever the code says.
+      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "offload": so
+        does every pass of the outermost scans, whatever the code says, and what it gets from the pass before is kept in
+        host memory. False: nothing is recomputed, whatever the code says.
 
     Returns:
       Its outputs.
@@ -44,7 +89,7 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: bool) -> list[Any]:
 class _Rewrite:
     """Evaluates jaxprs; calls stay calls, one function per jaxpr, which `jax.jit` caches."""
 
-    remat: bool
+    remat: Remat
     calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -59,7 +104,7 @@ class _Rewrite:
         if kind == "cond":
             branches = [lambda *xs, branch=branch: self(branch, xs) for branch in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
-        if kind == "scan" and not (self.remat and recomputes(eqn)):
+        if kind == "scan" and (self.remat == "offload" or not (self.remat and recomputes(eqn))):
             return self._scan(eqn, inputs)
         return _compat.bind(eqn, inputs)
 
@@ -89,12 +134,21 @@ class _Rewrite:
         consts, init, xs = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
         # What is carried unchanged stays so in plain sight.
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
+        stays = list(itertools.islice(fixed, num_carry))
+
+        inner = _Rewrite(remat=False) if self.remat == "offload" else self
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
-            return self(eqn.params["jaxpr"], [*consts, *carry, *x])
+            if self.remat == "offload":
+                carry = [
+                    c if same or not c.ndim else checkpoint_name(c, BOUNDARY)
+                    for c, same in zip(carry, stays, strict=True)
+                ]
+            return inner(eqn.params["jaxpr"], [*consts, *carry, *x])
 
         if self.remat:
-            run = jax.checkpoint(run, prevent_cse=False)
+            policy = offload_activations(BOUNDARY) if self.remat == "offload" else None
+            run = jax.checkpoint(run, prevent_cse=False, policy=policy)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = run(consts, carry, x)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero import _compat
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._grads import (
     WHOLE_BATCH,
@@ -27,13 +28,14 @@ from jzero._grads import (
     trace_loss,
     warn_closed_over,
 )
-from jzero._mesh import batch_axes, num_batch_shards
 from jzero._leaf_update import NO_ELEMENTS
+from jzero._mesh import batch_axes, num_batch_shards
 from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._placement import is_on_host, place_array, stored_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._precision import times
+from jzero._remat import Remat
 from jzero._state import adapt_sharded, check_in_place, map_state
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
@@ -53,7 +55,7 @@ class _Step:
         has_aux: bool,
         mutable: Sequence[str],
         micro: MicroBatches = WHOLE_BATCH,
-        remat: bool | None = None,
+        remat: Remat | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -260,11 +262,41 @@ def _updated(state: Any, grads: list[jax.Array], step: InStep) -> Any:
     params = plan.params_treedef.flatten_up_to(state.params)
     away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
     own_tx = dataclasses.replace(tx, step=step._replace(params=state.params))
-    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
-    new = state.replace(tx=own_tx, params=seen).apply_gradients(grads=plan.params_treedef.unflatten(grads))
+
+    def apply(stand_ins: list[Any]) -> Any:
+        seen = [stand_ins[i] if i in away else x for i, x in enumerate(params)]
+        seen_state = state.replace(tx=own_tx, params=plan.params_treedef.unflatten(seen))
+        return seen_state.apply_gradients(grads=plan.params_treedef.unflatten(grads))
+
+    stand_ins = [NO_ELEMENTS if i in away else None for i in range(len(params))]
+    if away and not type(state).apply_gradients.__module__.startswith(("jzero.", "flax.")):
+        _check_ignores_params(type(state), apply, stand_ins)
+    new = apply(stand_ins)
     after = plan.params_treedef.flatten_up_to(new.params)
     kept = [step.new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
     return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
+
+
+def _check_ignores_params(cls: type, apply: Callable[[list[Any]], Any], stand_ins: list[Any]) -> None:
+    """Raises if a state's own `apply_gradients` computes anything but new parameters from its parameters."""
+    try:
+        jaxpr = jax.make_jaxpr(lambda x: apply(x).replace(params=None, tx=None))(stand_ins).jaxpr
+        reached = set(jaxpr.invars)
+        for eqn in jaxpr.eqns:
+            if any(v in reached for v in eqn.invars if not _compat.is_literal(v)):
+                reached.update(eqn.outvars)
+        computes = any(v in reached for v in jaxpr.outvars if not _compat.is_literal(v))
+    except (TypeError, ValueError) as error:  # such as shapes that do not fit
+        raise _computes_on_params(cls) from error
+    if computes:
+        raise _computes_on_params(cls)
+
+
+def _computes_on_params(cls: type) -> TypeError:
+    return TypeError(
+        f"`{cls.__name__}.apply_gradients` computes on parameters, which are in host memory and cannot be computed on "
+        "there. Move that out of the step, or keep parameters on the devices: `Offload(params='none')`."
+    )
 
 
 def _is_applied(plan: ZeroPlan, result: LossResult, is_weighted: bool) -> jax.Array | None:
@@ -351,7 +383,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     accumulate_steps: int = 1,
     clip_norm: float | None = None,
     reduce: Literal["each", "last"] = "each",
-    remat: bool | None = None,
+    remat: Remat | None = None,
     mutable: Sequence[str] = (),
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
@@ -366,7 +398,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
       remat: True recomputes every pass of the loss's scans (scanned layers) in the backward pass, in place of keeping
-        what it computed, unless the scan says itself what to recompute. False recomputes nothing, whatever
+        what it computed, unless the scan says itself what to recompute. "offload" does so whatever the scan says, and
+        keeps what goes from pass to pass, in place of on the device, in host memory. False recomputes nothing, whatever
         `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of `while_loop`, `custom_vjp` and
         `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
@@ -392,8 +425,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     """
     if reduce not in ("each", "last"):
         raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
-    if remat not in (None, True, False):
-        raise ValueError(f"`remat` must be None, True or False: got {remat!r}.")
+    if remat not in (None, True, False, "offload"):
+        raise ValueError(f"`remat` must be None, True, False or 'offload': got {remat!r}.")
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
     return TrainStep(loss_fn, has_aux=has_aux, micro=micro, clip_norm=clip_norm, mutable=mutable, remat=remat)
 

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._placement import on_device
 from jzero._remat import REMAT, recomputes
 
 __all__ = ["Walk"]
@@ -299,6 +300,10 @@ def _regathered(fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fenc
 
 def _after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], list[Any]]:
     """Makes `lazy` depend on `cotangents`, so that it is not gathered before they are there."""
+    # What is in host memory may not go through a barrier with what is not: XLA would take all of it for the host's.
+    lazy = {
+        i: dataclasses.replace(x, shard=x.shard if x.shard is None else on_device(x.shard)) for i, x in lazy.items()
+    }
     leaves, treedef = jax.tree.flatten(cotangents)
     real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
     lazy, fenced = lax.optimization_barrier((lazy, [leaves[i] for i in real]))

@@ -152,3 +152,62 @@ def test_tiles_are_noted():
     batch = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology="v5p:4x4x4", config=config)
     assert any("18 % more than" in note for note in report.notes), report.notes
+
+
+def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, **sizes):
+    """The analysis of a step, verified."""
+    model = models.GPT(**{"vocab": 1024, "d_model": 512, "heads": 8, "layers": 8, "scan": scan, **sizes})
+    plain = jax.eval_shape(lambda: models.gpt_state(model, tx or optax.adamw(1e-3)))
+    config = jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=0, offload=offload)
+    batch = jax.ShapeDtypeStruct((64, models.SEQ + 1), jnp.int32)
+    step = jzero.make_train_step(models.gpt_loss(model), remat=remat)
+    report = jzero.analyze(step, plain, batch, topology=topology, config=config)
+    report.verify()
+    return report
+
+
+CHUNK = 2**20
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
+def test_optimizer_state_on_the_host_leaves_the_devices(topology, precision):
+    before = offloaded(topology, jzero.Offload(), precision)
+    after = offloaded(topology, jzero.Offload(optimizer="host", chunk_bytes=CHUNK), precision)
+    plan = after.plan
+    assert plan.host_bytes_per_device.opt_state > 20 * CHUNK
+    # TPUs lay out shards in tiles that they do not all fill.
+    assert after.memory.host == pytest.approx(plan.host_bytes_per_device.total, rel=0.02)
+    moved = before.plan.bytes_per_device.opt_state + before.plan.bytes_per_device.params
+    moved -= plan.bytes_per_device.opt_state + plan.bytes_per_device.params
+    freed = before.memory.arguments - after.memory.arguments
+    assert freed == pytest.approx(moved, rel=0.02)
+    more = (after.memory.peak - after.memory.arguments) - (before.memory.peak - before.memory.arguments)
+    assert more <= 4 * CHUNK
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_parameters_on_the_host_leave_the_devices(topology, scan):
+    all_away = jzero.Offload(optimizer="host", params="host", chunk_bytes=CHUNK)
+    before = offloaded(topology, jzero.Offload(), scan=scan)
+    after = offloaded(topology, all_away, scan=scan)
+    assert after.memory.arguments < 0.01 * before.memory.arguments
+    assert after.memory.peak < before.memory.peak - 0.8 * before.memory.arguments
+    assert after.memory.host == pytest.approx(after.plan.host_bytes_per_device.total, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [{"vocab": 5027, "d_model": 120, "heads": 5}, {"vocab": 777, "d_model": 328}])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_odd_sizes_are_cut_into_chunks_that_tpus_can_slice(precision, sizes):
+    away = jzero.Offload(optimizer="host", chunk_bytes=20_000)
+    for scan in (True, False):
+        report = offloaded("v5p:2x2x2", away, precision, scan=scan, layers=3, **sizes)
+        assert report.memory.host >= report.plan.host_bytes_per_device.total
+
+
+def test_activations_on_the_host():
+    near, away = (offloaded("v5p:2x2x2", jzero.Offload(), remat=remat, layers=12) for remat in (True, "offload"))
+    assert near.memory.host == 0
+    assert away.memory.host > 0
+    assert away.memory.peak < near.memory.peak

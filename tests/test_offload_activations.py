@@ -1,0 +1,89 @@
+"""Activations on the host between forward and backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jzero
+from tests import models
+from tests.test_offload_params import device_puts
+
+LAYERS, WIDTH = 3, 40
+
+
+def train(model, remat, stage=3, **options):
+    state = jzero.shard_train_state(
+        models.gpt_state(model, optax.adamw(1e-3)), config=jzero.ZeroConfig(stage=stage, persistence_threshold=50)
+    )
+    step = jzero.make_train_step(models.gpt_loss(model), remat=remat, **options)
+    found = []
+    for seed in range(2):
+        state, metrics = step(state, models.tokens(16, seed, vocab=128))
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return found, step, state
+
+
+def to_host(jaxpr):
+    """Yields the shapes of what is moved to the host, of a slice of a loop or as a whole."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and jax.memory.Space.Host in {v.aval.memory_space for v in eqn.outvars}:
+            yield from (tuple(v.aval.shape) for v in eqn.outvars)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from to_host(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
+@pytest.mark.parametrize("own", [None, {}])
+def test_what_goes_between_layers(own, options):
+    model = models.GPT(vocab=128, d_model=WIDTH, heads=5, layers=LAYERS, remat=own)
+    expected, _, _ = train(model, True, **options)
+    found, step, state = train(model, "offload", **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jaxpr = step.trace(state, models.tokens(16, vocab=128)).jaxpr.jaxpr
+    rows = 16 // 8 // options.get("accumulate_steps", 1)
+    assert list(to_host(jaxpr)) == [(rows, models.SEQ, WIDTH)], "one array per layer: what it is called with"
+    back = [shape for shape, inside in device_puts(jaxpr) if "scan" in inside]
+    assert back.count((rows, models.SEQ, WIDTH)) == 2, "there and back"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_named_activations(stage):
+    params = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)) / 8) for i in range(3)}
+
+    def layer(w, x):
+        hidden = checkpoint_name(jnp.tanh(x @ w), "hidden")
+        return checkpoint_name(jnp.sin(hidden) * 2, "out")
+
+    def loss(policy, params, batch):
+        apply = jax.checkpoint(layer, policy=policy) if policy else layer
+        for name in sorted(params):
+            batch = apply(params[name], batch)
+        return jnp.square(batch).mean()
+
+    def run(policy):
+        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+        state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+        step = jzero.make_train_step(functools.partial(loss, policy))
+        batch = np.random.default_rng(9).normal(size=(16, 64)).astype(np.float32)
+        moved = sorted(to_host(step.trace(state, batch).jaxpr.jaxpr))
+        state, metrics = step(state, batch)
+        return moved, float(metrics["loss"]), float(metrics["grad_norm"])
+
+    moved, *found = run(jzero.offload_activations("hidden", keep=["out"]))
+    none, *expected = run(None)
+    assert (moved, none) == ([(2, 64)] * 3, []), "the device's rows, and no gathered parameter"
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_what_cannot_be():
+    with pytest.raises(ValueError, match="at least one activation"):
+        jzero.offload_activations([])
+    with pytest.raises(ValueError, match=r"\['a'\] cannot be offloaded and kept"):
+        jzero.offload_activations(["a", "b"], keep=["a"])
+    with pytest.raises(ValueError, match=r"None, True, False or 'offload': got 'host'"):
+        jzero.make_train_step(models.mlp_loss, remat="host")

@@ -1,0 +1,220 @@
+"""Parameters on the host: fetched where they are gathered, written back by the update."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models
+from tests.checkpoint_states import arrays, assert_same_bits
+
+ALL = jzero.Offload(params="host", optimizer="host", chunk_bytes=4096)
+PARAMS = jzero.Offload(params="host", chunk_bytes=4096)
+NONE = jzero.Offload()
+
+
+def config(offload, precision="fp32", **options):
+    return jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=50, offload=offload, **options)
+
+
+def kinds(tree):
+    return {jax.tree_util.keystr(path): x.sharding.memory_kind for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def gpt(scan, remat=None):
+    return models.GPT(vocab=128, d_model=40, heads=5, layers=3, scan=scan, remat=remat)
+
+
+def train(plain, loss_fn, batches, offload, precision, **options):
+    state = jzero.shard_train_state(plain, config=config(offload, precision))
+    step, losses = jzero.make_train_step(loss_fn, clip_norm=1.0, **options), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+CASES = [
+    (True, None, "fp32", ALL, {}),
+    (True, {}, "bf16", ALL, {"accumulate_steps": 2}),
+    (False, None, "fp16", ALL, {}),
+    (False, {}, "bf16", PARAMS, {}),
+    (True, None, "fp32", PARAMS, {}),
+]
+
+
+@pytest.mark.parametrize(("scan", "remat", "precision", "offload", "options"), CASES)
+def test_the_numbers_are_those_without_offload(scan, remat, precision, offload, options):
+    model = gpt(scan, remat)
+    plain = lambda: models.gpt_state(model, optax.adamw(1e-3, eps=1e-6))
+    batches = [models.tokens(32, seed, vocab=128) for seed in range(3)]
+    expected, losses = train(plain(), models.gpt_loss(model), batches, NONE, precision, **options)
+    state, found = train(plain(), models.gpt_loss(model), batches, offload, precision, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    whole = [jax.tree.leaves(jzero.gather_params(x, masters=True)) for x in (state, expected)]
+    for a, b in zip(*whole, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)  # of steps of 1e-3
+    plan = jzero.plan_of(state)
+    assert [x.sharding.memory_kind for x in jax.tree.leaves(state.params)] == [
+        "pinned_host" if leaf.param.on_host else "device" for leaf in plan.leaves
+    ]
+    away = [leaf for leaf in plan.leaves if leaf.param.on_host]
+    assert sum(x.param.size for x in away) > 0.95 * sum(leaf.param.size for leaf in plan.leaves)
+    assert all(leaf.param.cut is not None for leaf in away)
+
+
+def device_puts(jaxpr, inside=()):
+    """Yields `(shape, primitives around it)` of everything that is moved between memories."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            yield from ((tuple(v.aval.shape), inside) for v in eqn.invars)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from device_puts(getattr(inner, "jaxpr", inner), (*inside, eqn.primitive.name))
+
+
+def test_scanned_layers_are_fetched_one_by_one():
+    model = gpt(scan=True)
+    state = jzero.shard_train_state(models.gpt_state(model, optax.adamw(1e-3)), config=config(ALL))
+    evaluate = jzero.make_eval_step(lambda p, batch: {"loss": models.gpt_loss(model)(p, batch)})
+    step = jzero.make_train_step(models.gpt_loss(model))
+    for fn, passes in ((evaluate, 1), (step, 2)):
+        moved = list(device_puts(fn.trace(state, models.tokens(8, vocab=128)).jaxpr.jaxpr))
+        shards_of_a_layer = [(5, 40)] * 4 + [(40, 20), (20, 40)]  # query, key, value and out; up and down
+        found = [shape for shape, inside in moved if "scan" in inside and shape in shards_of_a_layer]
+        assert sorted(found) == sorted(shards_of_a_layer * passes)
+        assert not [shape for shape, _ in moved if len(shape) == 3 and shape[0] == 3], "never a stack of three layers"
+
+
+def test_evaluation_and_gradients():
+    model = gpt(scan=True)
+    loss_fn, batch = models.gpt_loss(model), models.tokens(16, vocab=128)
+    away, near = (
+        jzero.shard_train_state(models.gpt_state(model, optax.adamw(1e-3)), config=config(offload))
+        for offload in (ALL, NONE)
+    )
+    evaluate = jzero.make_eval_step(lambda p, batch: {"loss": loss_fn(p, batch)})
+    assert float(evaluate(away, batch)["loss"]) == float(evaluate(near, batch)["loss"])
+    (loss, grads), (same, expected) = (jzero.value_and_grad(loss_fn)(state, batch) for state in (away, near))
+    assert float(loss) == float(same)
+    assert_same_bits(arrays(grads), arrays(expected))
+    with pytest.raises(ValueError, match=r"lie on the host .* are updated by steps of `make_train_step` alone"):
+        away.apply_gradients(grads=grads)
+    logits = jax.jit(lambda s: s.apply_fn({"params": jzero.natural_params(s)}, batch[:, :-1]))
+    np.testing.assert_allclose(logits(away), logits(near), rtol=1e-5, atol=1e-5)
+
+
+def test_nnx_and_frozen_parameters():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.base = nnx.Linear(24, 32, rngs=rngs)
+            self.head = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(jnp.tanh(self.base(x)))
+
+    def run(offload):
+        model = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("head"))
+        pair = jzero.shard_train_state((model, optimizer), config=config(offload, "bf16"))
+        step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean())
+        for i in range(2):
+            pair, _ = step(pair, np.full((16, 24), 0.1 * (i + 1), np.float32))
+        return pair
+
+    (model, _), (expected, _) = run(ALL), run(NONE)
+    for layer in ("base", "head"):
+        kernel = getattr(model, layer).kernel[...]
+        assert kernel.sharding.memory_kind == "pinned_host", layer
+        whole = np.asarray(getattr(expected, layer).kernel[...], np.float32)
+        np.testing.assert_allclose(np.asarray(kernel, np.float32), whole, rtol=1e-2)  # bf16, and fp32 masters
+
+
+def test_linen_with_trainable_parameters():
+    model = nn.Sequential([nn.Dense(64), nn.tanh, nn.Dense(16)])
+    params = model.init(jax.random.key(0), jnp.zeros((1, 24)))["params"]
+
+    def run(offload):
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+        state = jzero.shard_train_state(state, config=config(offload), trainable="layers_2/.*")
+        step = jzero.make_train_step(lambda p, batch: jnp.square(model.apply({"params": p}, batch)).mean())
+        for _ in range(2):
+            state, _ = step(state, np.full((16, 24), 0.3, np.float32))
+        return state
+
+    state, expected = run(ALL), run(NONE)
+    assert kinds(state.params)["['layers_0']['kernel']"] == "pinned_host"
+    frozen = jzero.gather_params(state)["layers_0"]["kernel"]
+    np.testing.assert_array_equal(frozen, params["layers_0"]["kernel"])
+    for path, x in arrays(jzero.gather_params(expected)).items():
+        np.testing.assert_allclose(arrays(jzero.gather_params(state))[path], x, rtol=1e-6, atol=1e-7)
+
+
+def test_born_saved_restored_and_moved(tmp_path):
+    def make(key):
+        return jzero.TrainState.create(params={"w": jax.random.normal(key, (129, 41))}, tx=optax.adam(1e-3))
+
+    loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+    state = jzero.init_train_state(make, jax.random.key(0), config=config(ALL, "bf16"))
+    assert set(kinds(state.params).values()) == {"pinned_host"}
+    assert jzero.plan_of(state).host_bytes_per_device == (136 * 41 // 8 * 2, 0, 136 * 41 // 8 * 12)  # 129 rows padded
+    step = jzero.make_train_step(loss_fn)
+    state, _ = step(state, np.ones((8, 129), np.float32))
+    jzero.save_checkpoint(tmp_path / "x", state)
+    back = jzero.restore_checkpoint(tmp_path / "x", jzero.abstract_train_state(state, config=config(ALL, "bf16")))
+    assert_same_bits(arrays(back), arrays(state))
+    assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(state)]
+    before = arrays(back)
+    away = jzero.offload_train_state(back)
+    back = jzero.reload_train_state(away)
+    assert_same_bits(arrays(back), before)
+    near = jzero.shard_train_state(back, config=config(NONE, "bf16"))
+    assert_same_bits(arrays(jzero.gather_params(near)), arrays(jzero.gather_params(back, masters=True)))
+    edited = jzero.set_full_param(back, "w", value=np.full((129, 41), 0.3))
+    assert edited.params["w"].sharding.memory_kind == "pinned_host"
+    edited, _ = step(edited, np.zeros((8, 129), np.float32))
+    np.testing.assert_allclose(jzero.get_full_param(edited, "w"), 0.3, atol=2e-3)
+
+
+def test_a_state_that_computes_on_its_parameters_cannot():
+    class WithNorm(TrainState):
+        norm: jax.Array
+
+        def apply_gradients(self, *, grads):
+            new = super().apply_gradients(grads=grads)
+            return new.replace(norm=jnp.square(new.params["w"]).sum())
+
+    class WithMean(TrainState):
+        mean: dict
+
+        def apply_gradients(self, *, grads):
+            new = super().apply_gradients(grads=grads)
+            return new.replace(mean=jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, new.mean, new.params))
+
+    class WithCount(TrainState):
+        count: jax.Array
+
+        def apply_gradients(self, *, grads):
+            return super().apply_gradients(grads=grads).replace(count=self.count + 1)
+
+    params = {"w": jnp.ones((64, 64))}
+    step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+    for cls, extra in ((WithNorm, {"norm": jnp.zeros(())}), (WithMean, {"mean": params})):
+        state = cls.create(apply_fn=None, params=params, tx=optax.sgd(0.1), **extra)
+        state = jzero.shard_train_state(state, config=config(ALL))
+        with pytest.raises(TypeError, match=rf"`{cls.__name__}.apply_gradients` computes on parameters"):
+            step(state, np.ones((8, 64), np.float32))
+    state = WithCount.create(apply_fn=None, params=params, tx=optax.sgd(0.1), count=jnp.zeros((), int))
+    state, _ = step(jzero.shard_train_state(state, config=config(ALL)), np.ones((8, 64), np.float32))
+    assert int(state.count) == 1
+
+
+def test_below_stage_3():
+    with pytest.raises(ValueError, match=r"`Offload\(params='host'\)` needs stage 3, .*: got stage 2"):
+        jzero.ZeroConfig(stage=2, offload=PARAMS)
+    with pytest.raises(ValueError, match=r"`Offload.params` must be one of \('none', 'host'\): got 'nvme'"):
+        jzero.Offload(params="nvme")
