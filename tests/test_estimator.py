@@ -608,3 +608,43 @@ def test_models_that_are_none(live, capsys):
     with pytest.raises(ValueError, match="`num_nodes` must be"):
         live({"w": np.ones(3)}, 1, 0)
     assert capsys.readouterr().out == "", "nothing is printed before an error"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rows_for_offload_agree_with_the_plan(stage):
+    """What DeepSpeed's formulas and a plan both count: 16-bit parameters on the device, masters and moments on the host.
+
+    The formulas count more on the host: an fp32 gradient (4 bytes). On the device stage 1 has whole 16-bit gradients
+    until the step (2 bytes), as `plan.bytes_per_device.grads` has; stage 3 has the largest layer, twice in 16 bits.
+    """
+    size, devices, layer = 64 * 128 + 128 * 64, 8, 64 * 128
+    params = {"a": jnp.zeros((64, 128)), "b": jnp.zeros((128, 64))}
+    state = jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+
+    def plan(**offload):
+        config = jzero.ZeroConfig(
+            stage=stage, precision="bf16", persistence_threshold=0, offload=jzero.Offload(**offload)
+        )
+        return jzero.plan_train_state(state, config=config, mesh=mesh)
+
+    def needs(*offload):
+        if stage == 3:
+            return jzero.estimate_zero3_model_states_mem_needs(size, layer, devices, 1, *offload, True, 1.0)[:2]
+        needed = {1: jzero.estimate_zero1_model_states_mem_needs, 2: jzero.estimate_zero2_model_states_mem_needs}
+        return needed[stage](size, devices, 1, offload[0], 1.0)
+
+    count = 4  # of steps, an int32
+    cpu, gpu = needs(True, False)
+    found = plan(optimizer="host")
+    assert found.bytes_per_device.opt_state == count
+    assert found.host_bytes_per_device == (0, 0, 12 * size // devices)
+    extra = {1: 2 * size, 2: 0, 3: 4 * layer}[stage]
+    assert found.bytes_per_device.params == gpu - extra
+    # Below stage 3 each process of the formulas has made the whole model in fp32 before, which is more.
+    assert max(devices * found.host_bytes_per_device.opt_state + 4 * size, (4 * devices * size) * (stage < 3)) == cpu
+    if stage == 3:
+        cpu, gpu = needs(True, True)
+        found = plan(optimizer="host", params="host")
+        assert (found.bytes_per_device.params, gpu) == (0, 4 * layer)
+        assert devices * found.host_bytes_per_device.total + 4 * size == cpu
