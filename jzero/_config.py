@@ -25,7 +25,8 @@ class Offload:
 
     With `params="host"`, at stage 3, the shards of parameters are there too. Each is brought to its device where it is
     about to be gathered, in the body of the loop for scanned layers, and again for the backward pass; the update writes
-    it back. Such a state is trained by `make_train_step` alone.
+    it back. Gradients go to the host as they are reduced, if all optimizer state is there and there are no
+    micro-batches to sum. Such a state is trained by `make_train_step` alone.
 
     Attributes:
       optimizer: "host" or "none".

@@ -15,12 +15,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jzero import _compat
 from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
+from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
+from jzero._placement import is_on_host, on_device
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
 from jzero._precision import cast_dtype, times, widen
 from jzero._remat import Remat, with_remat
+from jzero._streamed import is_tiled
 from jzero._tree import path_str
 from jzero._walk import Walk
 
@@ -53,7 +56,8 @@ class LossResult(NamedTuple):
       loss: The mean over the global batch.
       weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
       aux: What the loss returned beside the mean, reduced as `Summed` and `PerExample` say.
-      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; none if not differentiated.
+      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; without elements where
+        `reduced` is in host memory; none if not differentiated.
       reduced: The same before it was widened and multiplied by `factor`, as it was reduced.
       factor: What gradients are multiplied with after their reduction.
       grad_norm: Global L2 norm of the gradients, in fp32 or wider; whole leaves count once, padding never.
@@ -219,10 +223,24 @@ def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
 
 
 def loss_and_grads(
-    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, micro: MicroBatches = WHOLE_BATCH
+    traced: TracedLoss,
+    plan: ZeroPlan,
+    inputs: LossInputs,
+    micro: MicroBatches = WHOLE_BATCH,
+    *,
+    grads_to_host: bool = False,
 ) -> LossResult:
-    """Evaluates a traced loss and its gradients over the whole batch, inside `jit`."""
-    return _run(traced, plan, inputs, micro, differentiate=True)
+    """Evaluates a traced loss and its gradients over the whole batch, inside `jit`.
+
+    Args:
+      traced: The loss.
+      plan: The plan of the state.
+      inputs: What it is evaluated on.
+      micro: How to go through the batch.
+      grads_to_host: Whether gradients of parameters that lie on the host with all their optimizer state go there as
+        soon as they are reduced. Where micro-batches are summed they do not.
+    """
+    return _run(traced, plan, inputs, micro, differentiate=True, grads_to_host=grads_to_host)
 
 
 def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
@@ -231,7 +249,13 @@ def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResu
 
 
 def _run(
-    traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs, micro: MicroBatches, *, differentiate: bool
+    traced: TracedLoss,
+    plan: ZeroPlan,
+    inputs: LossInputs,
+    micro: MicroBatches,
+    *,
+    differentiate: bool,
+    grads_to_host: bool = False,
 ) -> LossResult:
     config = plan.config
     whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
@@ -247,17 +271,20 @@ def _run(
         [whole] * len(leaves[3]),
         [whole] * len(leaves[4]),
     )
+    local_step = _LocalStep(traced, plan, micro, differentiate, carried, grads_to_host)
+    grads = plan.leaves if differentiate else ()
     specs = {
         "loss": whole,
         "weight": whole,
         "aux": aux_specs(traced.out_shape[1], split),
-        "grads": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
-        "reduced": [_manual(leaf.grad, config.axis) for leaf in plan.leaves] if differentiate else [],
+        "grads": [
+            whole if i in local_step.streamed else _manual(leaf.grad, config.axis) for i, leaf in enumerate(grads)
+        ],
+        "reduced": [_manual(leaf.grad, config.axis) for leaf in grads],
         "factor": whole,
         "grad_norm": whole,
         "overflowed": whole,
     }
-    local_step = _LocalStep(traced, plan, micro, differentiate, carried)
     mapped = jax.shard_map(
         lambda *leaves: local_step(*leaves)._asdict(),
         mesh=plan.mesh,
@@ -311,6 +338,7 @@ class _LocalStep:
     micro: MicroBatches
     differentiate: bool
     carried: list[StateLeaf | None]
+    grads_to_host: bool = False
 
     @functools.cached_property
     def wire(self) -> Wire:
@@ -327,6 +355,14 @@ class _LocalStep:
             widen_bf16=_cannot_sum_bf16(self.plan),
         )
 
+    @functools.cached_property
+    def streamed(self) -> frozenset[int]:
+        """The parameters whose gradients leave for the host as soon as they are reduced."""
+        if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
+            return frozenset()
+        leaves = self.plan.leaves
+        return frozenset(i for i in self.plan.wholly_hosted if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
+
     @property
     def predivide(self) -> int:
         """What gradients are divided by before they are reduced."""
@@ -338,7 +374,7 @@ class _LocalStep:
         wire, plan = self.wire, self.plan
         index = batch_index(wire, dict(plan.mesh.shape))
         key = [jax.random.fold_in(k, index) for k in key]
-        roles = [_Role(leaf, wire, plan.config.stage) for leaf in plan.leaves]
+        roles = [_Role(leaf, wire, plan.config.stage, i in self.streamed) for i, leaf in enumerate(plan.leaves)]
         carried = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
         forward = self._forward(roles, params, carried, loss_scale)
         if self.differentiate:
@@ -352,8 +388,11 @@ class _LocalStep:
         inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
         unscale = inverse * divisor * self.predivide / loss_scale[0] if loss_scale else inverse
         reduced = [role.finish(local.get(i)) for i, role in enumerate(roles)] if self.differentiate else []
-        grads = [x if local.get(i) is None else times(x, unscale) for i, x in enumerate(reduced)]
-        norm, overflowed = _grad_norm(grads, plan)
+        norm, overflowed = _grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
+        grads = [
+            jnp.zeros((0,), x.dtype) if is_on_host(x) else times(x, unscale) if i in local else x
+            for i, x in enumerate(reduced)
+        ]
         loss = sum_over(total, wire) * inverse
         aux = reduce_aux(aux, wire, self.micro.steps)
         return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
@@ -429,27 +468,52 @@ class _LocalStep:
         return sums, divisor, aux, grads
 
 
-def _grad_norm(grads: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm of reduced gradients, and which are not finite if the policy asks.
+def _grad_norm(
+    reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the global norm of reduced gradients times factors, and which are not finite if the policy asks.
 
     One small sum over the devices that hold different shards.
     """
     zero = jnp.zeros((), jnp.float32)
     cut = whole = zero
-    pairs = list(zip(grads, plan.leaves, strict=True)) if grads else []
+    pairs = list(zip(reduced, plan.leaves, strict=True)) if reduced else []
     inexact = [x if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact) else None for x, leaf in pairs]
-    for grad, (_, leaf) in zip(inexact, pairs, strict=True):
-        square = zero if grad is None else jnp.sum(jnp.real(grad * jnp.conj(grad)))
+    sums = [
+        (zero, zero) if x is None else _square_and_not_finite(x, [] if factor is None else [factor], plan)
+        for x, factor in zip(inexact, factors, strict=True)
+    ]
+    for (square, _), (_, leaf) in zip(sums, pairs, strict=True):
         if leaf.grad.cut is None:
             whole = whole + square
         else:
             cut = cut + square
-    if not plan.config.policy.skips or not grads:
+    if not plan.config.policy.skips or not reduced:
         return jnp.sqrt(lax.psum(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are the same everywhere: counted N times they are still what they are.
-    counts = [zero if x is None else jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in inexact]
+    counts = [count for _, count in sums]
     cut, totals = lax.psum((cut, jnp.stack(counts)), plan.config.axis)
     return jnp.sqrt(cut + whole), totals > 0
+
+
+def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of squares of a reduced gradient times factors, and how many elements are not finite."""
+
+    def sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = times(x, *factors)
+        return jnp.sum(jnp.real(x * jnp.conj(x))), jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+
+    if not is_on_host(x):
+        return sums(x)
+    pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+    x = x.reshape(pieces.view)
+
+    def step(chunk: Chunk, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        square, count = sums(on_device(read_chunk(x, chunk, pieces)))
+        return total[0] + square, total[1] + count
+
+    dtype = jnp.promote_types(jnp.real(jnp.zeros((), x.dtype)).dtype, jnp.float32)
+    return for_each_chunk(step, (jnp.zeros((), dtype), jnp.zeros((), jnp.float32)), pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,6 +523,7 @@ class _Role:
     leaf: LeafPlan
     wire: Wire
     stage: int
+    is_streamed: bool
 
     @property
     def has_slot(self) -> bool:
@@ -475,13 +540,15 @@ class _Role:
             return stored
         cut = self.leaf.grad.cut
         assert cut is not None
-        return jnp.zeros(cut.shape if self.wire.reduce_last else cut.shard_shape, self.leaf.grad.dtype)
+        slot = jnp.zeros(cut.shape if self.wire.reduce_last else cut.shard_shape, self.leaf.grad.dtype)
+        return jax.device_put(slot, jax.memory.Space.Host) if self.is_streamed else slot
 
     def value(self, variable: jax.Array | None, stored: jax.Array) -> Any:
         """The parameter as the walk takes it."""
         param, dtype = self.leaf.param, self.leaf.compute_dtype
         if param.cut is not None:
-            return Lazy(stored, None, variable, param.cut, self.wire, dtype, dtype)
+            lazy = Lazy(stored, None, variable, param.cut, self.wire, dtype, dtype)
+            return lazy if self.leaf.scan_dim is not None else lazy.land()
         if self.has_slot and variable is not None:
             assert self.leaf.grad.cut is not None
             return Lazy(None, stored, variable, self.leaf.grad.cut, self.wire, dtype, dtype)

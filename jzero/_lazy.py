@@ -41,7 +41,8 @@ class Lazy:
     Attributes:
       shard: This device's part, here or in host memory; `None` if every device holds the parameter whole.
       whole: The whole parameter, if every device holds it.
-      slot: An array in the layout and dtype of the gradient, through which that leaves; `None` if there is none.
+      slot: An array in the layout and dtype of the gradient, through which that leaves; `None` if there is none. One in
+        host memory takes the gradient there.
       cut: How the part lies in the natural shape.
       wire: The axes to gather and reduce over.
       wire_dtype: What the value is cast to on the device that holds it, before it travels.
@@ -83,8 +84,25 @@ class Lazy:
             # A shard in host memory is brought here, where it is needed.
             value = gather_param(narrow(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
         if self.slot is not None:
-            value = view_param(value, self.slot, self.cut, self.wire)
+            value = view_param(value, landed(self.slot), self.cut, self.wire)
         return value.astype(self.dtype)
+
+    def land(self) -> Lazy:
+        """Returns the same with a slot on the device: gradients of all its uses are summed there, and moved once."""
+        return self if self.slot is None else dataclasses.replace(self, slot=landed(self.slot))
+
+
+def landed(slot: jax.Array) -> jax.Array:
+    """Returns a slot on the device for one that may be in host memory; its gradient goes there."""
+    return _land(slot) if is_on_host(slot) else slot
+
+
+@jax.custom_vjp
+def _land(slot: jax.Array) -> jax.Array:
+    return jnp.zeros(slot.shape, slot.dtype)
+
+
+_land.defvjp(lambda slot: (_land(slot), None), lambda _, grad: (jax.device_put(grad, jax.memory.Space.Host),))
 
 
 class _Operation(NamedTuple):

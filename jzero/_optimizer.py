@@ -188,7 +188,7 @@ def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = Mappi
             x = natural_leaf(x, leaf.grad, plan)
         else:
             raw, factors = reduced.get(id(x), (x, ()))
-            x = streamed_source(raw, leaf, plan)
+            x = source(raw, leaf.grad, leaf.param.shape) if is_on_host(raw) else streamed_source(raw, leaf, plan)
             x = x.map(times, *factors) if factors else x
         return x if plan.config.policy == Precision() else _cast(x, leaf.update_dtype)
 

@@ -241,6 +241,16 @@ class ZeroPlan:
         return frozenset(own | owners)
 
     @functools.cached_property
+    def wholly_hosted(self) -> frozenset[int]:
+        """Indices of the trained parameters that lie on the host with all optimizer state of their shape."""
+        near = {
+            x.owner
+            for x in self.inner_leaves
+            if x.owner is not None and not x.on_host and x.shape == self.leaves[x.owner].param.shape
+        }
+        return frozenset(i for i in self.hosted if self.leaves[i].param.on_host) - near
+
+    @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:
         """Bytes that one device has in the memory of its host, by term, padding included; gradients never are there."""
         return BytesPerDevice(

@@ -24,7 +24,17 @@ from jzero._chunks import Chunk, for_each_chunk, index_in, read_chunk, split, wr
 from jzero._placement import is_on_host, on_device
 from jzero._plan import StateLeaf, ZeroPlan
 
-__all__ = ["ELEMENTWISE", "Streamed", "applied", "constant", "same_layout", "source", "sources_of", "stream"]
+__all__ = [
+    "ELEMENTWISE",
+    "Streamed",
+    "applied",
+    "constant",
+    "is_tiled",
+    "same_layout",
+    "source",
+    "sources_of",
+    "stream",
+]
 
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
@@ -183,7 +193,7 @@ def stream(  # noqa: PLR0913  # a loop and all that goes through it
         *arrays_here, used_here, numbers = given_here
         shape = next(x.shape for group in arrays_here for x in group)
         bytes_per_element = sum(x.dtype.itemsize for x in arrays_here[0])
-        pieces = split(shape, bytes_per_element, config.offload.chunk_bytes, tiled=_is_tiled(plan))
+        pieces = split(shape, bytes_per_element, config.offload.chunk_bytes, tiled=is_tiled(plan))
         old, given, read = ([x.reshape(pieces.view) for x in group] for group in arrays_here)
         results = given or [jnp.zeros(pieces.view, x.dtype) for x in ([] if out is None else [out])]
         device = _index(spec, dict(plan.mesh.shape))
@@ -241,6 +251,6 @@ def _without_padding(tree: Any, leaf: StateLeaf, index: jax.Array | None) -> Any
     return jax.tree.map(lambda x: jnp.where(index < natural_size, x, jnp.zeros((), x.dtype)), tree)
 
 
-def _is_tiled(plan: ZeroPlan) -> bool:
+def is_tiled(plan: ZeroPlan) -> bool:
     """Whether the devices lay out arrays in tiles, or may do so."""
     return not isinstance(plan.mesh, Mesh) or plan.mesh.devices.flat[0].platform == "tpu"

@@ -228,13 +228,12 @@ class TrainStep(_Step):
         tx, plan = state.tx, state.tx.plan
         traced, inputs = self._traced(state, batch, rng)
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
-        result = loss_and_grads(traced, plan, inputs, self.micro)
+        result = loss_and_grads(traced, plan, inputs, self.micro, grads_to_host=True)
         aux, changed = result.aux
         factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
         grads = [times(g, *factors) for g in result.grads]
         applied = _is_applied(plan, result, isinstance(traced.out_shape[0], Weighted))
-        reduced = {id(g): (raw, (result.factor, *factors)) for g, raw in zip(grads, result.reduced, strict=True)}
-        new = _updated(state, grads, InStep(applied, reduced, {}))
+        new = _updated(state, grads, result.reduced, (result.factor, *factors), applied)
         if changed:
             new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
         if applied is None:
@@ -253,49 +252,67 @@ def _settled(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
 
 
-def _updated(state: Any, grads: list[jax.Array], step: InStep) -> Any:
+def _updated(
+    state: Any,
+    grads: list[jax.Array],
+    reduced: list[jax.Array],
+    factors: tuple[jax.Array, ...],
+    applied: jax.Array | None,
+) -> Any:
     """Returns the state after its own `apply_gradients`.
 
     Parameters on the host take no part in optax's sums: something without elements stands for each.
+
+    Args:
+      state: The state before.
+      grads: Gradients; without elements where `reduced` is on the host.
+      reduced: The same before they were multiplied with `factors`.
+      factors: The loss scale, clipping.
+      applied: Whether the step is applied; `None` if it always is.
     """
     tx, plan = state.tx, state.tx.plan
     params = plan.params_treedef.flatten_up_to(state.params)
-    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
-    own_tx = dataclasses.replace(tx, step=step._replace(params=state.params))
+    away = [i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host]
+    new_params: dict[int, jax.Array] = {}
 
-    def apply(stand_ins: list[Any]) -> Any:
-        seen = [stand_ins[i] if i in away else x for i, x in enumerate(params)]
-        seen_state = state.replace(tx=own_tx, params=plan.params_treedef.unflatten(seen))
-        return seen_state.apply_gradients(grads=plan.params_treedef.unflatten(grads))
+    def apply(stand_ins: dict[int, Any], grads: list[jax.Array]) -> Any:
+        sources = {id(g): (raw, factors) for g, raw in zip(grads, reduced, strict=True)}
+        step = InStep(applied, sources, new_params, state.params)
+        seen = plan.params_treedef.unflatten([stand_ins.get(i, x) for i, x in enumerate(params)])
+        before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
+        return before.apply_gradients(grads=plan.params_treedef.unflatten(grads))
 
-    stand_ins = [NO_ELEMENTS if i in away else None for i in range(len(params))]
+    stand_ins = dict.fromkeys(away, NO_ELEMENTS)
     if away and not type(state).apply_gradients.__module__.startswith(("jzero.", "flax.")):
-        _check_ignores_params(type(state), apply, stand_ins)
-    new = apply(stand_ins)
+        _check_ignores(type(state), apply, stand_ins, grads)
+    new = apply(stand_ins, grads)
     after = plan.params_treedef.flatten_up_to(new.params)
-    kept = [step.new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
+    kept = [new_params.get(i, params[i]) if i in stand_ins else x for i, x in enumerate(after)]
     return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
 
 
-def _check_ignores_params(cls: type, apply: Callable[[list[Any]], Any], stand_ins: list[Any]) -> None:
-    """Raises if a state's own `apply_gradients` computes anything but new parameters from its parameters."""
+def _check_ignores(cls: type, apply: Callable[..., Any], stand_ins: dict[int, Any], grads: list[jax.Array]) -> None:
+    """Raises if a state's own `apply_gradients` computes on parameters, or gradients, that are on the host."""
+
+    def others(stand_ins: dict[int, Any], grads: list[jax.Array]) -> Any:
+        return apply(stand_ins, grads).replace(params=None, opt_state=None, tx=None)
+
     try:
-        jaxpr = jax.make_jaxpr(lambda x: apply(x).replace(params=None, tx=None))(stand_ins).jaxpr
-        reached = set(jaxpr.invars)
-        for eqn in jaxpr.eqns:
-            if any(v in reached for v in eqn.invars if not _compat.is_literal(v)):
-                reached.update(eqn.outvars)
-        computes = any(v in reached for v in jaxpr.outvars if not _compat.is_literal(v))
+        jaxpr = jax.make_jaxpr(others)(stand_ins, grads).jaxpr
     except (TypeError, ValueError) as error:  # such as shapes that do not fit
         raise _computes_on_params(cls) from error
-    if computes:
+    reached = {v for v in jaxpr.invars if v.aval.size == 0}
+    for eqn in jaxpr.eqns:
+        if any(v in reached for v in eqn.invars if not _compat.is_literal(v)):
+            reached.update(eqn.outvars)
+    if any(v in reached for v in jaxpr.outvars if not _compat.is_literal(v)):
         raise _computes_on_params(cls)
 
 
 def _computes_on_params(cls: type) -> TypeError:
     return TypeError(
-        f"`{cls.__name__}.apply_gradients` computes on parameters, which are in host memory and cannot be computed on "
-        "there. Move that out of the step, or keep parameters on the devices: `Offload(params='none')`."
+        f"`{cls.__name__}.apply_gradients` computes on parameters or their gradients, which are in host memory and "
+        "cannot be computed on there. Move that out of the step, or keep them on the devices: `Offload(params='none')`."
     )
 
 

@@ -153,7 +153,7 @@ class Walk:
 
             def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
                 carried = [w if f else c for c, w, f in zip(carry, carry0, fixed, strict=True)]
-                sliced = [y.drop_leading() if isinstance(y, Lazy) else y for y in x]
+                sliced = [y.drop_leading().land() if isinstance(y, Lazy) else y for y in x]
                 outputs = [make_whole(y) for y in inner(eqn.params["jaxpr"], [*constants, *carried, *sliced])]
                 new = [c if f else o for c, o, f in zip(carry, outputs[:num_carry], fixed, strict=True)]
                 return new, outputs[num_carry:]

@@ -194,7 +194,9 @@ def test_parameters_on_the_host_leave_the_devices(topology, scan):
     after = offloaded(topology, all_away, scan=scan)
     assert after.memory.arguments < 0.01 * before.memory.arguments
     assert after.memory.peak < before.memory.peak - 0.8 * before.memory.arguments
-    assert after.memory.host == pytest.approx(after.plan.host_bytes_per_device.total, rel=0.02)
+    # 16-bit gradients pass through the host.
+    state, grads = after.plan.host_bytes_per_device.total, after.plan.bytes_per_device.grads
+    assert 0.98 * state < after.memory.host < 1.02 * (state + 2 * grads)
 
 
 @pytest.mark.parametrize("sizes", [{"vocab": 5027, "d_model": 120, "heads": 5}, {"vocab": 777, "d_model": 328}])

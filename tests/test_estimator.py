@@ -612,7 +612,7 @@ def test_models_that_are_none(live, capsys):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rows_for_offload_agree_with_the_plan(stage):
-    """What DeepSpeed's formulas and a plan both count: 16-bit parameters on the device, masters and moments on the host.
+    """What DeepSpeed and a plan both count: 16-bit parameters on the device, masters and moments on the host.
 
     The formulas count more on the host: an fp32 gradient (4 bytes). On the device stage 1 has whole 16-bit gradients
     until the step (2 bytes), as `plan.bytes_per_device.grads` has; stage 3 has the largest layer, twice in 16 bits.
