@@ -81,14 +81,15 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
 
 
 def test_example_with_the_optimizer_state_on_the_host(tmp_path):
-    near = run_train_gpt(*TINY, "--precision=bf16", out=tmp_path)
-    away = run_train_gpt(*TINY, "--precision=bf16", "--offload", out=tmp_path)
-    assert validation_losses(away) == pytest.approx(validation_losses(near), abs=0.002)
-    assert "on the host" in away
-    assert "on the host" not in near
-    stage_3, before = device_bytes(away)["stage 3"], device_bytes(near)["stage 3"]
-    assert stage_3[0] < 0.55 * before[0], "16 bits in place of masters"
-    assert stage_3[2] < 100, "the number of steps is left"
+    output = run_train_gpt(*TINY, "--precision=bf16", "--offload", out=tmp_path)
+    trained, untrained = validation_losses(output)
+    assert trained < untrained - 0.3
+    rows = device_bytes(output)
+    for stage in range(4):
+        assert rows[f"stage {stage}"][2] < 100, "of the optimizer state the number of steps is left"
+    replicated, stage_3 = rows["replicated"], rows["stage 3"]
+    assert stage_3[0] < 0.6 * replicated[0] / 4, "16 bits, cut"
+    assert re.search(r"stage 3.*│ +[\d,]{5,} │\n", output), "the rest is on the host"
 
 
 def assert_memory_falls_with_the_stage(rows: dict[str, list[int]]) -> None:

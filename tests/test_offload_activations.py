@@ -37,8 +37,7 @@ def to_host(jaxpr):
             yield from to_host(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_steps": 2}])
-@pytest.mark.parametrize("own", [None, {}])
+@pytest.mark.parametrize(("own", "options"), [(None, {}), ({}, {"accumulate_steps": 2})])
 def test_what_goes_between_layers(own, options):
     model = models.GPT(vocab=128, d_model=WIDTH, heads=5, layers=LAYERS, remat=own)
     expected, _, _ = train(model, True, **options)
@@ -47,11 +46,11 @@ def test_what_goes_between_layers(own, options):
     jaxpr = step.trace(state, models.tokens(16, vocab=128)).jaxpr.jaxpr
     rows = 16 // 8 // options.get("accumulate_steps", 1)
     assert list(to_host(jaxpr)) == [(rows, models.SEQ, WIDTH)], "one array per layer: what it is called with"
-    back = [shape for shape, inside in device_puts(jaxpr) if "scan" in inside]
+    back = [shape for shape, _, inside in device_puts(jaxpr) if "scan" in inside]
     assert back.count((rows, models.SEQ, WIDTH)) == 2, "there and back"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_named_activations(stage):
     params = {f"w{i}": jnp.asarray(np.random.default_rng(i).normal(size=(64, 64)) / 8) for i in range(3)}
 

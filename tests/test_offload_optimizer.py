@@ -1,6 +1,7 @@
 """Optimizer state on the host: the same numbers, less device memory, nothing left behind."""
 
 import dataclasses
+import itertools
 import warnings
 
 import jax
@@ -72,8 +73,14 @@ def test_every_optimizer_equals_optax_on_one_device(optimizer):
         assert found.count("pinned_host") >= 3
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+QUICK = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")]
+CELLS = [
+    pytest.param(stage, precision, marks=[] if (stage, precision) in QUICK else pytest.mark.slow)
+    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))
+]
+
+
+@pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_the_numbers_are_those_without_offload(stage, precision):
     """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
     expected, losses = train(mlp_state(stage, precision, jzero.Offload()), clip_norm=1.0)
@@ -102,7 +109,7 @@ def test_chunks_of_any_size_give_the_same():
         assert_close(whole(state), whole(reference), ulps=1)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_accumulation_and_weights(precision):
     def loss(params, batch):
         return jzero.Weighted(models.mlp_loss(params, batch) * batch["x"].shape[0], batch["w"].sum())
@@ -137,8 +144,7 @@ def test_a_skipped_step_changes_nothing_on_the_host():
     assert metrics["step_applied"]
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("precision", "jit"), [("fp32", True), ("fp16", False)])
 def test_an_own_loop(precision, jit):
     """`value_and_grad` and `apply_gradients`, which decides by itself whether to skip."""
 
@@ -248,7 +254,7 @@ def test_born_there_laid_out_anew_and_back():
     assert kinds((made.masters, made.inner)) == {"pinned_host"}
 
 
-@pytest.mark.parametrize("writer", [HOST, jzero.Offload()])
+@pytest.mark.parametrize("writer", [HOST, pytest.param(jzero.Offload(), marks=pytest.mark.slow)])
 def test_checkpoints(writer, tmp_path):
     options = {"tx": optax.adamw(1e-2)}
     state, _ = train(mlp_state(3, "bf16", writer, **options))
