@@ -57,9 +57,7 @@ def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):
     def body(chunk, carry):
         x, indices, count = carry
         new = 2 * read_chunk(x, chunk, pieces) + 1
-        found = [
-            write_chunk(y, index_in(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)
-        ]
+        found = [write_chunk(y, index_in(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)]
         return write_chunk(x, new, chunk, pieces), found, count + 1
 
     start = (x, [jnp.full(pieces.view, -1, jnp.int32) for _ in shape], 0)

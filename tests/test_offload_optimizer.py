@@ -83,23 +83,30 @@ CELLS = [
 @pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_the_numbers_are_those_without_offload(stage, precision):
     """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
-    expected, losses = train(mlp_state(stage, precision, jzero.Offload()), clip_norm=1.0)
-    state, found = train(mlp_state(stage, precision, SMALL), clip_norm=1.0)
+    expected, losses = train(mlp_state(stage, precision, jzero.Offload()), clip_norm=0.05)
+    state, found = train(mlp_state(stage, precision, SMALL), clip_norm=0.05)
     np.testing.assert_allclose(found, losses, rtol=1e-6)
     assert_close(whole(state), whole(expected), ulps=2)
     assert kinds((state.opt_state.masters, state.opt_state.inner) if precision != "fp32" else state.opt_state) == {
         "pinned_host"
     }
     assert kinds(state.params) == {"device"}
-    stored = arrays(state)
-    for path, leaf in zip(stored, _layout(state), strict=True):  # padding stays zero
-        if leaf.cut is not None and leaf.cut.is_padded:
-            assert not np.take(stored[path], range(leaf.cut.natural_size, leaf.cut.stored_size), leaf.cut.dim).any()
 
 
-def _layout(state):
-    plan = jzero.plan_of(state)
-    return [*plan.other_leaves, *(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
+def test_padding_stays_zero():
+    """Whatever the optimizer makes of zeros."""
+    tx = optax.chain(optax.stateless(lambda updates, params: jax.tree.map(lambda x: x + 1, updates)), optax.trace(0.9))
+    for stage, offload in ((2, SMALL), (3, dataclasses.replace(SMALL, params="host"))):
+        state, _ = train(mlp_state(stage, "bf16", offload, tx=tx))
+        plan = jzero.plan_of(state)
+        padded = 0
+        leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
+        for x, leaf in zip(jax.tree.leaves((state.params, state.opt_state)), leaves, strict=True):
+            if leaf.cut is not None and leaf.cut.is_padded:
+                beyond = range(leaf.cut.natural_size, leaf.cut.stored_size)
+                assert not np.take(np.asarray(x, np.float32), beyond, leaf.cut.dim).any(), leaf.path
+                padded += 1
+        assert padded >= 8
 
 
 def test_chunks_of_any_size_give_the_same():
@@ -172,7 +179,7 @@ def test_stochastic_rounding_on_the_host():
     tx = optax.sgd(1e-3, momentum=0.0)
     params = {"w": jnp.ones((64, 128))}
     loss = lambda params, batch: (params["w"] * batch[0, 0]).sum() / 8
-    for offload in (HOST, SMALL):
+    for offload in (HOST, dataclasses.replace(HOST, chunk_bytes=512)):
         state = jzero.TrainState.create(params=params, tx=tx)
         state = jzero.shard_train_state(state, config=config(3, precision, offload))
         step = jzero.make_train_step(loss)
@@ -182,8 +189,8 @@ def test_stochastic_rounding_on_the_host():
         assert kinds(state.opt_state) == {"pinned_host"}
         assert set(np.unique(got)) <= {np.float32(1 - k / 256) for k in range(9)}
         assert abs(got.mean() - (1 - 8 * 1e-3 / 8)) < 3e-4  # 8192 draws of standard deviation 2^-8 / 2 a step at most
-        rows = got.reshape(8, -1)
-        assert len({row.tobytes() for row in rows}) == 8, "devices and chunks draw different bits"
+        pieces = got.reshape(4, 16, 8, 16).swapaxes(1, 2).reshape(32, -1)  # by chunk and device
+        assert len({piece.tobytes() for piece in pieces}) == 32, "devices and chunks draw different bits"
 
 
 def test_nnx():

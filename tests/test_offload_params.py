@@ -95,6 +95,26 @@ def test_scanned_layers_are_fetched_one_by_one():
         assert all(4 * np.prod(shape) <= 4096 for shape in stacks), "of stacks no more than a chunk"
 
 
+def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
+    def loss(params, batch):
+        body = lambda h, w: (jnp.tanh(h @ w) @ w.T, None)
+        return jnp.square(jax.lax.scan(body, batch, params["w"])[0]).mean()
+
+    def run(offload):
+        params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(3, 24, 32)) / 5, jnp.float32)}
+        state = jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
+        state = jzero.shard_train_state(state, config=config(offload))
+        step, batch = jzero.make_train_step(loss), np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
+        moved = list(device_puts(step.trace(state, batch).jaxpr.jaxpr))
+        state, metrics = step(state, batch)
+        return moved, float(metrics["grad_norm"]), jzero.gather_params(state)["w"]
+
+    (moved, norm, w), (_, expected, same) = run(ALL), run(NONE)
+    assert [where for shape, where, inside in moved if shape == (24, 4) and "scan" in inside].count("Host") == 1
+    assert norm == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(w, same, rtol=1e-5, atol=1e-6)
+
+
 def test_evaluation_and_gradients():
     model = gpt(scan=True)
     loss_fn, batch = models.gpt_loss(model), models.tokens(16, vocab=128)
