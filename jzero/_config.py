@@ -31,8 +31,9 @@ class Offload:
     Attributes:
       optimizer: "host" or "none".
       params: "host" or "none". Vectors stay on the device, and so does what stage 3 keeps whole.
-      ratio: Share of the parameters, in elements, whose optimizer state goes to the host, the largest leaves first;
-        at least so much goes (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
+      ratio: Share of the trained parameters, in elements, whose optimizer state goes to the host, the largest leaves
+        first; at least so much goes, as far as rules let it (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for
+        single leaves.
       chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
         split. Each device holds up to about four pieces at a time.
       device_budget_bytes: What parameters and optimizer state may take of one device between steps, in bytes; the
@@ -99,7 +100,7 @@ class LeafRule:
       state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
         stochastically) or "float32". `None`: `Precision.state_dtype`.
       offload: What `Offload` puts on the host: `True` puts the leaf's there, `False` keeps it on the device. `None`
-        lets `Offload` decide.
+        lets `Offload` decide. Numbers, and of parameters vectors and what stage 3 keeps whole, stay in any case.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.

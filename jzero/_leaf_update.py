@@ -146,7 +146,9 @@ def streamed_update(
             new = [jnp.where(known["applied"], y, before) for y, before in zip(new, old, strict=True)]
         return new, result
 
-    dtype, out = leaf.param.dtype if x.is_rounded else leaf.update_dtype, None
+    dtype, out = leaf.param.dtype, None
+    if x.update is not None and not x.is_rounded:
+        dtype = streamed_source(x.update, leaf, plan).aval().dtype  # optimizers may return more than the gradient's
     if x.update is not None and not moves_param:
         # What the devices get takes the memory of the gradient, if that is wide enough.
         (grad,) = (y.array for y in sources_of([x.grad])[0])

@@ -35,15 +35,15 @@ class InStep(NamedTuple):
       applied: Whether the step is applied, a 0-d boolean; `None` if it always is.
       reduced: By `id` of each gradient: `(as it was reduced, what it was multiplied with)`. Where the optimizer gets
         that very gradient, chunks of the reduced one are multiplied again, and the product is never stored.
-      params: The stored parameters, some of which optax does not get to see.
       new_params: By number, where `update` leaves the new values of parameters that lie on the host: optax cannot add
         to them.
+      params: The parameters as stored, for those that lie on the host, in whose place others are handed to `update`.
     """
 
     applied: jax.Array | None
     reduced: Mapping[int, tuple[jax.Array, tuple[jax.Array, ...]]]
     new_params: dict[int, jax.Array]
-    params: PyTree = None
+    params: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +148,13 @@ def _update(
     with jax.named_scope("zero_update"):
         guards = tx.step is None and plan.config.policy.skips
         overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
-        if tx.step is not None and tx.step.params is not None and params is not None:
-            params = tx.step.params
-        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {})
+        if tx.step is not None and params is not None:
+            given, stored = (plan.params_treedef.flatten_up_to(tree) for tree in (params, tx.step.params))
+            away = [leaf.param.on_host for leaf in plan.leaves]
+            params = plan.params_treedef.unflatten(
+                [y if is_away else x for x, y, is_away in zip(given, stored, away, strict=True)]
+            )
+        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {}, None)
         grads = _like_grads(plan, updates, step.reduced)
         masters = None if params is None else _masters(plan, params, own.masters)
         inner = _inner_seen(plan, own.inner)

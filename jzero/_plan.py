@@ -227,7 +227,10 @@ class ZeroPlan:
     @functools.cached_property
     def names_host_memory(self) -> bool:
         """Whether programs can tell host memory from the devices' own; those for compile-only GPUs cannot."""
-        return not isinstance(self.mesh, Mesh) or HOST_MEMORY in memory_kinds(self.mesh.devices.flat[0])
+        if not isinstance(self.mesh, Mesh):
+            return True
+        here = self.mesh.local_devices or list(self.mesh.devices.flat)
+        return HOST_MEMORY in memory_kinds(here[0])
 
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array while it is on the devices."""

@@ -45,11 +45,14 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_host_memory(mesh)
     if offload.optimizer == "none":
         return _make_plan(state, tx, config, mesh, ())
-    order, sizes, least = _offload_order(state.params, config)
+    trained = [leaf.trained for leaf in _make_plan(state, tx, config, mesh, ()).leaves]
+    order, sizes, least = _offload_order(state.params, config, trained)
     if offload.device_budget_bytes is None:
-        wanted = offload.ratio * sum(sizes)
-        count = next(k for k in range(len(order) + 1) if sum(sizes[:k]) >= wanted)
-        return _make_plan(state, tx, config, mesh, order[: max(count, least)])
+        every = sum(
+            np.size(x) for x, is_trained in zip(jax.tree.leaves(state.params), trained, strict=True) if is_trained
+        )
+        enough = (k for k in range(len(order)) if sum(sizes[:k]) >= offload.ratio * every)
+        return _make_plan(state, tx, config, mesh, order[: max(next(enough, len(order)), least)])
     budget = offload.device_budget_bytes
 
     def excess(count: int) -> int:
@@ -67,7 +70,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     return _make_plan(state, tx, config, mesh, order[:count])
 
 
-def _offload_order(params: PyTree, config: ZeroConfig) -> tuple[list[int], list[int], int]:
+def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) -> tuple[list[int], list[int], int]:
     """Returns which parameters' optimizer state may go to the host, in the order in which it does, and their sizes.
 
     First come those that a rule sends there, whose number is returned as well, then the largest. Numbers are never
@@ -75,7 +78,8 @@ def _offload_order(params: PyTree, config: ZeroConfig) -> tuple[list[int], list[
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
-    sizes = [math.prod(np.shape(x)) if np.ndim(x) else 0 for _, x in leaves]
+    pairs = zip(leaves, trained, strict=True)
+    sizes = [math.prod(np.shape(x)) if np.ndim(x) and is_trained else 0 for (_, x), is_trained in pairs]
     able = [i for i, (rule, size) in enumerate(zip(rules, sizes, strict=True)) if rule is not False and size]
     order = sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
     return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)

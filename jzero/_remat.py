@@ -21,7 +21,7 @@ Remat: TypeAlias = bool | Literal["offload"]
 BOUNDARY = "jzero_block_boundary"
 
 
-def offload_activations(names: str | Sequence[str], *, keep: Sequence[str] = ()) -> Callable[..., Any]:
+def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str] = ()) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint` that keeps named activations in host memory until the backward pass.
 
     Everything else is recomputed. Activations get names by `jax.ad_checkpoint.checkpoint_name(x, name)`. The policy is
@@ -47,13 +47,13 @@ def offload_activations(names: str | Sequence[str], *, keep: Sequence[str] = ())
       >>> bool(step(jzero.shard_train_state(plain_state, stage=3), jnp.ones((8, 512)))[1]["step_applied"])
       True
     """
-    names = [names] if isinstance(names, str) else list(names)
+    names, keep = ([x] if isinstance(x, str) else list(x) for x in (names, keep))
     if not names or not all(isinstance(name, str) for name in (*names, *keep)):
         raise ValueError(f"Name at least one activation to offload: got {names!r} and keep={keep!r}.")
     if set(names) & set(keep):
         raise ValueError(f"{sorted(set(names) & set(keep))} cannot be offloaded and kept: name each once.")
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=list(keep),
+        names_which_can_be_saved=keep,
         names_which_can_be_offloaded=names,
         offload_src="device",
         offload_dst=HOST_MEMORY,

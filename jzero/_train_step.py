@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero import _compat
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._grads import (
     WHOLE_BATCH,
@@ -272,48 +271,24 @@ def _updated(
     """
     tx, plan = state.tx, state.tx.plan
     params = plan.params_treedef.flatten_up_to(state.params)
-    away = [i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host]
+    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
     new_params: dict[int, jax.Array] = {}
-
-    def apply(stand_ins: dict[int, Any], grads: list[jax.Array]) -> Any:
-        sources = {id(g): (raw, factors) for g, raw in zip(grads, reduced, strict=True)}
-        step = InStep(applied, sources, new_params, state.params)
-        seen = plan.params_treedef.unflatten([stand_ins.get(i, x) for i, x in enumerate(params)])
-        before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
-        return before.apply_gradients(grads=plan.params_treedef.unflatten(grads))
-
-    stand_ins = dict.fromkeys(away, NO_ELEMENTS)
-    if away and not type(state).apply_gradients.__module__.startswith(("jzero.", "flax.")):
-        _check_ignores(type(state), apply, stand_ins, grads)
-    new = apply(stand_ins, grads)
-    after = plan.params_treedef.flatten_up_to(new.params)
-    kept = [new_params.get(i, params[i]) if i in stand_ins else x for i, x in enumerate(after)]
-    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
-
-
-def _check_ignores(cls: type, apply: Callable[..., Any], stand_ins: dict[int, Any], grads: list[jax.Array]) -> None:
-    """Raises if a state's own `apply_gradients` computes on parameters, or gradients, that are on the host."""
-
-    def others(stand_ins: dict[int, Any], grads: list[jax.Array]) -> Any:
-        return apply(stand_ins, grads).replace(params=None, opt_state=None, tx=None)
-
-    try:
-        jaxpr = jax.make_jaxpr(others)(stand_ins, grads).jaxpr
-    except (TypeError, ValueError) as error:  # such as shapes that do not fit
-        raise _computes_on_params(cls) from error
-    reached = {v for v in jaxpr.invars if v.aval.size == 0}
-    for eqn in jaxpr.eqns:
-        if any(v in reached for v in eqn.invars if not _compat.is_literal(v)):
-            reached.update(eqn.outvars)
-    if any(v in reached for v in jaxpr.outvars if not _compat.is_literal(v)):
-        raise _computes_on_params(cls)
-
-
-def _computes_on_params(cls: type) -> TypeError:
-    return TypeError(
-        f"`{cls.__name__}.apply_gradients` computes on parameters or their gradients, which are in host memory and "
-        "cannot be computed on there. Move that out of the step, or keep them on the devices: `Offload(params='none')`."
+    cls = type(state)
+    if away and not cls.apply_gradients.__module__.startswith(("jzero.", "flax.")):
+        raise TypeError(
+            f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on parameters; with "
+            "`Offload(params='host')` they are not there to compute on. Do what it does outside of the step, or keep "
+            "parameters on the devices."
+        )
+    step = InStep(
+        applied, {id(g): (raw, factors) for g, raw in zip(grads, reduced, strict=True)}, new_params, state.params
     )
+    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
+    before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
+    new = before.apply_gradients(grads=plan.params_treedef.unflatten(grads))
+    after = plan.params_treedef.flatten_up_to(new.params)
+    kept = [new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
+    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
 
 
 def _is_applied(plan: ZeroPlan, result: LossResult, is_weighted: bool) -> jax.Array | None:

@@ -217,7 +217,7 @@ def _host_memory(mesh: Mesh) -> str:
 
 
 def _need_host_memory(mesh: Mesh) -> None:
-    kinds = sorted(memory.kind for memory in mesh.devices.flat[0].addressable_memories())
+    kinds = sorted(memory.kind for memory in mesh.local_devices[0].addressable_memories())
     if HOST not in kinds:
         raise _NotAvailableError(f"the devices have no memory of the kind {HOST}, but {', '.join(kinds)}")
 

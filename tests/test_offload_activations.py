@@ -80,6 +80,7 @@ def test_named_activations(stage):
 
 
 def test_what_cannot_be():
+    assert jzero.offload_activations("hidden", keep="out") is not None
     with pytest.raises(ValueError, match="at least one activation"):
         jzero.offload_activations([])
     with pytest.raises(ValueError, match=r"\['a'\] cannot be offloaded and kept"):

@@ -320,6 +320,52 @@ def test_part_of_it():
     assert_close(whole(found), whole(expected), ulps=2)
 
 
+def test_frozen_parameters_do_not_count():
+    params = {"frozen": jnp.ones((256, 512)), "a": jnp.ones((128, 64)), "b": jnp.ones((64, 32))}
+    labels = {"frozen": "f", "a": "t", "b": "t"}
+    tx = optax.multi_transform({"f": optax.set_to_zero(), "t": optax.adam(1e-3)}, labels)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    for ratio, expected in ((0.5, {"a"}), (0.9, {"a", "b"}), (0.0, set())):
+        plan = jzero.plan_train_state(state, config=config(3, offload=jzero.Offload(optimizer="host", ratio=ratio)))
+        assert {plan.leaves[i].path for i in plan.hosted} == expected
+
+
+@pytest.mark.parametrize("offload", [jzero.Offload(), HOST])
+def test_what_a_state_hands_to_its_optimizer_counts(offload):
+    """Decay towards something else than zero: the optimizer sees other parameters than those that are updated."""
+
+    class Anchored(TrainState):
+        def apply_gradients(self, *, grads):
+            away = jax.tree.map(lambda p: p - 1, self.params)
+            updates, opt_state = self.tx.update(grads, self.opt_state, away)
+            return self.replace(
+                step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state
+            )
+
+    tx = optax.adamw(1e-2, eps=1e-3, weight_decay=0.5)
+    plain = Anchored.create(apply_fn=None, params=models.mlp_params(), tx=tx)
+    state = jzero.shard_train_state(plain, config=config(3, offload=offload))
+    state, _ = jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
+    expected = plain.apply_gradients(grads=jax.grad(models.mlp_loss)(plain.params, models.mlp_batch(48)))
+    for a, b in zip(jax.tree.leaves(jzero.gather_params(state)), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_updates_wider_than_the_gradient():
+    """16-bit parameters without a policy, and an optimizer that returns fp32: added as without offload."""
+    tx = optax.chain(
+        optax.trace(0.0), optax.stateless(lambda u, _: jax.tree.map(lambda x: x.astype(jnp.float32) * (1 + 2**-10), u))
+    )
+    state = jzero.TrainState.create(params={"w": jnp.ones((64, 64), jnp.bfloat16)}, tx=tx)
+    loss = lambda params, batch: params["w"].astype(jnp.float32).sum() * 2**-8 * batch.mean()
+    found = []
+    for offload in (jzero.Offload(), HOST):
+        sharded = jzero.shard_train_state(state, config=config(3, offload=offload))
+        sharded, _ = jzero.make_train_step(loss)(sharded, np.ones(8, np.float32))
+        found.append(float(jzero.gather_params(sharded)["w"].astype(jnp.float32).mean()))
+    assert found == [1.0078125, 1.0078125]
+
+
 def test_a_budget_moves_no_more_than_it_must():
     def plan(budget, **options):
         return jzero.plan_of(mlp_state(3, offload=jzero.Offload(optimizer="host", device_budget_bytes=budget)))

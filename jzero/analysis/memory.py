@@ -20,8 +20,8 @@ class Memory:
       peak: The most at any time. Where the compiler does not state it, arguments, outputs and temporaries, aliased
         ones counted once.
       host: Arguments, outputs that are no arguments, and temporaries in the memory of the host. They count in none of
-        the others. Programs for CPUs and compile-only GPUs do not tell them apart; there it is the state that the plan
-        keeps on the host.
+        the others. Programs for CPUs and compile-only GPUs do not tell them apart; there it is, of a training step, the
+        state that the plan keeps on the host, and 0 of anything else.
     """
 
     arguments: int

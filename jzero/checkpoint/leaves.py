@@ -146,10 +146,10 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
     params = plan.params_treedef.flatten_up_to(state.params)
     edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
-    checks = [_is_edited(on_device(arrays[i]), on_device(params[i]), plan.leaves[i], plan) for i in edited]
-    for i, is_edited in zip(edited, checks, strict=True):
-        if bool(is_edited):
-            arrays[i] = _with_edits(on_device(arrays[i]), on_device(params[i]), plan.leaves[i], plan)
+    for i in edited:  # one after another, so that no more than one that is kept on the host is on the devices
+        near = on_device(arrays[i]), on_device(params[i])
+        if bool(_is_edited(*near, plan.leaves[i], plan)):
+            arrays[i] = _back(_with_edits(*near, plan.leaves[i], plan), arrays[i].sharding)
     arrays = [
         _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
     ]
@@ -171,7 +171,12 @@ def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
 def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored array in another stored shape of the same leaf; itself if the shapes are the same."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
-    return x if same else _relaid(on_device(x), cut, new, device_sharding(sharding))
+    return x if same else _back(_relaid(on_device(x), cut, new, device_sharding(sharding)), sharding)
+
+
+def _back(x: jax.Array, sharding: Any) -> jax.Array:
+    """Returns an array in the memory that a sharding names; waits for one that goes to the host."""
+    return x if sharding.memory_kind == x.sharding.memory_kind else jax.block_until_ready(jax.device_put(x, sharding))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
