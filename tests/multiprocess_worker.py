@@ -5,6 +5,7 @@ What it returns is printed as JSON on the last line. `train` is also run by the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -40,6 +41,10 @@ def train() -> dict[str, Any]:
     results["end of stage 3"] = whole_values(state)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=config(3))
     _, results["born"] = train_from(born, noisy_loss, rng=jax.random.key(7))
+    away = jzero.Offload(params="host", optimizer="host", chunk_bytes=2048)
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=dataclasses.replace(config(3), offload=away))
+    state, results["on the host"] = train_from(born, noisy_loss, rng=jax.random.key(7))
+    assert state.params["layer_0"]["kernel"].sharding.memory_kind == "pinned_host"
     return results
 
 

@@ -77,6 +77,8 @@ def assert_worth_comparing_with(results):
         assert results[name]["loss 0"] == pytest.approx(
             results["stage 1"]["loss 0"], rel=1e-6 if name != "born" else 0.1
         )
+    for what, number in results["born"].items():
+        assert results["on the host"][what] == pytest.approx(number, rel=1e-5)
     assert results["born"]["loss 0"] != pytest.approx(results["stage 3"]["loss 0"], rel=1e-5)
     for stage in (1, 2, 3):
         fp16 = results[f"fp16, stage {stage}"]
