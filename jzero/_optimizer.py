@@ -362,9 +362,9 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
     ]
     if walk.brought:
         warnings.warn(
-            "The optimizer needs more than single elements of state that is on the host, so each step brings these "
-            f"leaves to the devices as a whole: {sorted(walk.brought)}. Their memory is needed once more there; keep "
-            "them on the devices (`LeafRule(offload=False)`) if that is too much.",
+            "The optimizer needs more than single elements, or their sum, of what is on the host, so each step brings "
+            f"these leaves to the devices as a whole: {sorted(walk.brought)}. Their memory is needed once more there; "
+            "keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
             stacklevel=2,
         )
     return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)

@@ -4,9 +4,9 @@
 The jaxpr of an optimizer's update is evaluated on descriptions of values in place of arrays: a parameter's gradient,
 its master copy, its moments are sources, and an operation that acts on each element alone is only noted down. What the
 update returns for one parameter is then computed by one loop over chunks of these sources: each chunk is brought to
-the device, all noted operations are applied to it, and the results go back to where they came from. An operation that
-needs more than the element (a norm, a matrix product) gets its operands whole, on the devices; where they lie on the
-host that costs the memory that offloading was there to save, so it is reported.
+the device, all noted operations are applied to it, and the results go back to where they came from. A sum over all
+elements (a norm) is a loop of its own. An operation that needs more (a matrix product) gets its operands whole, on the
+devices; where they lie on the host that costs the memory that offloading was there to save, so it is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero._chunks import Chunk, for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero._chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
 from jzero._placement import is_on_host, on_device
 from jzero._plan import StateLeaf, ZeroPlan
 
@@ -205,19 +205,13 @@ def stream(  # noqa: PLR0913  # a loop and all that goes through it
             arrays = dict(zip([*overwritten, *map(id, others), *map(id, used)], [*here, *used_here], strict=True))
             chunk_shape = (before or here)[0].shape
             new, result = body((device, chunk.number), compute(values, arrays, chunk_shape), before, *numbers)
-            new, result = _without_padding((new, result), leaf, index_in_leaf(chunk))
+            new, result = _without_padding((new, result), leaf, shape, chunk, pieces, config.axis)
             if plan.names_host_memory:
                 new = [jax.device_put(x, jax.memory.Space.Host) for x in new]
             old = [write_chunk(x, y, chunk, pieces) for x, y in zip(old, new, strict=True)]
             if result is not None:
                 results = [write_chunk(x, result.astype(x.dtype), chunk, pieces) for x in results]
             return old, results
-
-        def index_in_leaf(chunk: Chunk) -> jax.Array | None:
-            if leaf.cut is None or not leaf.cut.is_padded:
-                return None
-            first = lax.axis_index(config.axis) * shape[leaf.cut.dim]
-            return first + index_in(leaf.cut.dim, shape, chunk, pieces)
 
         old, results = for_each_chunk(step, (old, results), pieces)
         return [x.reshape(shape) for x in old], [x.reshape(shape) for x in results]
@@ -235,6 +229,37 @@ def stream(  # noqa: PLR0913  # a loop and all that goes through it
     return new_old, results[0] if results else None
 
 
+def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
+    """Returns the sum over all elements of a value, chunk by chunk, inside of `jit`: a 0-d array."""
+    sources, used = sources_of([x])
+    used = [y for y in used if isinstance(y, jax.Array)]
+    arrays = [y.array for y in sources]
+    leaf, dtype = sources[0].leaf, x.aval().dtype
+    assert leaf is not None
+    spec = plan.device_sharding(leaf).spec
+
+    def local(read: list[Any], used_here: list[Any]) -> jax.Array:
+        shape = read[0].shape
+        bytes_per_element = sum(y.dtype.itemsize for y in read)
+        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+        read = [y.reshape(pieces.view) for y in read]
+
+        def step(chunk: Chunk, total: jax.Array) -> jax.Array:
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in read]
+            known = dict(zip([*map(id, arrays), *map(id, used)], [*here, *used_here], strict=True))
+            values = compute([x], known, here[0].shape)[0]
+            values = _without_padding(values, leaf, shape, chunk, pieces, plan.config.axis)
+            return total + jnp.sum(values, dtype=dtype)
+
+        total = for_each_chunk(step, jnp.zeros((), dtype), pieces)
+        names = tuple(jax.tree.leaves(tuple(spec)))
+        return jnp.asarray(lax.psum(total, names)) if names else total
+
+    whole = PartitionSpec()
+    run = jax.shard_map(local, mesh=plan.mesh, in_specs=([spec] * len(arrays), whole), out_specs=whole, check_vma=False)
+    return run(arrays, used)
+
+
 def _index(spec: PartitionSpec, sizes: dict[str, int]) -> jax.Array:
     """Returns the number of this device among those that hold different parts."""
     index = jnp.zeros((), jnp.int32)
@@ -243,12 +268,15 @@ def _index(spec: PartitionSpec, sizes: dict[str, int]) -> jax.Array:
     return index
 
 
-def _without_padding(tree: Any, leaf: StateLeaf, index: jax.Array | None) -> Any:
-    """Returns chunks with zeros where the leaf has no elements; `index` is that in the cut dimension."""
-    if index is None or leaf.cut is None:
+def _without_padding(  # a chunk and where it is
+    tree: Any, leaf: StateLeaf, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces, axis: str
+) -> Any:
+    """Returns chunks of a device's part, which has this shape, with zeros where the leaf has no elements."""
+    cut = leaf.cut
+    if cut is None or not cut.is_padded:
         return tree
-    natural_size = leaf.cut.natural_size
-    return jax.tree.map(lambda x: jnp.where(index < natural_size, x, jnp.zeros((), x.dtype)), tree)
+    index = lax.axis_index(axis) * shape[cut.dim] + index_in(cut.dim, shape, chunk, pieces)
+    return jax.tree.map(lambda x: jnp.where(index < cut.natural_size, x, jnp.zeros((), x.dtype)), tree)
 
 
 def is_tiled(plan: ZeroPlan) -> bool:

@@ -23,7 +23,7 @@ from jzero import _compat
 from jzero._mesh import batch_axes
 from jzero._placement import natural_leaf, stored_leaf
 from jzero._plan import ZeroPlan
-from jzero._streamed import ELEMENTWISE, Streamed, applied, constant, same_layout, source
+from jzero._streamed import ELEMENTWISE, Streamed, applied, constant, same_layout, source, streamed_sum
 
 __all__ = ["UpdateWalk"]
 
@@ -126,6 +126,8 @@ class UpdateWalk:
             return [self._choose(inputs[0], values) for values in zip(*results, strict=True)]
         if name == "optimization_barrier":
             return [x.map(lax.optimization_barrier) if isinstance(x, Streamed) else x for x in inputs]
+        if name == "reduce_sum" and shape == () and streamed[0].on_host:
+            return [streamed_sum(self.plan, streamed[0])]
         if name not in ELEMENTWISE or shape != streamed[0].shape:
             return None
         if name in ("sharding_constraint", "copy"):

@@ -385,12 +385,15 @@ def test_a_budget_moves_no_more_than_it_must():
 
 
 def test_what_needs_more_than_elements_says_so():
-    state = mlp_state(3, tx=optax.lamb(1e-3))
-    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/bias', 'layer_0/kernel'"):
+    state = mlp_state(3, tx=optax.contrib.muon(1e-3))
+    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel', 'layer_1/kernel'"):
         train(state, steps=1)
+    away = dataclasses.replace(SMALL, params="host")
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(mlp_state(3, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))), steps=1)
+        for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
+            train(mlp_state(3, tx=tx, offload=away), steps=1)
 
 
 def test_plan_and_analysis_tell_host_bytes_apart():
