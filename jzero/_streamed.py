@@ -34,6 +34,7 @@ __all__ = [
     "source",
     "sources_of",
     "stream",
+    "streamed_sum",
 ]
 
 ELEMENTWISE = frozenset(

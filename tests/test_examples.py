@@ -56,8 +56,8 @@ def device_bytes(output: str) -> dict[str, list[int]]:
     ("framework", "layers"),
     [
         ("linen", "--scan"),
-        ("linen", "--no-scan"),
         ("nnx", "--scan"),
+        pytest.param("linen", "--no-scan", marks=pytest.mark.slow),
         pytest.param("nnx", "--no-scan", marks=pytest.mark.slow),
     ],
 )

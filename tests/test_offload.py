@@ -1,5 +1,7 @@
 """Moves of a state to host memory and back."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
@@ -11,7 +13,11 @@ from jzero import _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+QUICK = [(0, "fp32"), (2, "fp16"), (3, "bf16")]
+CELLS = [
+    pytest.param(stage, precision, marks=[] if (stage, precision) in QUICK else pytest.mark.slow)
+    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))
+]
 
 
 def make_state(stage, precision="fp32"):
@@ -24,8 +30,7 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), CELLS)
 def test_a_state_comes_back_as_it_was(stage, precision):
     step = jzero.make_train_step(models.mlp_loss)
     state, _ = step(make_state(stage, precision), models.mlp_batch(24))

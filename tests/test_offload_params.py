@@ -41,8 +41,8 @@ def train(plain, loss_fn, batches, offload, precision, **options):
 
 CASES = [
     (True, None, "fp32", ALL, {}),
-    (True, {}, "bf16", ALL, {"accumulate_steps": 2}),
     (False, {}, "bf16", PARAMS, {}),
+    pytest.param(True, {}, "bf16", ALL, {"accumulate_steps": 2}, marks=pytest.mark.slow),
     pytest.param(False, None, "fp16", ALL, {}, marks=pytest.mark.slow),
     pytest.param(True, None, "fp32", PARAMS, {}, marks=pytest.mark.slow),
 ]
