@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero._config import ZeroConfig
 from jzero._optimizer import ZeroTransformation
-from jzero._placement import place_array, stored_leaf, strong
+from jzero._placement import check_names_host_memory, place_array, stored_leaf, strong
 from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
 from jzero._state import Adapted, adapt, map_state, stored_state
@@ -99,6 +99,7 @@ def lower_init(
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
     natural, tx = restrict(shapes, shapes.tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
+    check_names_host_memory(plan)
     check_processes_agree(plan)
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)

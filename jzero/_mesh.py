@@ -104,10 +104,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
 
 def memory_kinds(device: jax.Device) -> list[str]:
     """Returns the kinds of memory that a device can address; none for compile-only GPUs, which do not say."""
-    try:
-        return [memory.kind for memory in device.addressable_memories()]
-    except jax.errors.JaxRuntimeError:
-        return []
+    return [memory.kind for memory in device.addressable_memories()]
 
 
 def check_host_memory(mesh: AnyMesh) -> None:

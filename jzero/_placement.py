@@ -18,6 +18,7 @@ from jzero._plan import StateLeaf, ZeroPlan
 
 __all__ = [
     "check_leaf_shape",
+    "check_names_host_memory",
     "device_sharding",
     "gather_leaves",
     "is_on_host",
@@ -83,6 +84,16 @@ def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
         )
 
 
+def check_names_host_memory(plan: ZeroPlan) -> None:
+    """Raises if devices that name no memories are to hold arrays on the host: they would hold them themselves."""
+    if not plan.names_host_memory and any(plan.host_bytes_per_device):
+        raise ValueError(
+            f"The plan keeps {plan.host_bytes_per_device.total} bytes per device in host memory, but these devices "
+            f"({plan.mesh.devices.flat[0].platform}) do not say what memories they have, so nothing can be placed "
+            "there. Set `offload=jzero.Offload()`."
+        )
+
+
 def device_sharding(sharding: NamedSharding) -> NamedSharding:
     """Returns a sharding for the same parts in device memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
@@ -103,6 +114,7 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
       leaf: Its layout.
       plan: The plan that `leaf` belongs to.
     """
+    check_names_host_memory(plan)
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
     return place_array(x, leaf.dtype, sharding, cut)

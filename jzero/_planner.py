@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -45,14 +46,16 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_host_memory(mesh)
     if offload.optimizer == "none":
         return _make_plan(state, tx, config, mesh, ())
-    trained = [leaf.trained for leaf in _make_plan(state, tx, config, mesh, ()).leaves]
-    order, sizes, least = _offload_order(state.params, config, trained)
+    if offload.ratio == 1 and offload.device_budget_bytes is None:  # whether a parameter is trained does not matter
+        order, _, _ = _offload_order(state.params, config, [True] * len(jax.tree.leaves(state.params)))
+        return _make_plan(state, tx, config, mesh, order)
+    near = _make_plan(state, tx, config, mesh, ())
+    order, sizes, least = _offload_order(state.params, config, [leaf.trained for leaf in near.leaves])
     if offload.device_budget_bytes is None:
-        every = sum(
-            np.size(x) for x, is_trained in zip(jax.tree.leaves(state.params), trained, strict=True) if is_trained
-        )
-        enough = (k for k in range(len(order)) if sum(sizes[:k]) >= offload.ratio * every)
-        return _make_plan(state, tx, config, mesh, order[: max(next(enough, len(order)), least)])
+        wanted = offload.ratio * sum(leaf.param.size for leaf in near.leaves if leaf.trained)
+        sums = itertools.accumulate(sizes, initial=0)
+        count = next((k for k, moved in enumerate(sums) if moved >= wanted), len(order))
+        return _make_plan(state, tx, config, mesh, order[: max(count, least)])
     budget = offload.device_budget_bytes
 
     def excess(count: int) -> int:

@@ -269,7 +269,7 @@ def _index(spec: PartitionSpec, sizes: dict[str, int]) -> jax.Array:
     return index
 
 
-def _without_padding(  # a chunk and where it is
+def _without_padding(
     tree: Any, leaf: StateLeaf, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces, axis: str
 ) -> Any:
     """Returns chunks of a device's part, which has this shape, with zeros where the leaf has no elements."""

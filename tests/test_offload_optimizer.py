@@ -256,7 +256,6 @@ def test_born_there_laid_out_anew_and_back():
     assert kinds(away) == {"device"}
     back = jzero.shard_train_state(away, config=config(3, "bf16"))
     assert_same_bits(arrays(back), arrays(born))
-    assert jzero.TrainState.create(params=make(jax.random.key(0)).params, tx=optax.adam(1e-3)).opt_state is not None
     made = born.tx.init(born.params)
     assert kinds((made.masters, made.inner)) == {"pinned_host"}
 
@@ -435,3 +434,17 @@ def test_devices_without_host_memory(monkeypatch):
     monkeypatch.setattr("jzero._mesh.memory_kinds", lambda device: ["device"])
     with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
         mlp_state(3)
+
+
+def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
+    """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
+    monkeypatch.setattr("jzero._mesh.memory_kinds", lambda device: [])
+    monkeypatch.setattr("jzero._plan.memory_kinds", lambda device: [])
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    assert jzero.plan_train_state(state, config=config(3)).host_bytes_per_device.opt_state > 0
+    for place in (
+        lambda: jzero.shard_train_state(state, config=config(3)),
+        lambda: jzero.init_train_state(lambda key: state, jax.random.key(0), config=config(3)),
+    ):
+        with pytest.raises(ValueError, match=r"do not say what memories they have.*`offload=jzero.Offload\(\)`"):
+            place()

@@ -95,6 +95,17 @@ def test_scanned_layers_are_fetched_one_by_one():
         assert all(4 * np.prod(shape) <= 4096 for shape in stacks), "of stacks no more than a chunk"
 
 
+def test_what_passes_through_the_host_is_not_reckoned_as_the_devices():
+    model, batch = gpt(scan=True), models.tokens(8, vocab=128)
+    step = jzero.make_train_step(models.gpt_loss(model))
+    plain = models.gpt_state(model, optax.adamw(1e-3))
+    near, away = (jzero.estimate_step_memory(step, plain, batch, config=config(offload)) for offload in (NONE, ALL))
+    plan = jzero.plan_train_state(plain, config=config(ALL))
+    assert away.host == plan.host_bytes_per_device.total
+    assert away.arguments < 0.05 * near.arguments
+    assert away.at_peak["gradients"] < 0.2 * near.at_peak["gradients"], "vectors have theirs on the device"
+
+
 def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
     def loss(params, batch):
         body = lambda h, w: (jnp.tanh(h @ w) @ w.T, None)

@@ -301,7 +301,9 @@ class _Search:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return dataclasses.replace(x, refused=True)
-        return dataclasses.replace(x, compiled_peak=memory_of(compiled, platform_of(self.devices[0])).peak)
+        plan = plan_of_argument(placed)
+        host_state = 0 if plan is None else plan.host_bytes_per_device.total
+        return dataclasses.replace(x, compiled_peak=memory_of(compiled, platform_of(self.devices[0]), host_state).peak)
 
     def _memory(self, step: TrainStep, placed: Any) -> StepMemory:
         plan = plan_of_argument(placed)

@@ -204,7 +204,9 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
     parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
     host = plan.host_bytes_per_device.total
-    num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True)) - host
+    num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
+    if not plan.names_host_memory:  # then the trace takes what is on the host for the device's
+        num_bytes -= host
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     found = footprint(program, gpu=gpu, limit=limit)
     sizes = plan.bytes_per_device

@@ -426,8 +426,10 @@ def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
 
 
 def bytes_of(aval: Any) -> int:
-    """Returns the bytes of an array of this type; 0 of anything else, such as a token."""
+    """Returns the bytes on the device of an array of this type; 0 of one on the host, or of what is no array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+        return 0
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
         return 0
     return math.prod(aval.shape) * itemsize(aval.dtype)
 

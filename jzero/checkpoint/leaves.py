@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
+from jzero._optimizer import edited_master
 from jzero._placement import (
     device_sharding,
     is_on_host,
@@ -149,7 +150,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     for i in edited:  # one after another, so that no more than one that is kept on the host is on the devices
         near = on_device(arrays[i]), on_device(params[i])
         if bool(_is_edited(*near, plan.leaves[i], plan)):
-            arrays[i] = _back(_with_edits(*near, plan.leaves[i], plan), arrays[i].sharding)
+            arrays[i] = edited_master(plan.leaves[i], plan, params[i], arrays[i])
     arrays = [
         _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
     ]
@@ -185,20 +186,10 @@ def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedShard
     return lax.with_sharding_constraint(natural if new is None else to_stored(natural, new), sharding)
 
 
-def _param_as_master(param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    """A parameter in the stored shape of its master."""
-    return stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
-
-
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    param = _param_as_master(param, leaf, plan)
+    param = stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
     return jnp.any(with_edits(master, param) != master)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _with_edits(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    return with_edits(master, _param_as_master(param, leaf, plan))
 
 
 def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
