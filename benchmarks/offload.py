@@ -2,7 +2,7 @@
 
 With `--topology v5p:2x2x2` (or `h200:8`) a step of a scanned GPT is compiled for that machine, which need not be there
 (`pip install 'jzero[tpu]'` or `'jzero[gpu]'`): bytes per device and on the host, with the optimizer state on the
-devices, on the host, and on the host in larger chunks.
+devices, on the host, on the host in larger chunks, and updated by the host's CPU, at once and one step later.
 
 Without, a smaller one is trained on the devices that are there: time per step with and without offload in one run, the
 bytes that travel, their rate, and that of a plain `jax.device_put` of as many bytes each way. On CPUs host memory and
@@ -88,6 +88,8 @@ def variants(options: argparse.Namespace) -> dict[str, jzero.Offload]:
     found = {"none": jzero.Offload(), "optimizer": host, f"in {options.large_chunk / MIB:g} MiB": large}
     if options.stage == 3:
         found["parameters, too"] = dataclasses.replace(host, params="host")
+    found["updated by the CPU"] = dataclasses.replace(host, compute="host")
+    found["one step later"] = dataclasses.replace(host, compute="host", delay=1)
     return {name: found[name] for name in options.only or found}
 
 
@@ -154,7 +156,8 @@ def measure(options: argparse.Namespace) -> None:
         plain = statistics.median(steps["none"][2])
         for name, (_, _, times, plan) in steps.items():
             median, host = statistics.median(times), plan.host_bytes_per_device.total * mesh.size
-            rate = f", at least {2 * host / median / 1e9:.2f} GB/s both ways together" if host else ""
+            streams = host and plan.config.offload.compute == "device"
+            rate = f", at least {2 * host / median / 1e9:.2f} GB/s both ways together" if streams else ""
             print(f"{precision} {name}: {1e3 * median:.1f} ms per step, {median / plain:.2f} of none{rate}")
         print(f"plain device_put of as many bytes: {transfer_rate(steps['optimizer'][3], mesh):.2f} GB/s")
 

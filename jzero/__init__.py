@@ -25,6 +25,7 @@ from jzero._precision import Precision as Precision
 from jzero._remat import offload_activations as offload_activations
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
+from jzero._step_update import apply_pending as apply_pending
 from jzero._train_state import abstract_train_state as abstract_train_state
 from jzero._train_state import gather_params as gather_params
 from jzero._train_state import natural_params as natural_params
@@ -105,6 +106,7 @@ __all__ = [
     "ZeroPlan",
     "abstract_train_state",
     "analyze",
+    "apply_pending",
     "check_equivalence",
     "estimate_step_memory",
     "estimate_zero1_model_states_mem_needs",

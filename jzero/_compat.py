@@ -16,10 +16,12 @@ from jax._src import (
     effects,  # which effects are ordered has no public name
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
+from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
 
 __all__ = [
     "bind",
+    "compute_on_host",
     "contained_jaxprs",
     "equation_context",
     "evaluate",
@@ -51,6 +53,35 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
     for jaxpr in jex_core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(jaxpr)[0]
+
+
+def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: Any) -> Any:
+    """Runs a function on the CPU of each device's host, inside of a trace.
+
+    jax's `compute_on` (0.10 calls it `compute_on2`) would have every constant in `fn` annotated with host memory, since
+    operations may not mix memories. What happens inside of the call is the CPU's affair, so `fn` is traced for arrays
+    of no particular memory, and becomes one equation.
+
+    Args:
+      fn: The function.
+      args: Its arguments, pytrees of arrays in either memory.
+      out_memories: A `jax.memory.Space` for each of its results, in their structure or the upper part of it.
+    """
+    compute_on: Any = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in leaves]
+    call = jax.jit(lambda *leaves: fn(*treedef.unflatten(leaves)))
+    closed, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
+    jaxpr, consts = open_jaxpr(closed)
+
+    def run(*inputs: Any) -> Any:
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        (eqn,) = jaxpr.eqns
+        outputs = bind(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(out), [v.val if is_literal(v) else env[v] for v in jaxpr.outvars])
+
+    return compute_on(run, compute_type="device_host", out_memory_spaces=out_memories)(*leaves)
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:

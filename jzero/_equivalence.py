@@ -234,6 +234,11 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
         state = unshard_train_state(state)
     sharded = shard_train_state(state, stage=stage, config=config, mesh=mesh)
     plan = plan_of(sharded)
+    if plan.config.offload.delay:
+        raise ValueError(
+            "`Offload(delay=1)` applies each gradient one step later, which is not what unsharded training does: check "
+            "the same configuration with `delay=0`."
+        )
     step = make_train_step(
         loss_fn, has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=tuple(mutable)
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,40 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jzero import _compat
-from jzero._aux import Weighted, aux_specs, check_aux, reduce_aux
+from jzero._aux import Weighted, aux_specs, reduce_aux
 from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._placement import is_on_host, on_device
-from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
+from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._precision import cast_dtype, times, widen
-from jzero._remat import Remat, with_remat
 from jzero._streamed import is_tiled
-from jzero._tree import path_str
+from jzero._traced_loss import LossInputs, TracedLoss, carried_leaves
 from jzero._walk import Walk
 
-__all__ = [
-    "FROZEN",
-    "WHOLE_BATCH",
-    "LossInputs",
-    "LossResult",
-    "MicroBatches",
-    "TracedLoss",
-    "check_batch",
-    "check_loss",
-    "closed_over",
-    "evaluate",
-    "loss_and_grads",
-    "trace_loss",
-    "warn_closed_over",
-]
+__all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
 
 PyTree = Any
-
-FROZEN = "frozen"
-"""Name of the carried state that holds parameters which no optimizer knows."""
 
 
 class LossResult(NamedTuple):
@@ -75,24 +55,6 @@ class LossResult(NamedTuple):
     overflowed: jax.Array
 
 
-class LossInputs(NamedTuple):
-    """What a loss is evaluated on.
-
-    Attributes:
-      params: The parameters as stored.
-      carried: State that the loss reads and changes, by name; whole on every device.
-      batch: The global batch.
-      rng: A PRNG key, to be folded with the index of the device, or `None`.
-      loss_scale: What the loss is multiplied with before it is differentiated, or `None`.
-    """
-
-    params: PyTree
-    carried: Mapping[str, Any]
-    batch: PyTree
-    rng: jax.Array | None
-    loss_scale: jax.Array | None = None
-
-
 class MicroBatches(NamedTuple):
     """How a step goes through its batch.
 
@@ -106,120 +68,6 @@ class MicroBatches(NamedTuple):
 
 
 WHOLE_BATCH = MicroBatches()
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedLoss:
-    """A loss as a jaxpr over whole parameters and one device's part of the batch.
-
-    Attributes:
-      jaxpr: Its inputs are the leaves of params, carried state, batch and rng, in this order; its outputs
-        the leaves of `out_shape`.
-      out_shape: `(loss, aux)` as shapes.
-      num_inputs: Leaves of params, carried state, batch and rng.
-      batch_specs: How each leaf of the batch is split.
-    """
-
-    jaxpr: Any
-    out_shape: PyTree
-    num_inputs: tuple[int, int, int, int]
-    batch_specs: list[PartitionSpec]
-
-
-def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> None:
-    """Raises unless every device gets an equal part of the batch; lists every leaf that forbids it."""
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
-    rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
-    bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
-    if bad:
-        listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
-        raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
-    empty = [path for path, x in rows if x.ndim and not x.shape[0]]
-    if empty:
-        raise ValueError(f"These leaves of the batch have no rows: {empty}. A mean over nothing is not a number.")
-    uneven = [(path, x.shape) for path, x in rows if x.ndim and x.shape[0] % parts]
-    if uneven:
-        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(shape)}" for path, shape in uneven)
-        size = uneven[0][1][0]
-        below, above = size // parts * parts, -(-size // parts) * parts
-        near = f"{below} or {above}" if below else f"{above}"
-        steps = f" x accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
-        raise ValueError(
-            f"The leading dimension of the batch must be divisible by {parts} (the size of mesh axes "
-            f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
-            "weight the padding with zero (`jzero.Weighted`)."
-        )
-    rows_of = {x.shape[0] for _, x in rows if x.ndim}
-    if len(rows_of) > 1:
-        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
-        raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
-
-
-def trace_loss(
-    loss_fn: Callable[..., Any],
-    plan: ZeroPlan,
-    inputs: LossInputs,
-    *,
-    accumulate_steps: int = 1,
-    remat: Remat | None = None,
-) -> TracedLoss:
-    """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
-    batch, rng = inputs.batch, inputs.rng
-    check_batch(batch, plan, accumulate_steps)
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
-    local = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
-    )
-    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]
-    params = plan.params_treedef.unflatten(shapes)
-    carried = _carried_shapes(plan, inputs.carried)
-    key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
-
-    def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
-        return loss_fn(params, batch, *key, **carried)
-
-    axis_env = [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
-    trace = jax.make_jaxpr(call, axis_env=axis_env, return_shape=True)
-    jaxpr, out_shape = trace(params, carried, local, key)
-    if remat is not None:
-        leaves = jax.tree.leaves((params, carried, local, key))
-        jaxpr = jax.make_jaxpr(functools.partial(_with_remat, jaxpr, remat), axis_env=axis_env)(*leaves)
-    ordered = _compat.ordered_effects(jaxpr)
-    if ordered:
-        raise ValueError(
-            f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use "
-            "the unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
-        )
-    specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
-    sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
-    return TracedLoss(jaxpr, out_shape, sizes, specs)
-
-
-def _with_remat(jaxpr: Any, remat: Remat, *inputs: Any) -> list[Any]:
-    return with_remat(jaxpr, inputs, remat=remat)
-
-
-def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
-    """Returns the arrays above the persistence threshold that the loss closes over."""
-    _, consts = _compat.open_jaxpr(traced.jaxpr)
-    return [
-        StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
-        for i, x in enumerate(consts)
-        if hasattr(x, "dtype") and x.size > plan.config.persistence_threshold
-    ]
-
-
-def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
-    """Warns about arrays that the loss closes over: every device holds them whole."""
-    leaves = closed_over(traced, plan)
-    if leaves:
-        listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-        num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
-        warnings.warn(
-            f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
-            "them as parameters (frozen if need be) or in the batch.",
-            stacklevel=2,
-        )
 
 
 def loss_and_grads(
@@ -259,7 +107,7 @@ def _run(
 ) -> LossResult:
     config = plan.config
     whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
-    carried = _carried_leaves(plan, inputs.carried)
+    carried = carried_leaves(plan, inputs.carried)
     leaves = [
         plan.params_treedef.flatten_up_to(inputs.params),
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
@@ -307,26 +155,6 @@ def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
     if leaf.cut is None:
         return PartitionSpec()
     return dataclasses.replace(leaf, base=PartitionSpec()).spec(axis)
-
-
-def _carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf | None]:
-    """Returns for each leaf of the carried state its layout if it is a frozen parameter, else `None`."""
-    frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
-    return [
-        leaf
-        for name, tree in sorted(carried.items())
-        for leaf in (frozen if name == FROZEN else [None] * len(jax.tree.leaves(tree)))
-    ]
-
-
-def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Returns the carried state as the loss sees it."""
-    leaves, treedef = jax.tree.flatten(dict(carried))
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape if leaf is None else leaf.shape, x.dtype)
-        for x, leaf in zip(leaves, _carried_leaves(plan, carried), strict=True)
-    ]
-    return treedef.unflatten(shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -564,20 +392,3 @@ class _Role:
         elif self.wire.reduce_last or not self.has_slot:
             grad = reduce_shard(grad, cut, self.wire)
         return grad
-
-
-def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
-    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
-    loss, (aux, _) = traced.out_shape
-    value = loss.sum if isinstance(loss, Weighted) else loss
-    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
-            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return "
-            "further values with `has_aux=True`."
-        )
-    if isinstance(loss, Weighted) and (
-        getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
-    ):
-        raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
-    check_aux(aux, num_rows)

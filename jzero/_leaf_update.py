@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._placement import check_leaf_shape, natural_leaf, stored_leaf
+from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, ZeroPlan
 from jzero._rounding import narrow, round_stochastically
-from jzero._streamed import Streamed, source, sources_of, stream
+from jzero._streamed import Streamed, Update, source, sources_of, stream
 
 __all__ = ["NO_ELEMENTS", "Around", "Moments", "rounded_inner", "streamed_source", "streamed_update", "update_leaf"]
 
@@ -152,10 +152,10 @@ def streamed_update(
     if x.update is not None and not moves_param:
         # What the devices get takes the memory of the gradient, if that is wide enough.
         (grad,) = (y.array for y in sources_of([x.grad])[0])
-        is_wide = jnp.promote_types(dtype, grad.dtype) == grad.dtype
+        is_wide = jnp.promote_types(dtype, grad.dtype) == grad.dtype and not is_on_host(grad)
         out = grad if is_wide else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
     values = [streamed_source(y, leaf, plan) for y in wanted]
-    new, near = stream(plan, leaf.grad, values, old, body, out, list(numbers.values()))
+    new, near = stream(plan, Update(leaf.grad, values, old, body, out, list(numbers.values())))
     param = new.pop(0) if moves_param else None
     master = new.pop(0) if has_master else x.old_master
     if near is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jzero._precision import MAX_LOSS_SCALE, DynamicLossScale
 
-__all__ = ["LossScaleState", "ZeroOptState", "host_array", "initial_loss_scale", "next_loss_scale"]
+__all__ = ["LossScaleState", "PendingUpdate", "ZeroOptState", "host_array", "initial_loss_scale", "next_loss_scale"]
 
 PyTree = Any
 
@@ -38,8 +38,23 @@ class LossScaleState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PendingUpdate:
+    """Gradients that the next step applies, see `Offload.delay`.
+
+    Attributes:
+      grads: One per parameter leaf, unscaled and clipped, in fp32 or wider, cut like the gradient, in the memory where
+        the parameter's optimizer state is; `None` where a parameter is not trained.
+      ready: Whether there is anything to apply, a 0-d boolean.
+    """
+
+    grads: PyTree
+    ready: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ZeroOptState:
-    """Takes the place of `opt_state` where a precision policy has state of its own.
+    """Takes the place of `opt_state` where a precision policy, or a delayed update, has state of its own.
 
     Attributes:
       inner: The state of the user's optax transformation.
@@ -47,6 +62,7 @@ class ZeroOptState:
         `None` where the parameter as stored is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Optimizer steps taken, int32; drives stochastic rounding. `None` where nothing is rounded so.
+      pending: Gradients that the next step applies, with `Offload(delay=1)`; else `None`.
 
     Example:
       >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
@@ -59,6 +75,7 @@ class ZeroOptState:
     masters: PyTree
     loss_scale: LossScaleState | None
     num_updates: jax.Array | None
+    pending: PendingUpdate | None = None
 
 
 def host_array(value: Any, dtype: Any) -> Any:

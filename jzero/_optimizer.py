@@ -17,7 +17,7 @@ from jzero._leaf_update import Around, Moments, rounded_inner, streamed_source, 
 from jzero._opt_state import ZeroOptState, next_loss_scale
 from jzero._placement import is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
-from jzero._planner import own_opt_state
+from jzero._planner import own_opt_state, zero_grads
 from jzero._precision import DynamicLossScale, Precision, times
 from jzero._rounding import narrow, with_edits
 from jzero._streamed import Streamed, source
@@ -129,7 +129,7 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
         for x, leaf in zip(seen, plan.leaves, strict=True)
     ]
-    own = own_opt_state(plan, masters)
+    own = own_opt_state(plan, masters, zero_grads(plan))
     if own is None:
         return inner
     return jax.tree.map(jnp.asarray, dataclasses.replace(own, inner=inner))

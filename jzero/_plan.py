@@ -219,6 +219,13 @@ class ZeroPlan:
         """Elements that padding adds to each stored parameter, over all devices."""
         return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
 
+    @property
+    def pending(self) -> PyTree:
+        """The layout of each gradient that waits for the next step, `None` for others; see `Offload.delay`."""
+        if not self.config.offload.delay:
+            return self.params_treedef.unflatten([None] * len(self.leaves))
+        return self.opt_treedef.unflatten(self.opt_leaves).pending.grads
+
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array, in the memory where it lies between steps."""
         sharding = self.device_sharding(leaf)

@@ -18,13 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._config import LeafRule, ZeroConfig
 from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
 from jzero._mesh import AnyMesh, axis_size, check_host_memory, check_mesh
-from jzero._opt_state import ZeroOptState, host_array, initial_loss_scale
+from jzero._opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
-from jzero._precision import DynamicLossScale, cast_dtype
+from jzero._precision import DynamicLossScale, cast_dtype, wide_dtype
 from jzero._trained import find_frozen
 from jzero._tree import key_names, path_str
 
-__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state"]
+__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
 
 PyTree = Any
 
@@ -131,7 +131,11 @@ def _make_plan(
 
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
-    own = own_opt_state(plan, [leaf.master for leaf in plan.leaves])
+    grads = [
+        dataclasses.replace(leaf.grad, dtype=wide_dtype(leaf.grad.dtype), on_host=i in plan.hosted)
+        for i, leaf in enumerate(plan.leaves)
+    ]
+    own = own_opt_state(plan, [leaf.master for leaf in plan.leaves], grads)
     if own is None:
         return plan
     prefix = jax.tree_util.GetAttrKey("inner")
@@ -145,24 +149,40 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
 
 
-def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None:
-    """Returns what the precision policy keeps beside the optimizer's own state, at its start; `None` if nothing.
+def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) -> ZeroOptState | None:
+    """Returns what jzero keeps beside the optimizer's own state, at its start; `None` if nothing.
 
     Args:
       plan: The plan.
       masters: Per parameter leaf what stands for its master copy; only used where there is one.
+      grads: Per parameter leaf what stands for a gradient that waits; only used where updates are delayed.
     """
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
-    if not (has_masters or plan.rounds_stochastically or isinstance(dynamic, DynamicLossScale)):
+    delays = bool(plan.config.offload.delay)
+    if not (has_masters or plan.rounds_stochastically or isinstance(dynamic, DynamicLossScale) or delays):
         return None
+    waiting = [x if leaf.trained else None for x, leaf in zip(grads, plan.leaves, strict=True)]
     kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,
         masters=plan.params_treedef.unflatten(kept),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
+        pending=PendingUpdate(plan.params_treedef.unflatten(waiting), host_array(False, np.bool_)) if delays else None,
     )
+
+
+def zero_grads(plan: ZeroPlan, *, in_trace: bool = True) -> list[Any]:
+    """Returns a zero for each gradient that may wait, in natural shape; outside of a trace without its memory."""
+    if not plan.config.offload.delay:
+        return [None] * len(plan.leaves)
+    made = jnp.zeros if in_trace else _zero_view
+    return [made(leaf.param.shape, wide_dtype(leaf.grad.dtype)) for leaf in plan.leaves]
+
+
+def _zero_view(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def other_fields(state: Any) -> dict[str, PyTree]:

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["DtypeName", "DynamicLossScale", "Precision", "cast_dtype", "resolve_precision", "times", "widen"]
+__all__ = [
+    "DtypeName",
+    "DynamicLossScale",
+    "Precision",
+    "cast_dtype",
+    "resolve_precision",
+    "times",
+    "wide_dtype",
+    "widen",
+]
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -169,7 +178,12 @@ def widen(x: jax.Array) -> jax.Array:
     """Returns `x` in fp32 or wider; integers as they are."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype that gradients have once they are widened: fp32 or wider; that of integers stays."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jzero._opt_state import ZeroOptState
 from jzero._optimizer import ZeroTransformation, edited_master
 from jzero._placement import is_on_host
 from jzero._plan import StateLeaf, ZeroPlan
-from jzero._planner import other_fields, own_opt_state
+from jzero._planner import other_fields, own_opt_state, zero_grads
 
 __all__ = [
     "Adapted",
@@ -229,7 +229,9 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
       plan: The plan.
       before: The optimizer state of an earlier layout, whose loss scale and counter go on.
     """
-    own = own_opt_state(plan, plan.params_treedef.flatten_up_to(state.params))
+    params = plan.params_treedef.flatten_up_to(state.params)
+    in_trace = any(isinstance(x, jax.core.Tracer) for x in params)
+    own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
     if own is None:
         return state
     if isinstance(before, ZeroOptState):

@@ -20,6 +20,7 @@ from jzero._planner import make_plan
 from jzero._processes import check_processes_agree
 from jzero._rounding import with_edits
 from jzero._state import adapt, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero._step_update import apply_pending
 from jzero._trained import restrict_opt_state, restrict_optimizer
 from jzero._tree import path_str
 
@@ -121,11 +122,13 @@ def shard_train_state(
     """
     config = resolve_config(stage, config)
     adapted = adapt(state)
+    _check_concrete(adapted.state)
+    check_alive(adapted.state)
+    if isinstance(adapted.state.tx, ZeroTransformation):
+        adapted = adapt(apply_pending(state, donate=donate))
     train_state = adapted.state
     natural, tx, old = _natural(train_state)
     mesh = resolve_mesh(mesh, config, state)
-    _check_concrete(train_state)
-    check_alive(train_state)
     natural, new_tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, new_tx, config, mesh)
     check_processes_agree(plan)
@@ -248,9 +251,9 @@ def unshard_train_state(state: State) -> State:
       >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
       True
     """
-    adapted = adapt_sharded(state)
+    check_alive(adapt_sharded(state).state)
+    adapted = adapt_sharded(apply_pending(state))
     train_state, plan = adapted.state, adapted.state.tx.plan
-    check_alive(train_state)
     stored: list[jax.Array] = []
     plain, layout = plain_state(train_state, plan), plan.plain
     map_state(lambda x, leaf: stored.append(x), layout, plain)

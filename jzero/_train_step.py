@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._aux import PerExample, Summed, Synced, Weighted
-from jzero._grads import (
-    WHOLE_BATCH,
-    LossInputs,
-    LossResult,
-    MicroBatches,
-    TracedLoss,
-    check_batch,
-    check_loss,
-    closed_over,
-    evaluate,
-    loss_and_grads,
-    trace_loss,
-    warn_closed_over,
-)
-from jzero._leaf_update import NO_ELEMENTS
+from jzero._grads import WHOLE_BATCH, MicroBatches, evaluate, loss_and_grads
 from jzero._mesh import batch_axes, num_batch_shards
-from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._overflow import OverflowWatch, loss_scale_error
-from jzero._placement import is_on_host, place_array, stored_leaf, strong
-from jzero._plan import StateLeaf, ZeroPlan
+from jzero._plan import ZeroPlan
 from jzero._precision import times
 from jzero._remat import Remat
 from jzero._state import adapt_sharded, check_in_place, map_state
+from jzero._step_inputs import abstract_inputs, check_stored, in_trace, optional_rng, place_inputs
+from jzero._step_update import StepGrads, next_state
+from jzero._traced_loss import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -55,6 +39,7 @@ class _Step:
         mutable: Sequence[str],
         micro: MicroBatches = WHOLE_BATCH,
         remat: Remat | None = None,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -69,6 +54,7 @@ class _Step:
         self.mutable = tuple(mutable)
         self.micro = micro
         self.remat = remat
+        self.compiler_options = None if compiler_options is None else dict(compiler_options)
         self._jits: dict[Any, Any] = {}
 
     donated: tuple[int, ...] = ()
@@ -82,7 +68,12 @@ class _Step:
         key = (plan, jax.tree.structure(state))
         if key not in self._jits:
             shardings = self._out_shardings(plan, state)
-            self._jits[key] = jax.jit(self._compute, donate_argnums=self.donated, out_shardings=shardings)
+            self._jits[key] = jax.jit(
+                self._compute,
+                donate_argnums=self.donated,
+                out_shardings=shardings,
+                compiler_options=self.compiler_options,
+            )
         return self._jits[key]
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
@@ -90,11 +81,11 @@ class _Step:
 
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
         plan = state.tx.plan
-        if _in_trace((state, batch, rng)):
+        if in_trace((state, batch, rng)):
             return self._compute(state, batch, rng=rng)
         check_in_place(state, plan, opt_state=self.uses_opt_state)
-        batch, rng = _place_inputs(plan, batch, rng, self.micro.steps)
-        return self._jit(plan, state)(state, batch, **_optional(rng))
+        batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
+        return self._jit(plan, state)(state, batch, **optional_rng(rng))
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -103,17 +94,17 @@ class _Step:
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **_optional(rng))
+        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **optional_rng(rng))
 
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **_optional(rng))
+        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **optional_rng(rng))
 
     def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
         """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
         train_state = adapt_sharded(state).state
-        return _abstract_inputs(train_state.tx.plan, train_state, batch, rng)
+        return abstract_inputs(train_state.tx.plan, train_state, batch, rng)
 
     def clear_cache(self) -> None:
         """Forgets everything compiled."""
@@ -165,7 +156,7 @@ class _Step:
 
     def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         plan = state.tx.plan
-        _check_stored(state, plan)
+        check_stored(state, plan)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
         parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
         check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
@@ -231,83 +222,18 @@ class TrainStep(_Step):
         aux, changed = result.aux
         factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
         grads = [times(g, *factors) for g in result.grads]
-        applied = _is_applied(plan, result, isinstance(traced.out_shape[0], Weighted))
-        new = _updated(state, grads, result.reduced, (result.factor, *factors), applied)
-        if changed:
-            new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
-        if applied is None:
-            applied = jnp.ones((), jnp.bool_)
-        else:
-            new = _unless_skipped(state, new, result, applied, isinstance(traced.out_shape[0], Weighted))
-        new = map_state(lambda x, leaf: _settled(x, leaf, plan), plan, new)
+        weighs = result.weight != 0 if isinstance(traced.out_shape[0], Weighted) else None  # else there is no gradient
+        applied = weighs
+        if plan.config.policy.skips:
+            finite = ~jnp.any(result.overflowed)
+            applied = finite if applied is None else finite & applied
+        found = StepGrads(grads, result.reduced, (result.factor, *factors), applied, weighs, result.overflowed)
+        new = next_state(state, found, changed)
+        applied = jnp.ones((), jnp.bool_) if applied is None else applied
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
         return new, {**metrics, "aux": aux} if self.has_aux else metrics
-
-
-def _settled(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a leaf of the new state as the plan stores it."""
-    return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
-
-
-def _updated(
-    state: Any,
-    grads: list[jax.Array],
-    reduced: list[jax.Array],
-    factors: tuple[jax.Array, ...],
-    applied: jax.Array | None,
-) -> Any:
-    """Returns the state after its own `apply_gradients`.
-
-    Parameters on the host take no part in optax's sums: something without elements stands for each.
-
-    Args:
-      state: The state before.
-      grads: Gradients; without elements where `reduced` is on the host.
-      reduced: The same before they were multiplied with `factors`.
-      factors: The loss scale, clipping.
-      applied: Whether the step is applied; `None` if it always is.
-    """
-    tx, plan = state.tx, state.tx.plan
-    params = plan.params_treedef.flatten_up_to(state.params)
-    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
-    new_params: dict[int, jax.Array] = {}
-    cls = type(state)
-    if away and not cls.apply_gradients.__module__.startswith(("jzero.", "flax.")):
-        raise TypeError(
-            f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on parameters; with "
-            "`Offload(params='host')` they are not there to compute on. Do what it does outside of the step, or keep "
-            "parameters on the devices."
-        )
-    step = InStep(
-        applied, {id(g): (raw, factors) for g, raw in zip(grads, reduced, strict=True)}, new_params, state.params
-    )
-    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
-    before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
-    new = before.apply_gradients(grads=plan.params_treedef.unflatten(grads))
-    after = plan.params_treedef.flatten_up_to(new.params)
-    kept = [new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
-    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
-
-
-def _is_applied(plan: ZeroPlan, result: LossResult, is_weighted: bool) -> jax.Array | None:
-    """Returns whether the step is applied; `None` if it always is."""
-    applied = [~jnp.any(result.overflowed)] if plan.config.policy.skips else []
-    if is_weighted:  # a batch without weight has no gradient: nothing happens
-        applied.append(result.weight != 0)
-    return functools.reduce(jnp.logical_and, applied) if applied else None
-
-
-def _unless_skipped(old: Any, new: Any, result: LossResult, applied: jax.Array, is_weighted: bool) -> Any:
-    """Returns the state after a step, which is the old one, its loss scale apart, if the step is skipped."""
-    plan = old.tx.plan
-    kept = keep_unless(applied, new, old)
-    if not plan.has_opt_state:
-        return kept
-    scaled = with_next_loss_scale(plan, old.opt_state, kept.opt_state, result.overflowed)
-    weighs = result.weight != 0 if is_weighted else jnp.ones((), jnp.bool_)
-    return kept.replace(opt_state=keep_unless(weighs, scaled, kept.opt_state))
 
 
 class EvalStep(_Step):
@@ -377,6 +303,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     reduce: Literal["each", "last"] = "each",
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
 
@@ -395,6 +322,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of `while_loop`, `custom_vjp` and
         `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
+      compiler_options: XLA options for this step alone, as for `jax.jit`. Not used where the step is called inside of
+        another `jax.jit`, which compiles it.
 
     Returns:
       `step(state, batch, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
@@ -420,7 +349,15 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     if remat not in (None, True, False, "offload"):
         raise ValueError(f"`remat` must be None, True, False or 'offload': got {remat!r}.")
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
-    return TrainStep(loss_fn, has_aux=has_aux, micro=micro, clip_norm=clip_norm, mutable=mutable, remat=remat)
+    return TrainStep(
+        loss_fn,
+        has_aux=has_aux,
+        micro=micro,
+        clip_norm=clip_norm,
+        mutable=mutable,
+        remat=remat,
+        compiler_options=compiler_options,
+    )
 
 
 def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
@@ -467,67 +404,3 @@ def _as_sums(x: Any) -> Any:
 
 def _as_mean(x: Any) -> Any:
     return x.sum / x.weight if isinstance(x, Weighted) else x
-
-
-def _optional(rng: Any) -> dict[str, Any]:
-    """Leaves `rng` out where there is none, so that a compiled step is called as it was lowered."""
-    return {} if rng is None else {"rng": rng}
-
-
-def _in_trace(tree: PyTree) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def _check_stored(state: Any, plan: ZeroPlan) -> None:
-    """Raises if the state's arrays do not have the shapes that the plan stores."""
-    bad: list[str] = []
-
-    def check(x: Any, leaf: StateLeaf) -> Any:
-        if tuple(x.shape) != leaf.stored_shape:
-            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
-        elif leaf in params and x.dtype != leaf.dtype:
-            bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
-        return x
-
-    params = {leaf.param for leaf in plan.leaves}
-    map_state(check, plan, state)
-    if bad:
-        raise ValueError(
-            "These leaves are not as the plan stores them:\n"
-            + "\n".join(bad)
-            + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
-        )
-
-
-def _place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
-    """Puts batch and rng on the mesh; arrays that are there already stay."""
-    check_batch(batch, plan, accumulate_steps)
-    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
-    whole = NamedSharding(plan.mesh, PartitionSpec())
-
-    def place(x: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
-            return x if x.sharding == sharding else jax.device_put(x, sharding)
-        return place_array(
-            x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding
-        )
-
-    placed = jax.tree.map(lambda x: place(x, split if x.ndim else whole), batch)
-    return placed, None if rng is None else place(rng, whole)
-
-
-def _abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
-    """The arguments as shapes with the shardings that a call would give them."""
-
-    def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        dtype = (
-            x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
-
-    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
-    whole = NamedSharding(plan.mesh, PartitionSpec())
-    check_batch(batch, plan)
-    state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
-    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
-    return state, batch, None if rng is None else shape(rng, whole)

@@ -106,6 +106,12 @@ class UpdateWalk:
                 array = jnp.broadcast_to(x.array, x.shape)
             else:
                 array = natural_leaf(x.array, x.leaf, self.plan)
+                if x.on_host and self.plan.config.offload.compute == "host":
+                    raise ValueError(
+                        f"`Offload(compute='host')` updates {x.leaf.path!r} where it lies, element by element, but the "
+                        "optimizer needs more of it than elements and their sums (Muon's products, Adafactor's rows). "
+                        "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
+                    )
                 self.brought |= {x.leaf.path} if x.on_host else set()
             self.arrays[id(x)] = (x, array)  # the value, too, since its id is the key
         return self.arrays[id(x)][1]

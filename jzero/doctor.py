@@ -234,6 +234,12 @@ def _offload(mesh: Mesh) -> str:
     return _train_step(mesh, Offload(optimizer="host", chunk_bytes=2048)) + ", optimizer state on the host"
 
 
+def _update_on_host(mesh: Mesh) -> str:
+    """The same, updated by the host's CPU."""
+    _need_host_memory(mesh)
+    return _train_step(mesh, Offload(optimizer="host", compute="host")) + ", updated on the host"
+
+
 def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
     """Trains at stage 3 on all devices and with optax on one. The sizes are primes, so that shards are padded."""
     rng = np.random.default_rng(0)
@@ -265,6 +271,7 @@ CHECKS: dict[str, Callable[[Mesh], str]] = {
     "host memory": _host_memory,
     "train step": _train_step,
     "offload": _offload,
+    "update on the host": _update_on_host,
 }
 
 

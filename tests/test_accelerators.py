@@ -154,14 +154,14 @@ def test_tiles_are_noted():
     assert any("18 % more than" in note for note in report.notes), report.notes
 
 
-def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, **sizes):
+def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, options=None, **sizes):
     """The analysis of a step, verified."""
     model = models.GPT(**{"vocab": 1024, "d_model": 512, "heads": 8, "layers": 8, "scan": scan, **sizes})
     plain = jax.eval_shape(lambda: models.gpt_state(model, tx or optax.adamw(1e-3)))
     config = jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=0, offload=offload)
     batch = jax.ShapeDtypeStruct((64, models.SEQ + 1), jnp.int32)
     step = jzero.make_train_step(models.gpt_loss(model), remat=remat)
-    report = jzero.analyze(step, plain, batch, topology=topology, config=config)
+    report = jzero.analyze(step, plain, batch, topology=topology, config=config, compiler_options=options)
     report.verify()
     return report
 
@@ -207,6 +207,26 @@ def test_odd_sizes_are_cut_into_chunks_that_tpus_can_slice(precision, sizes):
     for scan in (True, False):
         report = offloaded("v5p:2x2x2", away, precision, scan=scan, layers=3, **sizes)
         assert report.memory.host >= report.plan.host_bytes_per_device.total
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_updates_on_the_hosts_cpu_are_calls_of_it(topology, delay):
+    """The compilers accept them, what lies on the host is overwritten in place, and no loop brings it to the device."""
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True} if topology.startswith("h200") else None
+    report = offloaded(topology, jzero.Offload(optimizer="host", compute="host", delay=delay), options=options)
+    near = offloaded(topology, jzero.Offload(optimizer="host", chunk_bytes=CHUNK))
+    plan = report.plan
+    assert report.memory.arguments == pytest.approx(near.memory.arguments, rel=0.01)
+    if topology.startswith("v5p"):  # gradients pass through the host; those that wait are there twice for a while
+        grads = sum(leaf.grad.bytes_per_device(plan.mesh, "data") for leaf in plan.leaves) * (1 + 2 * delay)
+        state = plan.host_bytes_per_device.total
+        assert state < report.memory.host < 1.02 * (state + grads)
+    (found,) = [re.match(r"Of (\d+) calls of the host's CPU .* beside (\d+)", x) for x in report.notes if "CPU" in x]
+    total, covered = map(int, found.groups())
+    assert total >= len(plan.leaves)
+    if delay and topology.startswith("h200"):
+        assert covered > 0, "the scheduler hides some of them"
 
 
 def test_activations_on_the_host():

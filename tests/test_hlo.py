@@ -10,7 +10,7 @@ from jzero.analysis.collectives import find_collectives
 from jzero.analysis.costs import flops_of
 from jzero.analysis.hlo import Array, parse_hlo
 from jzero.analysis.machines import machine
-from jzero.analysis.schedule import simulate
+from jzero.analysis.schedule import HostCalls, host_calls, simulate
 
 HEADER = "HloModule step, is_scheduled=true, num_partitions=8\n\n"
 ALL = "replica_groups=mesh['data'=8] {'data'}"
@@ -206,3 +206,23 @@ def test_operations_of_products():
     assert flops(valid, image, kernel) == 2 * 2 * 4 * 3 * (6 * 3) ** 2
     same = jax.jit(lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"))
     assert flops(same, image, kernel) == 2 * 2 * 4 * 3 * (8 * 3 - 2) ** 2, "products with padding are none"
+
+
+def test_calls_of_the_host_and_what_is_beside_them():
+    call = 'async_execution_thread="host", custom_call_target="HostExecute"'
+    text = (
+        HEADER
+        + f"""ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %a.start = ((f32[8,8]{{1,0}}), f32[8,8]{{1,0}}, u32[]) custom-call-start(%x), {call}
+  %y = f32[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %a = f32[8,8]{{1,0}} custom-call-done(%a.start)
+  %b.start = ((f32[8,8]{{1,0}}), f32[8,8]{{1,0}}, u32[]) custom-call-start(%y), {call}
+  %z = f32[8,8]{{1,0}} bitcast(%y)
+  %b = f32[8,8]{{1,0}} custom-call-done(%b.start)
+  ROOT %sum = f32[8,8]{{1,0}} add(%a, %b)
+}}
+"""
+    )
+    assert host_calls(parse_hlo(text)) == HostCalls(total=2, covered=1)
+    assert host_calls(parse_hlo(GPU)) == HostCalls(total=0, covered=0)

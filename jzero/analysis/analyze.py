@@ -19,7 +19,7 @@ from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.memory import memory_of
 from jzero.analysis.placing import mesh_of, moved, plan_of_argument, platform_of, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
-from jzero.analysis.schedule import simulate
+from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_memory import memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.violations import Compiled, axes_of, find_violations
@@ -105,6 +105,12 @@ def analyze(
         notes.append(
             "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from "
             "the plan, and chunks on their way count as temporaries."
+        )
+    calls = host_calls(program)
+    if calls.total:
+        notes.append(
+            f"Of {calls.total} calls of the host's CPU the schedule has other work beside {calls.covered}; their time "
+            "is not in the timeline."
         )
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None

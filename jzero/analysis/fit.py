@@ -12,10 +12,10 @@ import jax
 from jax.sharding import Mesh
 
 from jzero._config import ZeroConfig
-from jzero._grads import check_batch
 from jzero._mesh import AnyMesh, make_mesh
 from jzero._plan import ZeroPlan
 from jzero._state import adapt
+from jzero._traced_loss import check_batch
 from jzero._train_step import TrainStep, make_train_step
 from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, Candidate, Fit, judged

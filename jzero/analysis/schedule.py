@@ -25,10 +25,36 @@ from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_ke
 from jzero.analysis.hlo import Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
-__all__ = ["Span", "Timeline", "simulate"]
+__all__ = ["HostCalls", "Span", "Timeline", "host_calls", "simulate"]
 
 MAX_SPANS = 2000
 """Spans that a timeline keeps; the totals go on."""
+
+
+WORK = frozenset({"while", "fusion", "dot", "convolution", "custom-call", "call", "conditional"})
+"""Instructions beside which a call of the host is worth its while."""
+
+
+class HostCalls(NamedTuple):
+    """How many calls of the host's CPU a program has, and how many of them the schedule has other work beside."""
+
+    total: int
+    covered: int
+
+
+def host_calls(program: Program) -> HostCalls:
+    """Returns the calls of the host's CPU; one in a loop counts once."""
+    total = covered = 0
+    for computation in program.computations.values():
+        names = [x.name for x in computation.instructions]
+        for i, start in enumerate(computation.instructions):
+            if not start.opcode.endswith("-start") or 'thread="host"' not in start.attributes:
+                continue
+            done = next((x for x in computation.instructions[i:] if start.name in x.operands), None)
+            end = i + 1 if done is None else names.index(done.name)
+            total += 1
+            covered += any(x.opcode in WORK for x in computation.instructions[i + 1 : end])
+    return HostCalls(total, covered)
 
 
 class Span(NamedTuple):

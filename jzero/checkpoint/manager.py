@@ -20,6 +20,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jzero._state import adapt_sharded
+from jzero._step_update import apply_pending, settled_step
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere, gather_texts
@@ -155,7 +156,7 @@ class CheckpointManager:
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
           SystemExit: There was a SIGTERM, and the state is saved.
         """
-        step = int(adapt_sharded(state).state.step) if step is None else int(step)
+        step = settled_step(adapt_sharded(state).state) if step is None else int(step)
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
@@ -176,7 +177,7 @@ class CheckpointManager:
             self._remove_old()
             if goes_back:
                 self._stop_writing()
-            items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
+            items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
             self._write(step, items, metrics)
         if now and self._exit_code is not None:
             self.close()

@@ -15,6 +15,7 @@ from jzero._opt_state import ZeroOptState
 from jzero._plan import ZeroPlan
 from jzero._processes import check_processes_agree
 from jzero._state import adapt_sharded, check_alive, map_state
+from jzero._step_update import apply_pending
 from jzero._version import __version__
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import FORMAT, absolute, digest, signed
@@ -59,7 +60,7 @@ def save_checkpoint(
             f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
             "or use a `jzero.CheckpointManager`, which numbers its checkpoints and removes old ones."
         )
-    items = checkpoint_items(state, data_iterator=data_iterator, extra=extra)
+    items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
             checkpointer.save(directory, args=items)

@@ -13,10 +13,10 @@ from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
 from jzero._aux import Synced
-from jzero._grads import FROZEN
 from jzero._model_size import Params, register_model_view, state_params
 from jzero._optimizer import ZeroTransformation
 from jzero._state import Adapted, register_adapter
+from jzero._traced_loss import FROZEN
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 

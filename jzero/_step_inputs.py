@@ -1,0 +1,84 @@
+"""What goes into a jitted step: checked, on the mesh, or as shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._mesh import batch_axes
+from jzero._placement import place_array
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._state import map_state
+from jzero._traced_loss import check_batch
+
+__all__ = ["abstract_inputs", "check_stored", "in_trace", "optional_rng", "place_inputs"]
+
+PyTree = Any
+
+
+def optional_rng(rng: Any) -> dict[str, Any]:
+    """Leaves `rng` out where there is none, so that a compiled step is called as it was lowered."""
+    return {} if rng is None else {"rng": rng}
+
+
+def in_trace(tree: PyTree) -> bool:
+    """Whether any of these is traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def check_stored(state: Any, plan: ZeroPlan) -> None:
+    """Raises if the state's arrays do not have the shapes that the plan stores."""
+    bad: list[str] = []
+
+    def check(x: Any, leaf: StateLeaf) -> Any:
+        if tuple(x.shape) != leaf.stored_shape:
+            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
+        elif leaf in params and x.dtype != leaf.dtype:
+            bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
+        return x
+
+    params = {leaf.param for leaf in plan.leaves}
+    map_state(check, plan, state)
+    if bad:
+        raise ValueError(
+            "These leaves are not as the plan stores them:\n"
+            + "\n".join(bad)
+            + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
+        )
+
+
+def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
+    """Puts batch and rng on the mesh; arrays that are there already stay."""
+    check_batch(batch, plan, accumulate_steps)
+    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+
+    def place(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
+            return x if x.sharding == sharding else jax.device_put(x, sharding)
+        return place_array(
+            x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding
+        )
+
+    placed = jax.tree.map(lambda x: place(x, split if x.ndim else whole), batch)
+    return placed, None if rng is None else place(rng, whole)
+
+
+def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
+    """The arguments as shapes with the shardings that a call would give them."""
+
+    def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        dtype = (
+            x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
+    whole = NamedSharding(plan.mesh, PartitionSpec())
+    check_batch(batch, plan)
+    state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
+    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
+    return state, batch, None if rng is None else shape(rng, whole)

@@ -1,0 +1,205 @@
+"""What a train step makes of its gradients: the next state, at once or one step later.
+
+[Note: Delayed updates]
+With `Offload(delay=1)` a step hands the gradients of the step before to the optimizer and keeps its own in the state,
+reduced, unscaled, clipped, in fp32 or wider, in the memory where the parameter's optimizer state is. Its update then
+depends on nothing that the step computes, so the compiler may run it on the host beside the loss and its gradients. The
+first step has nothing to apply: it changes no parameter and does not count in `state.step`. A step whose gradients are
+not finite leaves nothing to apply to the next one. What the loss changes itself, such as batch statistics, and the loss
+scale change at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero._leaf_update import NO_ELEMENTS
+from jzero._opt_state import PendingUpdate
+from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
+from jzero._placement import is_on_host, stored_leaf, strong
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._precision import times
+from jzero._state import adapt_sharded, check_in_place, map_state
+from jzero._streamed import Update, source, stream
+
+__all__ = ["StepGrads", "apply_pending", "next_state", "settled_step"]
+
+State = Any
+
+
+class StepGrads(NamedTuple):
+    """The gradients of one step.
+
+    Attributes:
+      grads: One per parameter leaf, as the plan lays them out, in fp32 or wider; without elements where `reduced` is in
+        host memory.
+      reduced: The same before they were multiplied with `factors`.
+      factors: The loss scale, clipping.
+      applied: Whether they are to be applied, a 0-d boolean; `None` if in any case.
+      weighs: Whether the batch had any weight, a 0-d boolean; `None` if in any case.
+      overflowed: One boolean per parameter leaf, where the precision policy asks.
+    """
+
+    grads: list[jax.Array]
+    reduced: list[jax.Array]
+    factors: tuple[jax.Array, ...]
+    applied: jax.Array | None
+    weighs: jax.Array | None
+    overflowed: jax.Array
+
+
+def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
+    """Returns the state after a step, as the plan stores it, inside of `jit`.
+
+    A step that is not applied changes nothing but the loss scale, and without weight not even that.
+
+    Args:
+      state: The state before.
+      found: The step's gradients.
+      changed: What the loss changed of the state's other fields, by name.
+    """
+    plan = state.tx.plan
+    if plan.config.offload.delay:
+        carried = _with_changed(state, changed)
+        if found.applied is not None and changed:
+            carried = keep_unless(found.applied, carried, state)
+        new = _with_pending(_pending_applied(carried), found)
+    else:
+        new = _with_changed(_updated(state, found), changed)
+        new = new if found.applied is None else keep_unless(found.applied, new, state)
+    if found.applied is not None and plan.has_opt_state:
+        scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
+        scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
+        new = new.replace(opt_state=scaled)
+    return _stored(new, plan)
+
+
+def _stored(state: Any, plan: ZeroPlan) -> Any:
+    def stored(x: Any, leaf: StateLeaf) -> jax.Array:
+        return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
+
+    return map_state(stored, plan, state)
+
+
+def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
+    if not changed:
+        return state
+    return state.absorb(changed) if hasattr(state, "absorb") else state.replace(**changed)
+
+
+def _updated(state: Any, found: StepGrads) -> Any:
+    """Returns the state after its own `apply_gradients`.
+
+    What lies on the host takes no part in optax's sums: something without elements stands for each such parameter.
+    """
+    tx, plan = state.tx, state.tx.plan
+    params = plan.params_treedef.flatten_up_to(state.params)
+    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
+    new_params: dict[int, jax.Array] = {}
+    cls = type(state)
+    if (away or plan.config.offload.delay) and not cls.apply_gradients.__module__.startswith(("jzero.", "flax.")):
+        option, what = ("params='host'", "parameters") if away else ("delay=1", "gradients")
+        raise TypeError(
+            f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
+            f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "
+            "that option."
+        )
+    pairs = zip(found.grads, found.reduced, strict=True)
+    step = InStep(found.applied, {id(g): (raw, found.factors) for g, raw in pairs}, new_params, state.params)
+    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
+    before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
+    new = before.apply_gradients(grads=plan.params_treedef.unflatten(found.grads))
+    after = plan.params_treedef.flatten_up_to(new.params)
+    kept = [new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
+    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
+
+
+def _pending_applied(state: Any) -> Any:
+    """Returns the state after the update that was put off; as it is if there was none."""
+    plan = state.tx.plan
+    pending = state.opt_state.pending
+    kept = plan.params_treedef.flatten_up_to(pending.grads)
+    kept = [jnp.zeros((), leaf.grad.dtype) if x is None else x for x, leaf in zip(kept, plan.leaves, strict=True)]
+    # As many objects as gradients: each is known by its identity.
+    grads = [jnp.zeros((0,), x.dtype) if i in plan.hosted else x for i, x in enumerate(kept)]
+    found = StepGrads(grads, kept, (), pending.ready, None, jnp.zeros((0,), jnp.bool_))
+    return keep_unless(pending.ready, _updated(state, found), state)
+
+
+def _with_pending(state: Any, found: StepGrads) -> Any:
+    """Returns the state with a step's gradients in place of those that were put off before."""
+    plan = state.tx.plan
+    old = plan.params_treedef.flatten_up_to(state.opt_state.pending.grads)
+    leaves = plan.params_treedef.flatten_up_to(plan.pending)
+
+    def kept(i: int, leaf: StateLeaf | None) -> Any:
+        grad, raw = found.grads[i], found.reduced[i]
+        if leaf is None:
+            return None
+        if not is_on_host(raw):
+            return stored_leaf(grad.astype(leaf.dtype), leaf, plan)
+        value = source(raw, leaf, leaf.shape).map(times, *found.factors)
+        (new,), _ = stream(plan, Update(leaf, [value], [old[i]], lambda position, values, old: (values, None)))
+        return new
+
+    grads = plan.params_treedef.unflatten([kept(i, leaf) for i, leaf in enumerate(leaves)])
+    ready = jnp.ones((), jnp.bool_) if found.applied is None else found.applied
+    return state.replace(opt_state=dataclasses.replace(state.opt_state, pending=PendingUpdate(grads, ready)))
+
+
+def apply_pending(state: State, *, donate: bool = False) -> State:
+    """Applies the gradients that `Offload(delay=1)` put off, so that none is lost when training ends.
+
+    Saving a checkpoint, laying a state out anew and `unshard_train_state` do so by themselves; reading parameters does
+    not. Training may go on from the result: its first step then has nothing to apply.
+
+    Args:
+      state: A sharded train state.
+      donate: Whether the memory of `state` may be reused, so that it cannot be used afterwards; otherwise both states
+        are there for a while.
+
+    Returns:
+      The state without gradients that wait; `state` itself if there were none.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
+      >>> late = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> late, _ = step(late, jnp.ones((8, 512)))
+      >>> int(late.step), int(jzero.apply_pending(late).step)
+      (0, 1)
+    """
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    pending = train_state.opt_state.pending if plan.has_opt_state else None
+    if pending is None or not isinstance(pending.ready, jax.Array) or not bool(pending.ready):
+        return state
+    check_in_place(train_state, plan)
+    return adapted.rebuild(_apply(plan, jax.tree.structure(train_state), donate)(train_state))
+
+
+def settled_step(state: Any) -> int:
+    """Returns the `step` that a sharded train state has once the gradients that wait are applied."""
+    pending = state.opt_state.pending if state.tx.plan.has_opt_state else None
+    return int(state.step) + (pending is not None and bool(pending.ready))
+
+
+@functools.lru_cache(maxsize=8)
+def _apply(plan: ZeroPlan, treedef: Any, donate: bool) -> Any:
+    def call(state: Any) -> Any:
+        new = _pending_applied(state)
+        pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
+        return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), plan)
+
+    shapes = treedef.unflatten(range(treedef.num_leaves))
+    shardings = map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes)
+    return jax.jit(call, donate_argnums=(0,) if donate else (), out_shardings=shardings)
