@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import jzero
+from jzero._init import lower_init
 from jzero._train_state import abstract_train_state
 from jzero.analysis.topologies import topology_devices
 from tests import models
@@ -227,6 +228,23 @@ def test_updates_on_the_hosts_cpu_are_calls_of_it(topology, delay):
     assert total >= len(plan.leaves)
     if delay and topology.startswith("h200"):
         assert covered > 0, "the scheduler hides some of them"
+
+
+def test_birth_on_the_host_holds_an_eighth_at_a_time_on_the_device():
+    """Of 12 bytes per parameter that end on the host; a program for all of them would hold most of them at once."""
+    model = models.GPT(vocab=16384, d_model=512, heads=8, layers=8, scan=False)
+    config = jzero.ZeroConfig(
+        stage=3, precision="bf16", persistence_threshold=0, offload=jzero.Offload(optimizer="host")
+    )
+    tokens = jnp.zeros((1, models.SEQ), jnp.int32)
+    make_state = lambda key: jzero.TrainState.create(params=model.init(key, tokens)["params"], tx=optax.adamw(1e-3))
+    mesh = jzero.make_mesh(devices=topology_devices("v5p:2x2x2"))
+    programs, _ = lower_init(make_state, jax.random.key(0), config, mesh)
+    assert len(programs) > 8
+    stats = [program.compile().memory_analysis() for program in programs]
+    plan = jzero.plan_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config, mesh=mesh)
+    assert sum(x.host_output_size_in_bytes for x in stats) == pytest.approx(plan.host_bytes_per_device.total, rel=0.02)
+    assert max(x.temp_size_in_bytes for x in stats) < 0.3 * plan.host_bytes_per_device.total
 
 
 def test_activations_on_the_host():
