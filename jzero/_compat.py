@@ -29,6 +29,7 @@ __all__ = [
     "is_literal",
     "open_jaxpr",
     "ordered_effects",
+    "pipelined_gathers",
     "scan_groups",
     "shard_map_axes",
 ]
@@ -87,6 +88,13 @@ def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: A
 def ordered_effects(jaxpr: Any) -> list[str]:
     """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
+
+
+def pipelined_gathers() -> dict[str, Any]:
+    """Returns the option that makes XLA for GPUs gather for the next pass of a loop in the one before."""
+    if jax.__version_info__ < (0, 12):
+        return {"xla_gpu_enable_pipelined_all_gather": True}
+    return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], apply: Callable[[Equation, list[Any]], list[Any]]) -> list[Any]:

@@ -195,6 +195,9 @@ class ZeroConfig:
         option: one gather less, whole parameters alive between the passes.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
+      all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
+        only; `None` leaves it to the compiler.
+      reduce_bucket_bytes: The same for reduce-scatters.
       precision: "fp32" (every leaf keeps the dtype that it has), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
       offload: What is kept in the memory of the host, see `Offload`.
@@ -217,6 +220,8 @@ class ZeroConfig:
     model_persistence_threshold: int | None = None
     reshard_after_forward: bool = True
     reduce_scatter: bool = True
+    all_gather_bucket_bytes: int | None = None
+    reduce_bucket_bytes: int | None = None
     precision: Precision | Literal["fp32", "bf16", "fp16"] = "fp32"
     offload: Offload = dataclasses.field(default_factory=Offload)
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
@@ -248,6 +253,10 @@ class ZeroConfig:
         self._check_rules()
 
     def _check_sizes(self) -> None:
+        for name in ("all_gather_bucket_bytes", "reduce_bucket_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be None or a number of bytes, an integer >= 1: got {value!r}.")
         for name, optional in (("persistence_threshold", False), ("model_persistence_threshold", True)):
             value = getattr(self, name)
             if optional and value is None:

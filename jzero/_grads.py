@@ -212,8 +212,13 @@ class _LocalStep:
         else:
             _, ((total, weight), divisor, aux) = forward({}, batch, key, jnp.zeros(()))
             local = {}
-        weight = sum_over(weight, wire)
-        inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+        if isinstance(self.traced.out_shape[0], Weighted):
+            weight = sum_over(weight, wire)
+            inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+        else:  # known without a collective, and to the compiler
+            parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+            weight = jnp.asarray(parts, weight.dtype)
+            inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
         unscale = inverse * divisor * self.predivide / loss_scale[0] if loss_scale else inverse
         reduced = [role.finish(local.get(i)) for i, role in enumerate(roles)] if self.differentiate else []
         norm, overflowed = _grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from jzero._aux import PerExample, Summed, Synced, Weighted
+from jzero._compiler_options import CompilerOptions, check_compiler_options
+from jzero._compiler_options import compiler_options as make_compiler_options
 from jzero._grads import WHOLE_BATCH, MicroBatches, evaluate, loss_and_grads
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._overflow import OverflowWatch, loss_scale_error
@@ -39,7 +41,7 @@ class _Step:
         mutable: Sequence[str],
         micro: MicroBatches = WHOLE_BATCH,
         remat: Remat | None = None,
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -54,7 +56,8 @@ class _Step:
         self.mutable = tuple(mutable)
         self.micro = micro
         self.remat = remat
-        self.compiler_options = None if compiler_options is None else dict(compiler_options)
+        check_compiler_options(compiler_options)
+        self.compiler_options = compiler_options
         self._jits: dict[Any, Any] = {}
 
     donated: tuple[int, ...] = ()
@@ -72,7 +75,7 @@ class _Step:
                 self._compute,
                 donate_argnums=self.donated,
                 out_shardings=shardings,
-                compiler_options=self.compiler_options,
+                compiler_options=make_compiler_options(plan, self.compiler_options),
             )
         return self._jits[key]
 
@@ -303,7 +306,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     reduce: Literal["each", "last"] = "each",
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: CompilerOptions | None = None,
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
 
@@ -322,8 +325,9 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of `while_loop`, `custom_vjp` and
         `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
-      compiler_options: XLA options for this step alone, as for `jax.jit`. Not used where the step is called inside of
-        another `jax.jit`, which compiles it.
+      compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
+        to be worth their memory (stage 3 on GPUs gathers scanned layers one ahead; nothing elsewhere). Not used where
+        the step is called inside of another `jax.jit`, which compiles it.
 
     Returns:
       `step(state, batch, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,

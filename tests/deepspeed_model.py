@@ -57,8 +57,13 @@ def initial_params() -> PyTree:
     flat = {name: draw(rng, *leaf) for name, leaf in WEIGHTS.items()}
     check_sha256("weights", flat, WEIGHTS_SHA256)
     blocks = {f"blocks.{name}": np.stack([flat.pop(f"blocks.{i}.{name}") for i in range(LAYERS)]) for name in BLOCK}
+    return nested(flat | blocks)
+
+
+def nested(flat: Mapping[str, Any]) -> PyTree:
+    """Returns a tree of dictionaries from names with dots."""
     tree: dict[str, Any] = {}
-    for name, value in (flat | blocks).items():
+    for name, value in flat.items():
         *parents, last = name.split(".")
         node = tree
         for parent in parents:
@@ -95,27 +100,27 @@ def check_sha256(what: str, arrays: Mapping[str, np.ndarray], expected: str) -> 
     assert digest.hexdigest() == expected, f"numpy {np.__version__} draws other {what} than the recorded runs had."
 
 
-def loss_fn(params: PyTree, batch: jax.Array) -> jax.Array:
+def loss_fn(params: PyTree, batch: jax.Array, heads: int = HEADS) -> jax.Array:
     """Returns the mean cross-entropy of predicting each token of `batch` `[rows, SEQ + 1]` from those before it."""
     x = params["wte"][batch[:, :-1]] + params["wpe"][None]  # [rows, SEQ, D_MODEL]
-    x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params["blocks"])
+    x, _ = jax.lax.scan(lambda x, p: (block(p, x, heads), None), x, params["blocks"])
     logits = layer_norm(params["ln_f"], x) @ params["head"]["w"]
     log_probs = jax.nn.log_softmax(wide(logits))
     return -jnp.take_along_axis(log_probs, batch[:, 1:, None], axis=-1).mean()
 
 
-def block(p: PyTree, x: jax.Array) -> jax.Array:
-    x = x + attention(p["attn"], layer_norm(p["ln1"], x))
+def block(p: PyTree, x: jax.Array, heads: int) -> jax.Array:
+    x = x + attention(p["attn"], layer_norm(p["ln1"], x), heads)
     h = affine(layer_norm(p["ln2"], x), p["mlp"]["w1"], p["mlp"]["b1"])
     h = jax.nn.gelu(wide(h), approximate=True).astype(x.dtype)
     return x + affine(h, p["mlp"]["w2"], p["mlp"]["b2"])
 
 
-def attention(p: PyTree, x: jax.Array) -> jax.Array:
-    split = lambda y: y.reshape(*y.shape[:2], HEADS, -1)
-    q, k, v = map(split, jnp.split(x @ p["wqkv"], 3, axis=-1))  # each [rows, SEQ, HEADS, D_MODEL / HEADS]
-    scores = (wide(jnp.einsum("bqhd,bkhd->bhqk", q, k)) / math.sqrt(D_MODEL // HEADS)).astype(x.dtype)
-    causal = jnp.tril(jnp.ones((SEQ, SEQ), bool))[None, None]
+def attention(p: PyTree, x: jax.Array, heads: int) -> jax.Array:
+    split = lambda y: y.reshape(*y.shape[:2], heads, -1)
+    q, k, v = map(split, jnp.split(x @ p["wqkv"], 3, axis=-1))  # each [rows, SEQ, heads, D_MODEL / heads]
+    scores = (wide(jnp.einsum("bqhd,bkhd->bhqk", q, k)) / math.sqrt(q.shape[-1])).astype(x.dtype)
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
     weights = jax.nn.softmax(jnp.where(causal, wide(scores), -jnp.inf)).astype(x.dtype)
     return affine(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape), p["wo"], p["bo"])
 

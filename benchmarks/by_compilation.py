@@ -1,0 +1,142 @@
+"""Memory, communication and its overlap by compilation: `python -m benchmarks.by_compilation --topology h200:8`.
+
+No accelerator is needed: the compilers of `jzero[gpu]` and `jzero[tpu]` tell peak memory, collectives and the schedule;
+exposed communication is the model of `jzero/analysis/schedule.py` over that schedule. Each line of the result file is
+one program; lines that are there already are not compiled again, so that a run can be taken up. `--table` prints them
+as tables beside ZeRO's bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from benchmarks.engines import ENGINES, make_engine
+from benchmarks.gpt import AXIS, GPT, SIZES, init_of
+from jzero.analysis.topologies import topology_devices
+
+MIB = 2**20
+STAGES = {"replicated": (0,), "map_variables": (3,), "jzero recommended": (3,)}
+
+
+class Case(NamedTuple):
+    """One program: which model, how, by whom."""
+
+    topology: str
+    size: str
+    scan: bool
+    remat: bool
+    engine: str
+    stage: int
+
+    @property
+    def key(self) -> str:
+        """How a result file names it."""
+        how = f"{'scanned' if self.scan else 'unrolled'}{'+remat' if self.remat else ''}"
+        return "/".join((self.topology, self.size, how, self.engine, str(self.stage)))
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    """Returns the programs to compile, small ones first."""
+    models = list(itertools.product(["124M"], [True, False], [True, False]))
+    models += [("1.4B", True, True), ("7B", True, True)]
+    found = [
+        Case(options.topology, size, scan, remat, engine, stage)
+        for size, scan, remat in models
+        for engine in ENGINES
+        for stage in STAGES.get(engine, (3, 2, 1))
+    ]
+    wanted = [c for c in found if all(w in c.key for w in options.only) and not any(w in c.key for w in options.skip)]
+    return sorted(wanted, key=lambda c: (c.stage != 3, list(SIZES).index(c.size)))
+
+
+def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of one program."""
+    model = GPT(SIZES[case.size], scan=case.scan, remat=case.remat)
+    mesh = jzero.make_mesh(devices=topology_devices(case.topology))
+    engine = make_engine(case.engine, model, case.stage, mesh)
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    batch = jax.ShapeDtypeStruct((mesh.size * options.rows, options.seq_len + 1), jnp.int32, sharding=rows)
+    started = time.perf_counter()
+    report = jzero.analyze(engine.step, engine.like, batch, topology=case.topology, mesh=mesh)
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init_of(model), jax.random.key(0))))
+    large = [c for c in report.collectives if c.elements > size // 1000]
+    return {
+        "key": case.key,
+        "parameters": size,
+        "arguments": report.memory.arguments,
+        "peak": report.memory.peak,
+        "elements": report.communication_elements,
+        "sent_bytes": sum(c.sent_bytes for c in report.collectives),
+        "kinds": sorted({f"{c.kind} {c.dtype}{' in loop' if c.in_loop else ''}" for c in large}),
+        "exposed": report.exposed_communication,
+        "seconds": None if report.timeline is None else report.timeline.seconds,
+        "violations": list(report.violations),
+        "compile_seconds": round(time.perf_counter() - started, 1),
+        "jax": jax.__version__,
+    }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Returns the results as Markdown: one table per topology and model."""
+    text = []
+    groups = itertools.groupby(sorted(lines, key=lambda x: x["key"]), key=lambda x: x["key"].split("/")[:3])
+    for (topology, size, how), group in groups:
+        text.append(f"\n**{topology}, GPT {size}, {how}**\n")
+        text.append("| | peak, MiB | of GSPMD | sent, MiB | of ZeRO's bound | exposed |")
+        text.append("|---|---|---|---|---|---|")
+        rows = {tuple(x["key"].split("/")[3:]): x for x in group}
+        for (engine, stage), x in sorted(rows.items(), key=lambda row: (row[0][1], row[0][0])):
+            peer = rows.get(("gspmd", stage))
+            ratio = f"{x['peak'] / peer['peak']:.2f}" if peer else ""
+            sent = x["sent_bytes"] / bound(x["parameters"], int(stage), topology)
+            exposed = "" if x["exposed"] is None else f"{100 * x['exposed']:.1f} %"
+            name = engine if engine == "replicated" else f"{engine}, stage {stage}"
+            text.append(
+                f"| {name} | {x['peak'] / MIB:.0f} | {ratio} | {x['sent_bytes'] / MIB:.0f} | {sent:.3f} | {exposed} |"
+            )
+    return "\n".join(text)
+
+
+def bound(parameters: int, stage: int, topology: str) -> float:
+    """Bytes that one device sends per step in ZeRO's arithmetic, in bf16 rings: 2Ψ, at stage 3 3Ψ."""
+    count = len(topology_devices(topology))
+    return (3 if stage == 3 else 2) * parameters * 2 * (count - 1) / count
+
+
+def main() -> None:
+    """Compiles what is not in the result file yet, or prints it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="h200:8")
+    parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("by_compilation.jsonl"))
+    parser.add_argument("--only", nargs="*", default=[], help="parts of keys such as 124M, scanned+remat, jzero/3")
+    parser.add_argument("--skip", nargs="*", default=[], help="parts of keys to leave out")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per device")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--table", action="store_true", help="print the results, compile nothing")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    known = [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
+    if options.table:
+        print(table(known))
+        return
+    for case in cases(options):
+        if case.key in {x["key"] for x in known}:
+            continue
+        line = compiled(case, options)
+        with options.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Time per step against GSPMD and replicated `jax.jit`, measured in turns in one run: `python -m benchmarks.cpu_steps`.
+
+On virtual CPU devices the same cores do everything, so the figures compare programs, not networks. Peak memory is that
+of the compiled program on one device. `--stages 2 3 --repeats 15`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from benchmarks.engines import make_engine
+from benchmarks.gpt import AXIS, GPT, Size
+
+MIB = 2**20
+
+
+def main() -> None:
+    """Trains with each engine in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--unrolled", action="store_true")
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", options.devices)
+    mesh = jzero.make_mesh()
+    model = GPT(Size(384, 6, vocab=4096), scan=not options.unrolled, remat=True)
+    tokens = np.random.default_rng(0).integers(0, 4096, (2 * mesh.size, 129)).astype(np.int32)
+    batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(AXIS)))
+    wanted = [("replicated", 0), *((name, stage) for stage in options.stages for name in ("gspmd", "jzero"))]
+    wanted += [("map_variables", 3)] if 3 in options.stages else []
+    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    for name, stage in wanted:
+        engine = make_engine(name, model, stage, mesh)
+        report = jzero.analyze(engine.step, engine.like, batch, mesh=mesh)
+        state, _ = jax.block_until_ready(engine.step(engine.make(jax.random.key(0)), batch))
+        runs[name, stage] = {"step": engine.step, "state": state, "times": [], "report": report}
+    for _ in range(options.repeats):  # in turns, so that all meet the same machine
+        for run in runs.values():
+            started = time.perf_counter()
+            run["state"], _ = jax.block_until_ready(run["step"](run["state"], batch))
+            run["times"].append(time.perf_counter() - started)
+    print(f"{mesh.size} devices, jax {jax.__version__}, {model}, batch {tokens.shape}, median of {options.repeats}\n")
+    print("| | ms per step | of GSPMD | peak, MiB | of GSPMD | sent, MiB |\n|---|---|---|---|---|---|")
+    for (name, stage), run in runs.items():
+        peer = runs.get(("gspmd", stage))
+        median, peak = statistics.median(run["times"]), run["report"].memory.peak
+        ratios = ("", "")
+        if peer is not None:
+            # The median of the ratios of steps that ran side by side.
+            ratio = statistics.median(a / b for a, b in zip(run["times"], peer["times"], strict=True))
+            ratios = f"{ratio:.2f}", f"{peak / peer['report'].memory.peak:.2f}"
+        sent = sum(row.sent_bytes for row in run["report"].collectives)
+        label = name if name == "replicated" else f"{name}, stage {stage}"
+        print(f"| {label} | {1e3 * median:.0f} | {ratios[0]} | {peak / MIB:.1f} | {ratios[1]} | {sent / MIB:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The model of the benchmarks: a pre-norm GPT, scanned or unrolled, recomputed or not, plain or FSDP by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+AXIS = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a GPT is made of."""
+
+    width: int
+    layers: int
+    vocab: int = 50304
+    head: int = 64
+
+
+SIZES = {
+    "tiny": Size(256, 4, vocab=2048),
+    "124M": Size(768, 12),
+    "1.4B": Size(2048, 24),
+    "7B": Size(4096, 32, head=128),
+}
+
+
+def gather(box: Any) -> jax.Array:
+    """Returns a parameter whole, in bf16, from its shard and the name of the dimension that is cut."""
+    if not isinstance(box, nn.Partitioned):
+        return box.astype(jnp.bfloat16)
+    x = box.value.astype(jnp.bfloat16)
+    return lax.all_gather(x, AXIS, axis=box.names.index(AXIS), tiled=True) if AXIS in box.names else x
+
+
+def by_hand(module: Any) -> Any:
+    """Returns a module class that gathers its own parameters, as FSDP tutorials for Flax do."""
+    gather_all = lambda tree: jax.tree.map(gather, tree, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    return nn.map_variables(module, "params", trans_in_fn=gather_all, mutable=False)
+
+
+class Block(nn.Module):
+    """A pre-norm decoder block."""
+
+    width: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:  # [B, S, D]
+        y = nn.LayerNorm()(x)
+        q, k, v = jnp.split(nn.Dense(3 * self.width, use_bias=False)(y), 3, axis=-1)
+        heads = (*x.shape[:2], self.heads, -1)
+        y = jax.nn.dot_product_attention(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
+        x = x + nn.Dense(self.width, use_bias=False)(y.reshape(x.shape))
+        y = nn.Dense(4 * self.width, use_bias=False)(nn.LayerNorm()(x))
+        return x + nn.Dense(self.width, use_bias=False)(nn.gelu(y)), None
+
+
+class GPT(nn.Module):
+    """Tokens [B, S] to logits [B, S, V].
+
+    Attributes:
+      size: Its size.
+      scan: Whether blocks are one `nn.scan`.
+      remat: Whether blocks are recomputed in the backward pass.
+      fsdp: Whether modules gather their own parameters, see `by_hand`.
+    """
+
+    size: Size
+    scan: bool = True
+    remat: bool = True
+    fsdp: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        own = by_hand if self.fsdp else lambda module: module
+        size = self.size
+        x = own(nn.Embed)(size.vocab, size.width, name="embed")(tokens)
+        block = own(Block)
+        if self.remat:
+            block = nn.remat(block, prevent_cse=not self.scan)
+        shape = (size.width, size.width // size.head)
+        if self.scan:
+            blocks = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=size.layers,
+                metadata_params={nn.PARTITION_NAME: None},
+            )
+            x, _ = blocks(*shape, name="layers")(x, None)
+        else:
+            for i in range(size.layers):
+                x, _ = block(*shape, name=f"layer_{i}")(x, None)
+        x = own(nn.LayerNorm)(name="norm")(x)
+        return own(nn.Dense)(size.vocab, use_bias=False, name="head")(x)
+
+
+def loss_of(model: GPT) -> Callable[..., jax.Array]:
+    """Returns `loss(params, batch)` for tokens [B, S + 1]."""
+
+    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+        logits = model.apply({"params": params}, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    return loss_fn
+
+
+def init_of(model: GPT) -> Callable[[jax.Array], Any]:
+    """Returns what makes the parameters, fp32, from a key."""
+    plain = dataclasses.replace(model, fsdp=False)
+    return lambda key: plain.init(key, jnp.zeros((1, 8), jnp.int32))["params"]

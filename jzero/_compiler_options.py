@@ -1,0 +1,62 @@
+"""XLA options for one step's program alone; nothing global is touched.
+
+[Note: Recommended options]
+Found by compiling GPTs of 124M, 1.4B and 7B parameters for 8 H200, scanned and recomputed, 4096 tokens per device (the
+figures are in `benchmarks/README.md`): at stage 3 the compiler for GPUs starts a layer's gather where the layer begins,
+and waits. Told to pipeline gathers, it carries the next layer's gathered parameters through the loop. For TPUs nothing
+is known that helps, and CPUs have no such options.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from jax.sharding import Mesh
+
+from jzero import _compat
+from jzero._plan import ZeroPlan
+
+__all__ = ["CompilerOptions", "check_compiler_options", "compiler_options"]
+
+CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]
+
+GPUS = ("gpu", "cuda", "rocm")
+
+BUCKETS = {
+    "all_gather_bucket_bytes": "xla_gpu_all_gather_combine_threshold_bytes",
+    "reduce_bucket_bytes": "xla_gpu_reduce_scatter_combine_threshold_bytes",
+}
+
+
+def check_compiler_options(given: Any) -> None:
+    """Raises unless these are options that a step can have."""
+    if given is None or given == "recommended" or isinstance(given, Mapping):
+        return
+    raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {given!r}.")
+
+
+def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str, Any] | None:
+    """Returns the options that a step's program is compiled with.
+
+    Args:
+      plan: The plan of the state, whose `config` may ask for buckets.
+      given: What the step was made with; its own entries go before everything else.
+    """
+    platform = plan.mesh.devices.flat[0].platform if isinstance(plan.mesh, Mesh) else None
+    asked = {name: value for name in BUCKETS if (value := getattr(plan.config, name)) is not None}
+    found: dict[str, Any] = {}
+    if platform in GPUS:
+        found = {BUCKETS[name]: value for name, value in asked.items()}
+        if given == "recommended" and plan.config.stage == 3:
+            found |= _compat.pipelined_gathers()
+    elif asked and platform is not None:
+        warnings.warn(
+            f"`ZeroConfig` has {', '.join(asked)}, but only the compiler for GPUs can be told how much to combine into "
+            f"one collective; that for {platform} goes by rules of its own.",
+            stacklevel=2,
+        )
+    if isinstance(given, Mapping):
+        found |= given
+    return found or None
