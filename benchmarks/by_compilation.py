@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import pathlib
 import time
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from benchmarks.engines import ENGINES, make_engine
 from benchmarks.gpt import AXIS, GPT, SIZES, init_of
+from jzero.analysis.machines import parse_machine
 from jzero.analysis.topologies import topology_devices
 
 MIB = 2**20
@@ -67,7 +69,12 @@ def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
     batch = jax.ShapeDtypeStruct((mesh.size * options.rows, options.seq_len + 1), jnp.int32, sharding=rows)
     started = time.perf_counter()
-    report = jzero.analyze(engine.step, engine.like, batch, topology=case.topology, mesh=mesh)
+    try:
+        report = jzero.analyze(engine.step, engine.like, batch, topology=case.topology, mesh=mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"key": case.key, "refused": str(error).splitlines()[0], "jax": jax.__version__}
     size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init_of(model), jax.random.key(0))))
     large = [c for c in report.collectives if c.elements > size // 1000]
     return {
@@ -92,24 +99,65 @@ def table(lines: list[dict[str, Any]]) -> str:
     groups = itertools.groupby(sorted(lines, key=lambda x: x["key"]), key=lambda x: x["key"].split("/")[:3])
     for (topology, size, how), group in groups:
         text.append(f"\n**{topology}, GPT {size}, {how}**\n")
-        text.append("| | peak, MiB | of GSPMD | sent, MiB | of ZeRO's bound | exposed |")
-        text.append("|---|---|---|---|---|---|")
+        text.append("| | peak, MiB | of GSPMD | sent, MiB | of ZeRO's bound | exposed | step, ms | compiled in, s |")
+        text.append("|---|---|---|---|---|---|---|---|")
         rows = {tuple(x["key"].split("/")[3:]): x for x in group}
         for (engine, stage), x in sorted(rows.items(), key=lambda row: (row[0][1], row[0][0])):
-            peer = rows.get(("gspmd", stage))
-            ratio = f"{x['peak'] / peer['peak']:.2f}" if peer else ""
-            sent = x["sent_bytes"] / bound(x["parameters"], int(stage), topology)
-            exposed = "" if x["exposed"] is None else f"{100 * x['exposed']:.1f} %"
             name = engine if engine == "replicated" else f"{engine}, stage {stage}"
-            text.append(
-                f"| {name} | {x['peak'] / MIB:.0f} | {ratio} | {x['sent_bytes'] / MIB:.0f} | {sent:.3f} | {exposed} |"
-            )
+            peer = rows.get(("gspmd", stage), {})
+            text.append(f"| {name} | {' | '.join(cells(x, peer, int(stage), topology))} |")
     return "\n".join(text)
+
+
+def cells(x: dict[str, Any], peer: dict[str, Any], stage: int, topology: str) -> list[str]:
+    """Returns one row of a table; `peer` is GSPMD's line."""
+    if "refused" in x:
+        return ["refused: too large", *[""] * 6]
+    ratio = f"{x['peak'] / peer['peak']:.2f}" if "peak" in peer else ""
+    sent = x["sent_bytes"] / bound(x["parameters"], stage, topology)
+    exposed = "" if x["exposed"] is None else f"{100 * x['exposed']:.1f} %"
+    step = "" if x["seconds"] is None else f"{1e3 * x['seconds']:.1f}"
+    return [
+        f"{x['peak'] / MIB:.0f}",
+        ratio,
+        f"{x['sent_bytes'] / MIB:.0f}",
+        f"{sent:.3f}",
+        exposed,
+        step,
+        f"{x['compile_seconds']:.0f}",
+    ]
+
+
+def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws peaks at stage 3, and what of communication is exposed, for each model."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    engines = ("jzero", "jzero recommended", "gspmd", "map_variables")
+    found = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
+    models = [key for key in dict.fromkeys(k[:3] for k in found) if (*key, "gspmd", "3") in found]
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.6 * len(models)), sharey=True)
+    for i, engine in enumerate(engines):
+        rows = [(m, found.get((*model, engine, "3"))) for m, model in enumerate(models)]
+        places = [m + 0.2 * (i - 1.5) for m, x in rows if x]
+        peaks = [x["peak"] / found[(*models[m], "gspmd", "3")]["peak"] for m, x in rows if x]
+        axes[0].barh(places, peaks, 0.18, label=engine)
+        axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.18)
+    axes[0].set_yticks(range(len(models)), [" ".join(model) for model in models])
+    axes[0].invert_yaxis()
+    axes[0].axvline(1, color="gray", linewidth=0.8)
+    axes[0].set_xlabel("peak memory per device at stage 3, of GSPMD's")
+    axes[1].set_xlabel("communication that no computation covers, %")
+    axes[0].legend(loc="lower left", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def bound(parameters: int, stage: int, topology: str) -> float:
     """Bytes that one device sends per step in ZeRO's arithmetic, in bf16 rings: 2Ψ, at stage 3 3Ψ."""
-    count = len(topology_devices(topology))
+    count = math.prod(parse_machine(topology)[1])
     return (3 if stage == 3 else 2) * parameters * 2 * (count - 1) / count
 
 
@@ -123,11 +171,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences per device")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--table", action="store_true", help="print the results, compile nothing")
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the results to this SVG file, compile nothing")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     known = [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
+    if options.plot:
+        plot(known, options.plot)
     if options.table:
         print(table(known))
+    if options.table or options.plot:
         return
     for case in cases(options):
         if case.key in {x["key"] for x in known}:

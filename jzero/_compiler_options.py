@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from jax.sharding import Mesh
-
 from jzero import _compat
+from jzero._mesh import platform_of
 from jzero._plan import ZeroPlan
 
 __all__ = ["CompilerOptions", "check_compiler_options", "compiler_options"]
@@ -44,7 +43,7 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
       plan: The plan of the state, whose `config` may ask for buckets.
       given: What the step was made with; its own entries go before everything else.
     """
-    platform = plan.mesh.devices.flat[0].platform if isinstance(plan.mesh, Mesh) else None
+    platform = platform_of(plan.mesh)
     asked = {name: value for name in BUCKETS if (value := getattr(plan.config, name)) is not None}
     found: dict[str, Any] = {}
     if platform in GPUS:

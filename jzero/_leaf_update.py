@@ -6,24 +6,40 @@ parameter is rounded on the shard and gathered in 16 bits; what the wrapper retu
 and old parameter, so that `optax.apply_updates` arrives at the rounded master to the bit (unless one step makes an
 element 2^16 times smaller: then the fp32 sum itself rounds). A parameter that no longer is the rounded master was
 edited (`state.replace(params=...)`): the edit is taken over into the master, element by element, before the update.
+
+[Note: Parameters made anew]
+What is added to a parameter that every device holds whole has to be whole, too: beside the old parameter there is an
+array of its size until the sum is taken. A train step of jzero, where nobody else looks at updates, therefore takes
+the new parameter itself: the sum is taken on the shard, and the gather writes over the old parameter. Of a GPT of 7B on
+8 H200 that takes stage 2 from 44.1 to 35.3 GiB. Not so on TPUs, whose compiler gathers all parameters before it writes
+over the first (1.4B on 8 v5p: 9.0 GiB in place of 6.8): there optax adds.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
-from jzero._plan import LeafPlan, ZeroPlan
+from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._rounding import narrow, round_stochastically
 from jzero._streamed import Streamed, Update, source, sources_of, stream
 
-__all__ = ["NO_ELEMENTS", "Around", "Moments", "rounded_inner", "streamed_source", "streamed_update", "update_leaf"]
+__all__ = [
+    "NO_ELEMENTS",
+    "Around",
+    "Moments",
+    "new_param",
+    "rounded_inner",
+    "streamed_source",
+    "streamed_update",
+    "update_leaf",
+]
 
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
@@ -64,6 +80,25 @@ class Around(NamedTuple):
         """Whether the new parameter is its rounded master, so that the update alone does not give it."""
         known = self.update is not None and self.param is not None and self.master is not None
         return known and self.leaf.param.dtype != self.leaf.update_dtype
+
+
+def new_param(
+    plan: ZeroPlan, x: Around, key: jax.Array | None, applied: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a parameter's new value and its new master, both as stored; see [Note: Parameters made anew].
+
+    Args:
+      plan: The plan.
+      x: What belongs to the parameter, which is trained and has an update.
+      key: For stochastic rounding.
+      applied: Whether the step is applied; `None` if it always is.
+    """
+    leaf, moved = x.leaf, x.master + x.update
+    rounded, master = _rounded(x, moved, key) if x.is_rounded else (moved.astype(leaf.param.dtype), None)
+    if applied is not None:
+        rounded = jnp.where(applied, rounded, natural_leaf(x.param, leaf.grad, plan))
+    kept = None if master is None else stored_leaf(master, cast("StateLeaf", leaf.master), plan)
+    return stored_leaf(rounded, leaf.param, plan), kept
 
 
 def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ __all__ = [
     "make_mesh",
     "memory_kinds",
     "num_batch_shards",
+    "platform_of",
 ]
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -100,6 +101,11 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
             "Use `jzero.make_mesh()` for all of them.",
             stacklevel=4,
         )
+
+
+def platform_of(mesh: AnyMesh) -> str | None:
+    """Returns the platform of a mesh's devices, such as "gpu" or "tpu"; `None` if it is abstract."""
+    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
 
 
 def memory_kinds(device: jax.Device) -> list[str]:

@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero._leaf_update import Around, Moments, rounded_inner, streamed_source, streamed_update, update_leaf
+from jzero._leaf_update import (
+    NO_ELEMENTS,
+    Around,
+    Moments,
+    new_param,
+    rounded_inner,
+    streamed_source,
+    streamed_update,
+    update_leaf,
+)
 from jzero._opt_state import ZeroOptState, next_loss_scale
 from jzero._placement import is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
@@ -35,15 +44,17 @@ class InStep(NamedTuple):
       applied: Whether the step is applied, a 0-d boolean; `None` if it always is.
       reduced: By `id` of each gradient: `(as it was reduced, what it was multiplied with)`. Where the optimizer gets
         that very gradient, chunks of the reduced one are multiplied again, and the product is never stored.
-      new_params: By number, where `update` leaves the new values of parameters that lie on the host: optax cannot add
-        to them.
-      params: The parameters as stored, for those that lie on the host, in whose place others are handed to `update`.
+      new_params: By number, where `update` leaves the new values of `direct` parameters.
+      params: The parameters as stored, for the `direct` ones, in whose place others are handed to `update`.
+      direct: The parameters that `update` makes anew itself: those that lie on the host, to which optax cannot add,
+        and those of [Note: Parameters made anew].
     """
 
     applied: jax.Array | None
     reduced: Mapping[int, tuple[jax.Array, tuple[jax.Array, ...]]]
     new_params: dict[int, jax.Array]
     params: PyTree
+    direct: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +161,8 @@ def _update(
         overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
         if tx.step is not None and params is not None:
             given, stored = (plan.params_treedef.flatten_up_to(tree) for tree in (params, tx.step.params))
-            away = [leaf.param.on_host for leaf in plan.leaves]
             params = plan.params_treedef.unflatten(
-                [y if is_away else x for x, y, is_away in zip(given, stored, away, strict=True)]
+                [y if i in tx.step.direct else x for i, (x, y) in enumerate(zip(given, stored, strict=True))]
             )
         step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {}, None)
         grads = _like_grads(plan, updates, step.reduced)
@@ -167,8 +177,7 @@ def _update(
         key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
         before = _Before(grads, params, masters, own)
         new_updates = _like_grads(plan, new_updates)
-        stored, new, new_params = _next_state(plan, before, new_updates, new_inner, key, step.applied)
-        step.new_params.update(new_params)
+        stored, new = _next_state(plan, before, new_updates, new_inner, key, step)
         if guards:
             applied = jnp.asarray(step.applied)
             stored = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in stored]
@@ -266,9 +275,9 @@ class _Before(NamedTuple):
 
 
 def _next_state(
-    plan: ZeroPlan, before: _Before, updates: PyTree, new_inner: PyTree, key: jax.Array | None, applied: Any
-) -> tuple[list[Any], ZeroOptState, dict[int, jax.Array]]:
-    """Returns the updates of the stored parameters, the new state as stored, and new parameters on the host.
+    plan: ZeroPlan, before: _Before, updates: PyTree, new_inner: PyTree, key: jax.Array | None, step: InStep
+) -> tuple[list[Any], ZeroOptState]:
+    """Returns the updates of the stored parameters and the new state as stored.
 
     See [Note: Masters].
     """
@@ -284,7 +293,6 @@ def _next_state(
     inner = plan.inner_treedef.flatten_up_to(new_inner)
     stored: list[Any] = []
     kept: list[Any] = []
-    new_params: dict[int, jax.Array] = {}
     for i, leaf in enumerate(plan.leaves):
         around = Around(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
         if i in plan.hosted:
@@ -293,11 +301,14 @@ def _next_state(
                 for j, x in enumerate(plan.inner_leaves)
                 if x.on_host and x.owner == i
             ]
-            change, master, param, new = streamed_update(plan, around, moments, key, applied)
+            change, master, param, new = streamed_update(plan, around, moments, key, step.applied)
             if param is not None:
-                new_params[i] = param
+                step.new_params[i] = param
             for own_leaf, x in zip(moments, new, strict=True):
                 inner[own_leaf.number] = x
+        elif i in step.direct and update[i] is not None and masters[i] is not None:
+            step.new_params[i], master = new_param(plan, around, key, step.applied)
+            change = NO_ELEMENTS
         else:
             change, master = update_leaf(plan, around, key)
         stored.append(change)
@@ -312,7 +323,7 @@ def _next_state(
         masters=None if own.masters is None else plan.params_treedef.unflatten(kept),
         num_updates=None if own.num_updates is None else own.num_updates + 1,
     )
-    return stored, new_own, new_params
+    return stored, new_own
 
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._leaf_update import NO_ELEMENTS
+from jzero._mesh import platform_of
 from jzero._opt_state import PendingUpdate
 from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._placement import is_on_host, stored_leaf, strong
@@ -71,8 +72,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
             carried = keep_unless(found.applied, carried, state)
         new = _with_pending(_pending_applied(carried), found)
     else:
-        new = _with_changed(_updated(state, found), changed)
-        new = new if found.applied is None else keep_unless(found.applied, new, state)
+        new = _unless_skipped(found.applied, _with_changed(_updated(state, found), changed), state)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
         scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
@@ -96,14 +96,14 @@ def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
 def _updated(state: Any, found: StepGrads) -> Any:
     """Returns the state after its own `apply_gradients`.
 
-    What lies on the host takes no part in optax's sums: something without elements stands for each such parameter.
+    What the update makes anew takes no part in optax's sums: something without elements stands for each such parameter.
     """
     tx, plan = state.tx, state.tx.plan
     params = plan.params_treedef.flatten_up_to(state.params)
     away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
     new_params: dict[int, jax.Array] = {}
     cls = type(state)
-    if (away or plan.config.offload.delay) and not cls.apply_gradients.__module__.startswith(("jzero.", "flax.")):
+    if (away or plan.config.offload.delay) and _has_own_update(state):
         option, what = ("params='host'", "parameters") if away else ("delay=1", "gradients")
         raise TypeError(
             f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
@@ -111,13 +111,29 @@ def _updated(state: Any, found: StepGrads) -> Any:
             "that option."
         )
     pairs = zip(found.grads, found.reduced, strict=True)
-    step = InStep(found.applied, {id(g): (raw, found.factors) for g, raw in pairs}, new_params, state.params)
-    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in away else x for i, x in enumerate(params)])
+    direct = _made_anew(state) | away
+    reduced = {id(g): (raw, found.factors) for g, raw in pairs}
+    step = InStep(found.applied, reduced, new_params, state.params, direct)
+    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])
     before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
     new = before.apply_gradients(grads=plan.params_treedef.unflatten(found.grads))
     after = plan.params_treedef.flatten_up_to(new.params)
-    kept = [new_params.get(i, params[i]) if i in away else x for i, x in enumerate(after)]
+    kept = [new_params.get(i, params[i]) if i in direct else x for i, x in enumerate(after)]
     return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
+
+
+def _has_own_update(state: Any) -> bool:
+    """Whether a state's class has an `apply_gradients` of its own."""
+    return not type(state).apply_gradients.__module__.startswith(("jzero.", "flax."))
+
+
+def _made_anew(state: Any) -> frozenset[int]:
+    """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut, which nobody else sees."""
+    plan = state.tx.plan
+    if platform_of(plan.mesh) == "tpu":
+        return frozenset()
+    found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
+    return frozenset() if _has_own_update(state) else frozenset(found - plan.hosted)
 
 
 def _pending_applied(state: Any) -> Any:
@@ -129,7 +145,16 @@ def _pending_applied(state: Any) -> Any:
     # As many objects as gradients: each is known by its identity.
     grads = [jnp.zeros((0,), x.dtype) if i in plan.hosted else x for i, x in enumerate(kept)]
     found = StepGrads(grads, kept, (), pending.ready, None, jnp.zeros((0,), jnp.bool_))
-    return keep_unless(pending.ready, _updated(state, found), state)
+    return _unless_skipped(pending.ready, _updated(state, found), state)
+
+
+def _unless_skipped(applied: jax.Array | None, new: Any, old: Any) -> Any:
+    """Returns `new` if the step is applied, else `old`; parameters that were made anew know already."""
+    if applied is None:
+        return new
+    plan, kept, anew = new.tx.plan, keep_unless(applied, new, old), _made_anew(new)
+    pairs = zip(*(plan.params_treedef.flatten_up_to(x.params) for x in (new, kept)), strict=True)
+    return kept.replace(params=plan.params_treedef.unflatten([x if i in anew else y for i, (x, y) in enumerate(pairs)]))
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:

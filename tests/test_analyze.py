@@ -41,7 +41,7 @@ def size(plan, wanted=lambda leaf: True):
     return sum(leaf.param.size for leaf in plan.leaves if wanted(leaf))
 
 
-SCALARS = 3 * 2  # loss, weight of the batch and norm of the gradient are summed
+SCALARS = 2 * 2  # loss and norm of the gradient are summed
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -287,13 +287,3 @@ def test_what_cannot_be():
     plain = jzero.TrainState.create(params=models.mlp_params(), tx=optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"delay=1.*one step later"):
         jzero.check_equivalence(models.mlp_loss, plain, [models.mlp_batch(48)], config=config(2, offload=LATE))
-
-
-def test_compiler_options_are_those_of_one_step():
-    """XLA refuses what it does not know, so an option that arrives is seen."""
-    state = mlp_state(3)
-    with pytest.raises(Exception, match="no_such_option"):
-        jzero.make_train_step(models.mlp_loss, compiler_options={"no_such_option": True})(state, models.mlp_batch(48))
-    options = {"xla_cpu_enable_fast_min_max": True}
-    state, _ = jzero.make_train_step(models.mlp_loss, compiler_options=options)(state, models.mlp_batch(48))
-    assert int(state.step) == 1

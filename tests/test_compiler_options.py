@@ -1,0 +1,102 @@
+"""XLA options of one step's program, and what the program is without any."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+from jzero import _compiler_options
+from tests import models
+
+
+def state_of(stage=3, mesh=None, tx=None, cls=jzero.TrainState, **options):
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
+    arguments = {"apply_fn": None} if cls is not jzero.TrainState else {}
+    state = cls.create(params=models.mlp_params(), tx=tx or optax.adamw(1e-2), **arguments)
+    return jzero.shard_train_state(state, config=config, mesh=mesh)
+
+
+def test_compiler_options_are_those_of_one_step():
+    """XLA refuses what it does not know, so an option that arrives is seen."""
+    state = state_of()
+    with pytest.raises(Exception, match="no_such_option"):
+        jzero.make_train_step(models.mlp_loss, compiler_options={"no_such_option": True})(state, models.mlp_batch(48))
+    options = {"xla_cpu_enable_fast_min_max": True}
+    state, _ = jzero.make_train_step(models.mlp_loss, compiler_options=options)(state, models.mlp_batch(48))
+    assert int(state.step) == 1
+
+
+def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
+    config = jzero.ZeroConfig(stage=3, all_gather_bucket_bytes=2**20, reduce_bucket_bytes=2**22)
+
+    def options(platform, given=None, config=config):
+        monkeypatch.setattr(_compiler_options, "platform_of", lambda mesh: platform)
+        plan = type("Plan", (), {"config": config, "mesh": None})
+        return _compiler_options.compiler_options(plan, given)
+
+    buckets = {
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**20,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**22,
+    }
+    assert options("cuda") == buckets
+    recommended = options("gpu", "recommended")
+    assert buckets.items() < recommended.items()
+    assert [key for key in recommended if key not in buckets and "pipeline" in key]
+    own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
+    assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
+    with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):
+        assert options("tpu", "recommended") is None
+    assert options("gpu", config=jzero.ZeroConfig(stage=2), given="recommended") is None
+    with pytest.raises(ValueError, match=r"`compiler_options` must be None, 'recommended' or"):
+        jzero.make_train_step(models.mlp_loss, compiler_options="fast")
+    with pytest.raises(ValueError, match=r"`reduce_bucket_bytes` must be None or .*: got 0"):
+        jzero.ZeroConfig(reduce_bucket_bytes=0)
+
+
+def test_one_device_costs_nothing():
+    """The program for one device is that of plain `jax.jit`, within 5 % of its instructions."""
+    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
+    batch = jax.device_put(models.mlp_batch(16), jax.devices()[0])
+
+    def plain_step(state, batch):
+        loss, grads = jax.value_and_grad(models.mlp_loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+
+    count = lambda lowered: sum(" = " in line for line in lowered.compile().as_text().splitlines())
+    plain = count(jax.jit(plain_step, donate_argnums=0).lower(state, batch))
+    mesh = jzero.make_mesh(devices=jax.devices()[:1])
+    with pytest.warns(UserWarning, match="one device"):
+        ours = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3), mesh=mesh)
+    step = jzero.make_train_step(models.mlp_loss)
+    assert count(step.lower(ours, batch)) <= 1.05 * plain + 12  # and step_applied
+
+
+class DoublesUpdates(TrainState):
+    def apply_gradients(self, *, grads, **kwargs):
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, jax.tree.map(lambda x: 2 * x, updates))
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("cls", "factor"), [(TrainState, 1), (DoublesUpdates, 2)])
+def test_whole_parameters_are_made_anew_unless_somebody_looks_at_updates(cls, factor, precision):
+    """Stage 2: the sum is taken on shards, and gathered; a class that computes on updates gets whole ones."""
+    batch, plain = models.mlp_batch(16), models.mlp_params()
+    state = state_of(2, cls=cls, tx=optax.sgd(0.1), precision=precision)
+    step = jzero.make_train_step(models.mlp_loss)
+    program = step.lower(state, batch).compile().as_text()
+    sums = re.findall(r"= (?:f32|bf16)\[127,61\]\S* add\(", program)
+    assert bool(sums) == (cls is DoublesUpdates)
+    new, _ = step(state, batch)
+    seen = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if precision == "bf16" else x, plain)
+    grads = jax.grad(models.mlp_loss)(seen, batch)
+    moved = jax.tree.map(lambda x, g: x - factor * 0.1 * g.astype(jnp.float32), plain, grads)
+    for found, expected in zip(jax.tree.leaves(jzero.gather_params(new)), jax.tree.leaves(moved), strict=True):
+        atol = 1e-6 if precision == "fp32" else 2**-8  # half a bf16 unit at 1, and what its gradients differ by
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=atol, rtol=0)
