@@ -1,4 +1,4 @@
-"""What offload saves, and what it costs: `python benchmarks/offload.py`.
+"""What offload saves, and what it costs: `python -m benchmarks.offload`.
 
 With `--topology v5p:2x2x2` (or `h200:8`) a step of a scanned GPT is compiled for that machine, which need not be there
 (`pip install 'jzero[tpu]'` or `'jzero[gpu]'`): bytes per device and on the host, with the optimizer state on the
@@ -18,67 +18,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training.train_state import TrainState
 
 import jzero
+from benchmarks.gpt import GPT, Size, init_of, loss_of
 from jzero.analysis.topologies import topology_devices
 
 MIB = 2**20
 HEADER = f"{'offload':24}{'arguments':>12}{'temporaries':>13}{'peak':>10}{'host':>10}   MiB per device"
 
 
-class Block(nn.Module):
-    """A pre-norm decoder block."""
-
-    width: int
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:  # [B, S, D]
-        y = nn.LayerNorm()(x)
-        q, k, v = jnp.split(nn.Dense(3 * self.width, use_bias=False)(y), 3, axis=-1)
-        heads = (*x.shape[:2], self.heads, -1)
-        y = jax.nn.dot_product_attention(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
-        x = x + nn.Dense(self.width, use_bias=False)(y.reshape(x.shape))
-        y = nn.Dense(4 * self.width, use_bias=False)(nn.LayerNorm()(x))
-        return x + nn.Dense(self.width, use_bias=False)(nn.gelu(y)), None
-
-
-class GPT(nn.Module):
-    """Tokens [B, S] to logits [B, S, V], blocks scanned and recomputed."""
-
-    vocab: int
-    width: int
-    heads: int
-    layers: int
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(self.vocab, self.width)(tokens)
-        block = nn.remat(Block, prevent_cse=False)
-        blocks = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
-        x, _ = blocks(self.width, self.heads)(x, None)
-        return nn.Dense(self.vocab, use_bias=False)(nn.LayerNorm()(x))
-
-
 def make_model(options: argparse.Namespace) -> tuple[Any, Callable[..., Any]]:
     """Returns what makes the state from a key, and the loss."""
-    model = GPT(options.vocab, options.width, options.width // 64, options.layers)
-
-    def make_state(key: jax.Array) -> TrainState:
-        params = model.init(key, jnp.zeros((1, options.seq_len), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-4))
-
-    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-        logits = model.apply({"params": params}, batch[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
-
-    return make_state, loss_fn
+    model = GPT(Size(options.width, options.layers, options.vocab))
+    init = init_of(model)
+    return lambda key: jzero.TrainState.create(params=init(key), tx=optax.adamw(1e-4)), loss_of(model)
 
 
 def variants(options: argparse.Namespace) -> dict[str, jzero.Offload]:

@@ -14,7 +14,16 @@ import jzero
 from jzero import _compat
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
-from tests.test_offload_optimizer import SMALL, assert_close, config, kinds, mlp_state, train, whole
+from tests.test_offload_optimizer import (
+    SMALL,
+    assert_close,
+    config,
+    deviation_from_optax,
+    kinds,
+    mlp_state,
+    train,
+    whole,
+)
 
 CPU = jzero.Offload(optimizer="host", compute="host")
 CPU_ALL = dataclasses.replace(CPU, params="host")
@@ -33,15 +42,9 @@ OPTIMIZERS = [
 def test_optimizers_equal_optax_on_one_device(optimizer):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
     with jax.enable_x64(True):
-        params, loss_fn, batches = optimizers.problem("mlp", "float64")
-        state = TrainState.create(apply_fn=None, params=params, tx=optimizers.OPTIMIZERS[optimizer]())
-        state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=CPU))
-        step, losses = jzero.make_train_step(loss_fn), []
-        for batch in batches:
-            state, metrics = step(state, batch)
-            losses.append(float(metrics["loss"]))
-        run = optimizers.Run(np.array(losses), jax.tree.map(np.asarray, jzero.gather_params(state)))
-        assert max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))) < 1e-9
+        deviation, state = deviation_from_optax(optimizer, CPU)
+        assert deviation < 1e-9
+        assert "pinned_host" in kinds(state.opt_state)
 
 
 @pytest.mark.parametrize(
