@@ -29,10 +29,11 @@ class Offload:
     it back. Gradients go to the host as they are reduced, if all optimizer state is there and there are no
     micro-batches to sum. Such a state is trained by `make_train_step` alone.
 
-    With `compute="host"` the update runs where its state is, on the host's CPU: gradients go down, and only the new
-    parameters, in their own dtype, come back. That is for slow links and for optimizers that treat each element alone
-    (sums over a leaf, such as LAMB's norms, are fine); any other is refused when a step is traced. It saves traffic
-    (for AdamW and 16-bit parameters 4 bytes per parameter in place of 24) and costs the time of a CPU.
+    With `compute="host"` the update runs where its state is, on the host's CPU: gradients and parameters go down, and
+    new parameters come back (of fp32 parameters, what is added to them). That is for slow links and for optimizers that
+    treat each element alone (sums over a leaf, such as LAMB's norms, are fine); any other is refused when a step is
+    traced. It saves traffic (for AdamW and 16-bit parameters 6 bytes per parameter in place of 24) and costs the time
+    of a CPU.
 
     With `delay=1` a train step applies the gradients of the step before, so that the update on the host does not wait
     for the step's own gradients and can run beside them, where the compiler schedules it so: jax 0.12's does for GPUs
@@ -51,7 +52,9 @@ class Offload:
       device_budget_bytes: What parameters and optimizer state may take of one device between steps, in bytes; the
         largest leaves' optimizer state goes to the host until the rest fits. Takes the place of `ratio`.
       compute: "device" or "host": where the update of what is on the host is computed.
-      delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`.
+      delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They are kept in fp32,
+        4 bytes per parameter over the devices that share it, in the memory where its optimizer state is. Saving a
+        checkpoint applies them to a second copy of the state.
 
     Raises:
       ValueError: A field has an impossible value, or two contradict each other.

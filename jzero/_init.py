@@ -98,12 +98,12 @@ def lower_init(
     trainable: Any = None,
 ) -> tuple[list[Any], Callable[[list[list[jax.Array]]], State]]:
     """Returns the lowered programs of `init_train_state`, and what turns their outputs into the state."""
-    made: list[Adapted] = []
+    adapted: list[Adapted] = []
 
     def call(key: jax.Array) -> Any:
-        made.append(adapt(make_state(key)))
-        check_arrays(made[-1].state)
-        return made[-1].state
+        adapted.append(adapt(make_state(key)))
+        check_arrays(adapted[-1].state)
+        return adapted[-1].state
 
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
     natural, tx = restrict(shapes, shapes.tx, trainable)
@@ -113,11 +113,11 @@ def lower_init(
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
-    def stored(state: Any) -> Any:
+    def stored(state: Any, *, in_trace: bool = False) -> Any:
         """The state in the structure that the plan stores, leaves handed on as they are."""
         if tx is not shapes.tx:
             state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
-        return stored_state(state, plan)
+        return stored_state(state, plan, in_trace=in_trace)
 
     leaves: list[StateLeaf] = []
     numbered = stored(treedef.unflatten(range(treedef.num_leaves)))
@@ -125,23 +125,25 @@ def lower_init(
     made_from = [x if isinstance(x, int) else None for x in _values(plan, numbered)]
     groups = _groups(leaves, made_from, plan)
 
-    def born(group: list[int], key: jax.Array) -> list[jax.Array]:
+    def born(number: int, key: jax.Array) -> list[jax.Array]:
+        group = groups[number]
         wanted = {source for k in group if (source := made_from[k]) is not None}
-        values = _values(plan, stored(treedef.unflatten(_one_leaf_at_a_time(inner, consts, key, wanted))))
+        made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
+        values = _values(plan, stored(treedef.unflatten(made), in_trace=True))
         return [stored_leaf(strong(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
 
     def rebuild(results: list[list[jax.Array]]) -> State:
         found = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))
         numbers = iter(range(len(leaves)))
         state = map_state(lambda x, leaf: found[next(numbers)], plan, numbered)
-        return made[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
+        return adapted[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
 
     whole = NamedSharding(mesh, PartitionSpec())
     abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-    programs = [
-        jax.jit(functools.partial(born, group), out_shardings=[plan.sharding(leaves[k]) for k in group]).lower(abstract)
-        for group in groups
-    ]
+    programs = []
+    for number, group in enumerate(groups):
+        shardings = [plan.sharding(leaves[k]) for k in group]
+        programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
     return programs, rebuild
 
 
@@ -179,20 +181,23 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
     return groups
 
 
-def _one_leaf_at_a_time(jaxpr: Any, consts: Sequence[Any], key: jax.Array, wanted: Collection[int]) -> list[Any]:
+def _one_leaf_at_a_time(
+    jaxpr: Any, consts: Sequence[Any], key: jax.Array, wanted: Collection[int], *, side_effects: bool
+) -> list[Any]:
     """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
 
     Args:
       jaxpr: It.
       consts: Its constants.
       key: Its argument.
+      side_effects: Whether equations with side effects run although nothing needs their outputs.
       wanted: Which outputs are needed, by number; in place of the others zeros are returned.
     """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
     needed = {v for k, v in enumerate(jaxpr.outvars) if k in wanted and not _compat.is_literal(v)}
     used = []
     for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars) or _compat.has_side_effects(eqn):
+        if not needed.isdisjoint(eqn.outvars) or (side_effects and _compat.has_side_effects(eqn)):
             used.append(eqn)
             needed.update(v for v in eqn.invars if not _compat.is_literal(v))
     last: Any = None

@@ -140,7 +140,11 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
         for x, leaf in zip(seen, plan.leaves, strict=True)
     ]
-    own = own_opt_state(plan, masters, zero_grads(plan))
+    waiting = [None] * len(masters) if plan.waiting is None else plan.params_treedef.flatten_up_to(plan.waiting.grads)
+    zeros = [
+        x if leaf is None else stored_leaf(x, leaf, plan) for x, leaf in zip(zero_grads(plan), waiting, strict=True)
+    ]
+    own = own_opt_state(plan, masters, zeros)
     if own is None:
         return inner
     return jax.tree.map(jnp.asarray, dataclasses.replace(own, inner=inner))

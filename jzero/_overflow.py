@@ -25,7 +25,8 @@ class LossScaleError(FloatingPointError):
     """Gradients overflowed at the minimum loss scale: the run cannot go on as it is.
 
     Attributes:
-      state: The state after the skipped step: parameters and optimizer are those before it. Save it.
+      state: The state after the skipped step: parameters and optimizer are those before it (with
+        `Offload(delay=1)` those that the gradients before it led to). Save it.
       step: Its `step`.
       leaves: Key paths of the parameters whose gradients were not finite.
 

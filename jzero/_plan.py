@@ -144,7 +144,7 @@ class ZeroPlan:
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
-        precision policy keeps state of its own.
+        precision policy or a delayed update keeps state of its own.
 
     Example:
       >>> plan = jzero.plan_of(state)
@@ -181,7 +181,7 @@ class ZeroPlan:
 
     @property
     def has_opt_state(self) -> bool:
-        """Whether the precision policy keeps state of its own, so that `opt_state` is a `ZeroOptState`."""
+        """Whether jzero keeps state of its own (masters, what waits), so that `opt_state` is a `ZeroOptState`."""
         return bool(self.opt_treedef != self.inner_treedef)
 
     @property
@@ -220,11 +220,9 @@ class ZeroPlan:
         return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
 
     @property
-    def pending(self) -> PyTree:
-        """The layout of each gradient that waits for the next step, `None` for others; see `Offload.delay`."""
-        if not self.config.offload.delay:
-            return self.params_treedef.unflatten([None] * len(self.leaves))
-        return self.opt_treedef.unflatten(self.opt_leaves).pending.grads
+    def waiting(self) -> PyTree:
+        """The layout of what waits for the next step, a `PendingUpdate`; `None` unless `Offload.delay` is 1."""
+        return self.opt_treedef.unflatten(self.opt_leaves).pending if self.config.offload.delay else None
 
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array, in the memory where it lies between steps."""
@@ -262,7 +260,10 @@ class ZeroPlan:
 
     @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:
-        """Bytes that one device has in the memory of its host, by term, padding included; gradients never are there."""
+        """Bytes that one device has in the memory of its host, by term, padding included.
+
+        Gradients that wait (`Offload.delay`) are optimizer state.
+        """
         return BytesPerDevice(
             params=self._sum_bytes(self._all_params, on_host=True),
             grads=0,

@@ -145,7 +145,7 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
         if isinstance(x, StateLeaf):
             leaves.append(dataclasses.replace(x, path=path_str(path)) if path[0] != prefix else x)
         else:
-            leaves.append(StateLeaf(path_str(path), np.shape(x), np.asarray(x).dtype, reason="of the precision policy"))
+            leaves.append(StateLeaf(path_str(path), np.shape(x), np.asarray(x).dtype, reason="kept by jzero"))
     return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
 
 

@@ -221,16 +221,16 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     return state.replace(params=plan.params_treedef.unflatten(kept), opt_state=own.inner)
 
 
-def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
+def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
     """Returns a plain state with what the precision policy adds; leaves are handed on as they are.
 
     Args:
       state: A state laid out as `plan.plain`.
       plan: The plan.
       before: The optimizer state of an earlier layout, whose loss scale and counter go on.
+      in_trace: Whether zeros cost nothing, since they are traced.
     """
     params = plan.params_treedef.flatten_up_to(state.params)
-    in_trace = any(isinstance(x, jax.core.Tracer) for x in params)
     own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
     if own is None:
         return state

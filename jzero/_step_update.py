@@ -26,7 +26,7 @@ from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._placement import is_on_host, stored_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._precision import times
-from jzero._state import adapt_sharded, check_in_place, map_state
+from jzero._state import adapt_sharded, check_alive, map_state
 from jzero._streamed import Update, source, stream
 
 __all__ = ["StepGrads", "apply_pending", "next_state", "settled_step"]
@@ -58,7 +58,7 @@ class StepGrads(NamedTuple):
 def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
     """Returns the state after a step, as the plan stores it, inside of `jit`.
 
-    A step that is not applied changes nothing but the loss scale, and without weight not even that.
+    Gradients that are not applied change nothing but the loss scale, and without weight not even that.
 
     Args:
       state: The state before.
@@ -123,8 +123,11 @@ def _updated(state: Any, found: StepGrads) -> Any:
 
 
 def _has_own_update(state: Any) -> bool:
-    """Whether a state's class has an `apply_gradients` of its own."""
-    return not type(state).apply_gradients.__module__.startswith(("jzero.", "flax."))
+    """Whether a state's class has an `apply_gradients`, or a `replace` that it would call, of its own."""
+    methods = [getattr(type(state), name, None) for name in ("apply_gradients", "replace")]
+    # Where a function was defined: `functools.wraps` copies `__module__`, but not this.
+    defined = [getattr(method, "__globals__", {}).get("__name__", "") for method in methods]
+    return not all(name.startswith(("jzero.", "flax.")) for name in defined)
 
 
 def _made_anew(state: Any) -> frozenset[int]:
@@ -161,7 +164,7 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
     """Returns the state with a step's gradients in place of those that were put off before."""
     plan = state.tx.plan
     old = plan.params_treedef.flatten_up_to(state.opt_state.pending.grads)
-    leaves = plan.params_treedef.flatten_up_to(plan.pending)
+    leaves = plan.params_treedef.flatten_up_to(plan.waiting.grads)
 
     def kept(i: int, leaf: StateLeaf | None) -> Any:
         grad, raw = found.grads[i], found.reduced[i]
@@ -181,8 +184,10 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
 def apply_pending(state: State, *, donate: bool = False) -> State:
     """Applies the gradients that `Offload(delay=1)` put off, so that none is lost when training ends.
 
-    Saving a checkpoint, laying a state out anew and `unshard_train_state` do so by themselves; reading parameters does
-    not. Training may go on from the result: its first step then has nothing to apply.
+    Saving a checkpoint, laying a state out anew, editing parameters and `unshard_train_state` do so by themselves;
+    reading parameters does not, and restoring others drops what waits. Training may go on from the result: its first
+    step then has nothing to apply, so the numbers after it are not those of a run that went on. Works inside of
+    `jax.jit`.
 
     Args:
       state: A sharded train state.
@@ -194,6 +199,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
     Raises:
       TypeError: The state was not sharded by jzero.
+      RuntimeError: The state was consumed by a step.
 
     Example:
       >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
@@ -206,25 +212,38 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     adapted = adapt_sharded(state)
     train_state, plan = adapted.state, adapted.state.tx.plan
     pending = train_state.opt_state.pending if plan.has_opt_state else None
-    if pending is None or not isinstance(pending.ready, jax.Array) or not bool(pending.ready):
+    if pending is None or not isinstance(pending.ready, jax.Array):
         return state
-    check_in_place(train_state, plan)
-    return adapted.rebuild(_apply(plan, jax.tree.structure(train_state), donate)(train_state))
+    if isinstance(pending.ready, jax.core.Tracer):
+        return adapted.rebuild(_settled(train_state))
+    check_alive(train_state)
+    if not bool(pending.ready):
+        return state
+    near = map_state(functools.partial(_in_place, plan), plan, train_state)
+    return adapted.rebuild(_apply(plan, jax.tree.structure(near), donate)(near))
+
+
+def _in_place(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
+    """Returns a leaf where the plan has it; one that `offload_train_state` moved is copied."""
+    return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
+
+
+def _settled(state: Any) -> Any:
+    """Returns the state with what waits applied, as the plan stores it, inside of `jit`."""
+    new = _pending_applied(state)
+    pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
+    return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
 
 
 def settled_step(state: Any) -> int:
     """Returns the `step` that a sharded train state has once the gradients that wait are applied."""
+    check_alive(state)
     pending = state.opt_state.pending if state.tx.plan.has_opt_state else None
     return int(state.step) + (pending is not None and bool(pending.ready))
 
 
 @functools.lru_cache(maxsize=8)
 def _apply(plan: ZeroPlan, treedef: Any, donate: bool) -> Any:
-    def call(state: Any) -> Any:
-        new = _pending_applied(state)
-        pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
-        return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), plan)
-
     shapes = treedef.unflatten(range(treedef.num_leaves))
     shardings = map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes)
-    return jax.jit(call, donate_argnums=(0,) if donate else (), out_shardings=shardings)
+    return jax.jit(_settled, donate_argnums=(0,) if donate else (), out_shardings=shardings)

@@ -124,14 +124,14 @@ def shard_train_state(
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
-    if isinstance(adapted.state.tx, ZeroTransformation):
-        adapted = adapt(apply_pending(state, donate=donate))
-    train_state = adapted.state
-    natural, tx, old = _natural(train_state)
+    natural, tx, old = _natural(adapted.state)
     mesh = resolve_mesh(mesh, config, state)
     natural, new_tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, new_tx, config, mesh)
     check_processes_agree(plan)
+    if old is not None:
+        adapted = adapt(apply_pending(state, donate=donate))
+    train_state = adapted.state
     arrays, before = _to_place(train_state, old, plan, new_tx)
     uses: dict[int, int] = {}
     for x in jax.tree.leaves(arrays):
@@ -336,6 +336,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
       >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
       0.0
     """
+    state = apply_pending(state)
     adapted = adapt_sharded(state)
     train_state, plan = adapted.state, adapted.state.tx.plan
     chosen = _match(plan, paths)

@@ -334,8 +334,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       `grad_norm` (before clipping, over all parameters), `step_applied`, with a loss scale `loss_scale` (what this
       step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
       weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
-      changes then. It has `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and
-      `plan(state, batch)`.
+      changes then (with `Offload(delay=1)` its gradients are dropped, and those of the step before are applied). It has
+      `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax import serialization
 from flax.training.train_state import TrainState
 
 import jzero
@@ -49,7 +50,13 @@ def test_optimizers_equal_optax_on_one_device(optimizer):
 
 @pytest.mark.parametrize(
     ("stage", "precision", "offload"),
-    [(0, "fp32", CPU), (2, "bf16", CPU), (3, "fp16", CPU), (3, "bf16", CPU_ALL), (3, "fp32", CPU_ALL)],
+    [
+        pytest.param(0, "fp32", CPU, marks=pytest.mark.slow),
+        (2, "bf16", CPU),
+        (3, "fp16", CPU),
+        (3, "bf16", CPU_ALL),
+        pytest.param(3, "fp32", CPU_ALL, marks=pytest.mark.slow),
+    ],
 )
 def test_the_numbers_are_those_without_offload(stage, precision, offload):
     """Up to the last bit: see the test of the same name in test_offload_optimizer.py."""
@@ -133,7 +140,14 @@ def deviation(a, b):
     return max(float(jnp.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(1, LATE), (3, dataclasses.replace(LATE, ratio=0.5)), (3, LATE_ALL)])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        pytest.param(1, LATE, marks=pytest.mark.slow),
+        (3, dataclasses.replace(LATE, ratio=0.5)),
+        pytest.param(3, LATE_ALL, marks=pytest.mark.slow),
+    ],
+)
 def test_one_step_later(stage, offload):
     """Equal, in float64, to a loop on one device that applies each gradient one step later."""
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 4)))
@@ -163,7 +177,7 @@ def test_one_step_later(stage, offload):
         assert_same_bits(arrays(jzero.gather_params(going_on)), arrays(jzero.gather_params(again)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_what_waits_lies_where_the_plan_says(precision):
     state, _ = train(mlp_state(3, precision, LATE), steps=2)
     plan = jzero.plan_of(state)
@@ -248,6 +262,50 @@ def test_checkpoints_lose_no_gradient(tmp_path):
     assert int(state.step) == 3
 
 
+def test_what_waits_does_not_reach_other_parameters(tmp_path):
+    """Loading or restoring other parameters drops it; editing applies it first."""
+    state, _ = train(mlp_state(3, "bf16", LATE), steps=1)
+    expected = arrays(jzero.gather_params(jzero.apply_pending(state), masters=True))
+    edited = jzero.update_params(state, lambda params: params, paths="layer_0/.*")
+    assert not bool(edited.opt_state.pending.ready)
+    assert_same_bits(arrays(jzero.gather_params(edited, masters=True)), expected)
+    jzero.export_params(state, tmp_path / "params.safetensors")
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    for other in (
+        jzero.load_params(state, tmp_path / "params.safetensors"),
+        jzero.restore_checkpoint(tmp_path / "checkpoint", state, params_only=True),
+    ):
+        assert not bool(other.opt_state.pending.ready)
+        assert not any(x.any() for x in arrays(other.opt_state.pending.grads).values())
+
+
+def test_states_that_are_made_moved_and_serialized_by_others(tmp_path):
+    state, _ = train(mlp_state(3, "bf16", LATE), steps=1)
+    made = state.tx.init(state.params)
+    waiting = jax.tree.map(lambda x, y: (x.shape, x.dtype), made.pending.grads, state.opt_state.pending.grads)
+    assert waiting == jax.tree.map(lambda x: (x.shape, x.dtype), state.opt_state.pending.grads)
+    assert kinds(made.pending.grads) == {"pinned_host"}
+    target = mlp_state(3, "bf16", LATE).opt_state
+    restored = serialization.from_bytes(target, serialization.to_bytes(state.opt_state))
+    assert_same_bits(arrays(restored), arrays(state.opt_state))
+    near = mlp_state(3, "bf16", SMALL).opt_state
+    before_the_field = serialization.to_state_dict(near)
+    del before_the_field["pending"]
+    assert serialization.from_state_dict(near, before_the_field).pending is None
+    expected = arrays(jzero.unshard_train_state(state).params)
+    impossible = config(0, offload=jzero.Offload(optimizer="host", device_budget_bytes=0))
+    with pytest.raises(ValueError, match="device_budget_bytes=0"):  # found before anything is consumed
+        jzero.shard_train_state(state, config=impossible, donate=True)
+    jitted = jax.jit(jzero.apply_pending)(state)
+    assert int(jitted.step) == 1
+    away = jzero.offload_train_state(state, include=["params"])
+    jzero.save_checkpoint(tmp_path / "away", away)
+    found = jzero.restore_checkpoint(tmp_path / "away", mlp_state(1, "fp32", jzero.Offload()))
+    assert_same_bits(arrays(jzero.gather_params(found)), expected)
+    assert_close(arrays(jzero.unshard_train_state(jitted).params), expected, ulps=2)
+
+
+@pytest.mark.slow
 def test_an_own_loop_updates_at_once():
     def run(offload):
         state = mlp_state(3, "bf16", offload)

@@ -66,7 +66,13 @@ def deviation_from_optax(optimizer, offload):
     return max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))), state
 
 
-@pytest.mark.parametrize("optimizer", optimizers.OPTIMIZERS)
+QUICK_OPTIMIZERS = ("adamw", "adafactor", "lamb", "muon", "clip_adamw", "multi_steps", "inject_hyperparams")
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[] if name in QUICK_OPTIMIZERS else pytest.mark.slow) for name in optimizers.OPTIMIZERS],
+)
 def test_every_optimizer_equals_optax_on_one_device(optimizer):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
     with jax.enable_x64(True), warnings.catch_warnings():

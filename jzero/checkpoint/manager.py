@@ -139,8 +139,8 @@ class CheckpointManager:
 
         Args:
           state: A sharded train state, after a step.
-          step: Its step. By default `state.step`, for which the host has to wait; a loop that counts its steps itself
-            should say so.
+          step: Its step. By default `state.step` (once gradients that wait are applied, see `apply_pending`), for which
+            the host has to wait; a loop that counts its steps itself should say so.
           data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
           extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
           metrics: Numbers by name, for `best_metric`.

@@ -222,11 +222,13 @@ class Target:
 
         Args:
           read: Leaves by number, as `wanted` describes them.
-          own: Loss scale and counter that go on; `None` to keep those of the state, or to start anew.
+          own: Loss scale and counter that go on; `None` to keep those of the state, or to start anew. Gradients that
+            wait are those of other parameters: they are dropped.
           choice: What was asked for.
         """
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
+        waiting = set(map(id, jax.tree.leaves(self.plan.waiting)))
         values = []
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
             if isinstance(source, Number) and source.index in read:
@@ -234,13 +236,17 @@ class Target:
                 if last_use[source.index] == i:  # so that no more than one leaf is there twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
-            elif isinstance(source, Number) or (own is None and isinstance(x, jax.Array) and not x.is_deleted()):
+            elif isinstance(source, Number) or (own is None and id(leaf) not in waiting and _is_alive(x)):
                 values.append(x if choice.donate else x.copy())
             else:
                 values.append(place_leaf(source, leaf, self.plan))
         finished = iter(values)
         state = map_state(lambda source, leaf: next(finished), self.plan, tree)
         return self.adapted.rebuild(state.replace(tx=self.adapted.state.tx))
+
+
+def _is_alive(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_deleted()
 
 
 def read_extra(contents: Contents) -> Any:

@@ -35,7 +35,8 @@ def save_checkpoint(
     The tree on disk is the one that a plain Flax and optax program has: natural shapes, masters in place of 16-bit
     parameters, the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is
     complete it has another name, so a crash leaves no half of a checkpoint. Host memory: what this process holds of the
-    state, once. In several processes each must call it.
+    state, once, and once more where gradients wait (`Offload(delay=1)`), which are applied to a copy. In several
+    processes each must call it.
 
     Args:
       path: Where to; must not exist.
