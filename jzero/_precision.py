@@ -183,7 +183,10 @@ def widen(x: jax.Array) -> jax.Array:
 
 def wide_dtype(dtype: Any) -> Any:
     """Returns the dtype that gradients have once they are widened: fp32 or wider; that of integers stays."""
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    # jax promotes 8-bit floats to nothing by itself.
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
 def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ NAMES = sorted(
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager DynamicLossScale EquivalenceReport
     ExportReport Fit LeafRule LossScaleError MemoryEstimate Offload PerExample PlanViolation Precision
     RestoreReport StepMemory Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan abstract_train_state
-    analyze check_equivalence estimate_step_memory export_checkpoint export_params fit gather_params
+    analyze apply_pending check_equivalence estimate_step_memory export_checkpoint export_params fit gather_params
     get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
     make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
     plan_train_state reload_train_state restore_checkpoint save_checkpoint set_full_opt_state set_full_param
