@@ -73,14 +73,10 @@ def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: A
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in leaves]
     call = jax.jit(lambda *leaves: fn(*treedef.unflatten(leaves)))
     closed, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
-    jaxpr, consts = open_jaxpr(closed)
+    treedef_out = jax.tree.structure(out)
 
     def run(*inputs: Any) -> Any:
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        (eqn,) = jaxpr.eqns
-        outputs = bind(eqn, [v.val if is_literal(v) else env[v] for v in eqn.invars])
-        env.update(zip(eqn.outvars, outputs, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(out), [v.val if is_literal(v) else env[v] for v in jaxpr.outvars])
+        return jax.tree.unflatten(treedef_out, evaluate(closed, inputs, bind))
 
     return compute_on(run, compute_type="device_host", out_memory_spaces=out_memories)(*leaves)
 

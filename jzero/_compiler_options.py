@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jzero import _compat
-from jzero._mesh import platform_of
+from jzero._mesh import mesh_platform
 from jzero._plan import ZeroPlan
 
 __all__ = ["CompilerOptions", "check_compiler_options", "compiler_options"]
 
 CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]
-
-GPUS = ("gpu", "cuda", "rocm")
 
 BUCKETS = {
     "all_gather_bucket_bytes": "xla_gpu_all_gather_combine_threshold_bytes",
@@ -43,10 +41,10 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
       plan: The plan of the state, whose `config` may ask for buckets.
       given: What the step was made with; its own entries go before everything else.
     """
-    platform = platform_of(plan.mesh)
+    platform = mesh_platform(plan.mesh)
     asked = {name: value for name in BUCKETS if (value := getattr(plan.config, name)) is not None}
     found: dict[str, Any] = {}
-    if platform in GPUS:
+    if platform == "gpu":
         found = {BUCKETS[name]: value for name, value in asked.items()}
         if given == "recommended" and plan.config.stage == 3:
             found |= _compat.pipelined_gathers()

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jzero._aux import Weighted, aux_specs, reduce_aux
 from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
 from jzero._lazy import Lazy, make_whole
-from jzero._mesh import batch_axes, num_batch_shards
+from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
 from jzero._placement import is_on_host, on_device
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._precision import cast_dtype, times, widen
@@ -146,8 +146,7 @@ def _run(
 
 def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
     """Whether a bf16 sum over some of the mesh axes ends the process, as on CPUs (seen with jax 0.10 and 0.12)."""
-    is_cpu = isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu"
-    return is_cpu and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
+    return mesh_platform(plan.mesh) == "cpu" and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
 
 
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:

@@ -21,6 +21,7 @@ __all__ = [
     "check_mesh",
     "make_mesh",
     "memory_kinds",
+    "mesh_platform",
     "num_batch_shards",
     "platform_of",
 ]
@@ -103,9 +104,14 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
         )
 
 
-def platform_of(mesh: AnyMesh) -> str | None:
-    """Returns the platform of a mesh's devices, such as "gpu" or "tpu"; `None` if it is abstract."""
-    return str(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else None
+def platform_of(device: jax.Device) -> str:
+    """Returns `cpu`, `gpu` or `tpu`, whatever the plugin calls itself."""
+    return "gpu" if device.platform in ("cuda", "rocm") else str(device.platform)
+
+
+def mesh_platform(mesh: AnyMesh) -> str | None:
+    """Returns the platform of a mesh's devices; `None` if it is abstract."""
+    return platform_of(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
 
 
 def memory_kinds(device: jax.Device) -> list[str]:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
-from jzero._mesh import HOST_MEMORY, AnyMesh
+from jzero._mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero._plan import StateLeaf, ZeroPlan
 
 __all__ = [
@@ -89,7 +89,7 @@ def check_names_host_memory(plan: ZeroPlan) -> None:
     if not plan.names_host_memory and any(plan.host_bytes_per_device):
         raise ValueError(
             f"The plan keeps {plan.host_bytes_per_device.total} bytes per device in host memory, but these devices "
-            f"({plan.mesh.devices.flat[0].platform}) do not say what memories they have, so nothing can be placed "
+            f"({mesh_platform(plan.mesh)}) do not say what memories they have, so nothing can be placed "
             "there. Set `offload=jzero.Offload()`."
         )
 

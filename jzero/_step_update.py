@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._leaf_update import NO_ELEMENTS
-from jzero._mesh import platform_of
+from jzero._mesh import mesh_platform
 from jzero._opt_state import PendingUpdate
 from jzero._optimizer import InStep, keep_unless, with_next_loss_scale
 from jzero._placement import is_on_host, stored_leaf, strong
@@ -133,7 +133,7 @@ def _has_own_update(state: Any) -> bool:
 def _made_anew(state: Any) -> frozenset[int]:
     """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut, which nobody else sees."""
     plan = state.tx.plan
-    if platform_of(plan.mesh) == "tpu":
+    if mesh_platform(plan.mesh) == "tpu":
         return frozenset()
     found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
     return frozenset() if _has_own_update(state) else frozenset(found - plan.hosted)

@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero._mesh import mesh_platform
 from jzero._placement import is_on_host, on_device
 from jzero._plan import StateLeaf, ZeroPlan
 
@@ -401,4 +402,4 @@ def _without_padding(
 
 def is_tiled(plan: ZeroPlan) -> bool:
     """Whether the devices lay out arrays in tiles, or may do so."""
-    return not isinstance(plan.mesh, Mesh) or plan.mesh.devices.flat[0].platform == "tpu"
+    return mesh_platform(plan.mesh) in (None, "tpu")

@@ -36,7 +36,7 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
     config = jzero.ZeroConfig(stage=3, all_gather_bucket_bytes=2**20, reduce_bucket_bytes=2**22)
 
     def options(platform, given=None, config=config):
-        monkeypatch.setattr(_compiler_options, "platform_of", lambda mesh: platform)
+        monkeypatch.setattr(_compiler_options, "mesh_platform", lambda mesh: platform)
         plan = type("Plan", (), {"config": config, "mesh": None})
         return _compiler_options.compiler_options(plan, given)
 
@@ -44,7 +44,7 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         "xla_gpu_all_gather_combine_threshold_bytes": 2**20,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**22,
     }
-    assert options("cuda") == buckets
+    assert options("gpu") == buckets
     recommended = options("gpu", "recommended")
     assert buckets.items() < recommended.items()
     assert [key for key in recommended if key not in buckets and "pipeline" in key]

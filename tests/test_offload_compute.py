@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero import _compat
+from jzero._init import lower_init
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.test_offload_optimizer import (
@@ -70,8 +71,8 @@ def test_the_numbers_are_those_without_offload(stage, precision, offload):
     assert kinds(opt_state) == {"pinned_host"}
 
 
-def moved(jaxpr, in_call=False):
-    """Yields (primitive, bytes, memory) of each move, and each call of the host; fails on loops over chunks."""
+def moved(jaxpr):
+    """Yields (primitive, bytes, memory) of each move and of each call of the host."""
     for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
         if eqn.primitive.name == "compute_on":
             yield eqn.primitive.name, 0, None
@@ -322,6 +323,11 @@ def test_born_with_room_for_what_waits():
     state = jzero.init_train_state(make_state, jax.random.key(0), config=config(3, "bf16", LATE))
     assert kinds(state.opt_state.pending.grads) == {"pinned_host"}
     assert not any(x.any() for x in arrays(state.opt_state.pending.grads).values())
+    programs, _ = lower_init(make_state, jax.random.key(0), config(3, "bf16", LATE), jzero.make_mesh())
+    on_host = jzero.plan_of(state).host_bytes_per_device.total
+    outputs = [program.compile().memory_analysis().output_size_in_bytes for program in programs]
+    assert len(programs) >= 4, "what goes to the host is not made at once"
+    assert max(outputs) < 0.5 * on_host < sum(outputs)
     _, losses = train(mlp_state(3, "bf16", LATE), steps=2)
     _, found = train(state, steps=2)
     np.testing.assert_allclose(found, losses, rtol=1e-6)

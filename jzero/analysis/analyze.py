@@ -10,14 +10,14 @@ import jax
 from jax.sharding import Mesh
 
 from jzero._config import ZeroConfig
-from jzero._mesh import make_mesh
+from jzero._mesh import make_mesh, platform_of
 from jzero._plan import ZeroPlan
 from jzero._train_step import EvalStep, TrainStep, ValueAndGrad
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import mesh_of, moved, plan_of_argument, platform_of, relaid
+from jzero.analysis.placing import mesh_of, moved, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_memory import memory_of_trace

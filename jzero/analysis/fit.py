@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jzero._config import ZeroConfig
-from jzero._mesh import AnyMesh, make_mesh
+from jzero._mesh import AnyMesh, make_mesh, platform_of
 from jzero._plan import ZeroPlan
 from jzero._state import adapt
 from jzero._traced_loss import check_batch
@@ -21,7 +21,7 @@ from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, Candidate, Fit, judged
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import abstract_mesh, plan_of_argument, platform_of, relaid
+from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 

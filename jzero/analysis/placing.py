@@ -16,7 +16,7 @@ from jzero._plan import ZeroPlan
 from jzero._state import adapt
 from jzero._train_state import abstract_train_state
 
-__all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "platform_of", "relaid"]
+__all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
 
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
@@ -93,11 +93,6 @@ def moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[A
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(place, (there, named))
-
-
-def platform_of(device: jax.Device) -> str:
-    """Returns `cpu`, `gpu` or `tpu`, whatever the plugin calls itself."""
-    return "gpu" if device.platform in ("cuda", "rocm") else str(device.platform)
 
 
 def mesh_of(args: Any) -> Mesh | None:

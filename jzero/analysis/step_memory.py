@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._config import ZeroConfig
-from jzero._mesh import AnyMesh
+from jzero._mesh import AnyMesh, platform_of
 from jzero._plan import ZeroPlan
 from jzero._plan_table import format_bytes
 from jzero._table import format_rows
 from jzero._train_step import TrainStep
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
-from jzero.analysis.placing import plan_of_argument, platform_of, relaid
+from jzero.analysis.placing import plan_of_argument, relaid
 from jzero.analysis.traced import Buffer, Transfer, bytes_of, trace_program
 
 __all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]

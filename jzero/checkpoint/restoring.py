@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jzero._mesh import mesh_platform
 from jzero._opt_state import LossScaleState, ZeroOptState, host_array
 from jzero._placement import place_array, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
@@ -349,7 +350,7 @@ def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> 
         and x.sharding == sharding
     ):
         # On CPUs the runtime may have taken over the reader's memory, which could never be donated.
-        return x.copy() if plan.mesh.devices.flat[0].platform == "cpu" else x
+        return x.copy() if mesh_platform(plan.mesh) == "cpu" else x
     return stored_from(x, wanted.cut, leaf, sharding)
 
 
