@@ -27,7 +27,7 @@ from jzero.analysis.machines import parse_machine
 from jzero.analysis.topologies import topology_devices
 
 MIB = 2**20
-STAGES = {"replicated": (0,), "map_variables": (3,), "jzero recommended": (3,)}
+STAGES = {"replicated": (0,), "map_variables": (3,), "jzero recommended": (3,), "jzero tuned": (3,)}
 
 
 class Case(NamedTuple):
@@ -135,16 +135,16 @@ def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    engines = ("jzero", "jzero recommended", "gspmd", "map_variables")
+    engines = ("jzero", "jzero recommended", "jzero tuned", "gspmd", "map_variables")
     found = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
     models = [key for key in dict.fromkeys(k[:3] for k in found) if (*key, "gspmd", "3") in found]
     figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.6 * len(models)), sharey=True)
     for i, engine in enumerate(engines):
         rows = [(m, found.get((*model, engine, "3"))) for m, model in enumerate(models)]
-        places = [m + 0.2 * (i - 1.5) for m, x in rows if x]
+        places = [m + 0.16 * (i - 2) for m, x in rows if x]
         peaks = [x["peak"] / found[(*models[m], "gspmd", "3")]["peak"] for m, x in rows if x]
-        axes[0].barh(places, peaks, 0.18, label=engine)
-        axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.18)
+        axes[0].barh(places, peaks, 0.15, label=engine)
+        axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.15)
     axes[0].set_yticks(range(len(models)), [" ".join(model) for model in models])
     axes[0].invert_yaxis()
     axes[0].axvline(1, color="gray", linewidth=0.8)

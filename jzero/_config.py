@@ -196,6 +196,10 @@ class ZeroConfig:
       reshard_after_forward: Stage 3 frees gathered parameters after their use in the forward pass
         and gathers them again in the backward pass. `False` keeps them, as FSDP2 does with the same
         option: one gather less, whole parameters alive between the passes.
+      prefetch_bytes: The most, in bytes of whole parameters as they travel, that stage 3 gathers before it is needed.
+        Scans (layers) then gather for the next turn while they compute on this one, the parameters that a turn uses
+        first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes). `None`: what is gathered
+        when is the compiler's choice.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
@@ -222,6 +226,7 @@ class ZeroConfig:
     persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
     reshard_after_forward: bool = True
+    prefetch_bytes: int | None = None
     reduce_scatter: bool = True
     all_gather_bucket_bytes: int | None = None
     reduce_bucket_bytes: int | None = None
@@ -253,13 +258,19 @@ class ZeroConfig:
                 "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
                 f"{self.stage}."
             )
+        if self.prefetch_bytes is not None and (not self.reshard_after_forward or self.offload.params == "host"):
+            raise ValueError(
+                f"`prefetch_bytes={self.prefetch_bytes}` needs `reshard_after_forward=True` and parameters on the "
+                f"device: got reshard_after_forward={self.reshard_after_forward}, "
+                f"Offload(params={self.offload.params!r}). Drop one of them."
+            )
         self._check_rules()
 
     def _check_sizes(self) -> None:
-        for name in ("all_gather_bucket_bytes", "reduce_bucket_bytes"):
+        for name, least in (("all_gather_bucket_bytes", 1), ("reduce_bucket_bytes", 1), ("prefetch_bytes", 0)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"`{name}` must be None or a number of bytes, an integer >= 1: got {value!r}.")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"`{name}` must be None or a number of bytes, an integer >= {least}: got {value!r}.")
         for name, optional in (("persistence_threshold", False), ("model_persistence_threshold", True)):
             value = getattr(self, name)
             if optional and value is None:

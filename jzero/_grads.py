@@ -244,7 +244,11 @@ class _LocalStep:
         the gradients of a mean, not those of a sum over many tokens. It is the same for all devices and micro-batches.
         """
         config, wire = self.plan.config, self.wire
-        walk = Walk(frozenset(wire.batch_axes), regather=self.differentiate and config.reshard_after_forward)
+        walk = Walk(
+            frozenset(wire.batch_axes),
+            regather=self.differentiate and config.reshard_after_forward,
+            prefetch_bytes=config.prefetch_bytes,
+        )
 
         def forward(
             diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array

@@ -16,7 +16,7 @@ from jzero._layout import Cut
 from jzero._placement import is_on_host, on_device
 from jzero._rounding import narrow
 
-__all__ = ["Deferred", "Lazy", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
+__all__ = ["Deferred", "Lazy", "after", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
 
 Equation = Any
 
@@ -201,6 +201,20 @@ def share(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], l
         return [value(x) for x in values]
 
     return leaves, whole
+
+
+def after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], list[Any]]:
+    """Makes `lazy` depend on `cotangents`, so that it is not gathered before they are there."""
+    # What is in host memory may not go through a barrier with what is not: XLA would take all of it for the host's.
+    lazy = {
+        i: dataclasses.replace(x, shard=x.shard if x.shard is None else on_device(x.shard)) for i, x in lazy.items()
+    }
+    leaves, treedef = jax.tree.flatten(cotangents)
+    real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
+    lazy, fenced = lax.optimization_barrier((lazy, [leaves[i] for i in real]))
+    for i, x in zip(real, fenced, strict=True):
+        leaves[i] = x
+    return lazy, treedef.unflatten(leaves)
 
 
 def is_free(x: Any) -> bool:

@@ -30,9 +30,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
-from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
-from jzero._placement import on_device
+from jzero._ahead import chosen_ahead, scan_ahead
+from jzero._lazy import Lazy, after, defer, is_free, is_lazy, make_whole, on_shard, share
 from jzero._remat import REMAT, recomputes
+from jzero._uses import Uses, arrived_tokens
 
 __all__ = ["Walk"]
 
@@ -56,6 +57,9 @@ class Walk:
         pass, see [Note: Gathering again in the backward pass].
       in_loop: Whether this is the body of a loop.
       sealing: Whether this is inside of a `jax.checkpoint` of jzero's own, which must not undo those of the loss.
+      prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
+        outside of loops]; `None`: it is left to the compiler.
+      uses: What has used parameters in the current sequence of equations, if that is bounded.
       cache: What has been found out about the jaxprs of this trace; lives as long as the trace.
     """
 
@@ -63,11 +67,15 @@ class Walk:
     regather: bool
     in_loop: bool = False
     sealing: bool = False
+    prefetch_bytes: int | None = None
+    uses: Uses | None = dataclasses.field(default=None, compare=False, repr=False)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates `jaxpr`; inputs and outputs are arrays or lazy values."""
-        return _compat.evaluate(jaxpr, inputs, self._apply)
+        uses = None if self.prefetch_bytes is None or self.in_loop else Uses(self.prefetch_bytes)
+        outputs = _compat.evaluate(jaxpr, inputs, dataclasses.replace(self, uses=uses)._apply)
+        return outputs if uses is None else uses.end(outputs)
 
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         lazy = any(map(is_lazy, inputs))
@@ -79,6 +87,18 @@ class Walk:
                 return [kept]
         if eqn.primitive.name == "sharding_constraint":
             return [self._constrain(eqn, inputs[0])]
+        if self.uses is None or all(is_free(x) for x in inputs):
+            return self._evaluate(eqn, inputs)
+        # A scan gathers in its turns, and bounds that itself.
+        is_scan = eqn.primitive.name == "scan"
+        waiting = self.uses.add([] if is_scan else inputs)
+        outputs = self._evaluate(eqn, inputs if is_scan else waiting)
+        self.uses.finish(outputs)
+        return outputs
+
+    def _evaluate(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        """Applies an equation that needs its inputs whole, or looks into them itself."""
+        lazy = any(map(is_lazy, inputs))
         names_mesh = self._names_mesh(eqn)
         if lazy or names_mesh or (self.sealing and recomputes(eqn)):
             rule = _RULES.get(eqn.primitive.name)
@@ -104,7 +124,7 @@ class Walk:
             return call(leaves)
         if opaque:
             return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
-        return _regathered(call, leaves, fence=not self.in_loop)
+        return _regathered(call, leaves, fence=not self.in_loop, uses=self.uses)
 
     # Equations that hold jaxprs.
 
@@ -122,8 +142,10 @@ class Walk:
         return list(self.cache[key](inputs))
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
-        inner = dataclasses.replace(self, regather=False, sealing=False)
         policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
+        # A policy would be asked about what a loop that gathers ahead carries.
+        ahead = self.prefetch_bytes if policy is None else None
+        inner = dataclasses.replace(self, regather=False, sealing=False, prefetch_bytes=ahead)
         # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
         body = jax.checkpoint(
             lambda xs: [make_whole(y) for y in inner(eqn.params["jaxpr"], xs)],
@@ -145,27 +167,40 @@ class Walk:
         regathers = self.regather and not all(is_free(x) for x in hoisted)
         inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
 
+        ahead = self._ahead(jaxpr, xs, num_consts + num_carry) if eqn.params["length"] > 1 and not regathers else {}
+
         def loop(leaves: list[Any]) -> list[Any]:
             """The loop, given what the constants and carried values are made of that are gathered before it."""
             before = whole(leaves)
             constants = [x if lazy else w for x, w, lazy in zip(consts, before[:num_consts], lazily, strict=True)]
             carry0 = before[num_consts:]
 
-            def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                carried = [w if f else c for c, w, f in zip(carry, carry0, fixed, strict=True)]
-                sliced = [y.drop_leading().land() if isinstance(y, Lazy) else y for y in x]
+            def body(closed: Any, carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+                constants, unchanged = closed
+                carried = [unchanged.get(i, c) for i, c in enumerate(carry)]
+                sliced = [y.land() if isinstance(y, Lazy) else y for y in row]
                 outputs = [make_whole(y) for y in inner(eqn.params["jaxpr"], [*constants, *carried, *sliced])]
                 new = [c if f else o for c, o, f in zip(carry, outputs[:num_carry], fixed, strict=True)]
                 return new, outputs[num_carry:]
 
+            closed = (constants, {i: w for i, (w, f) in enumerate(zip(carry0, fixed, strict=True)) if f})
             start = [jnp.zeros(()) if f else c for c, f in zip(carry0, fixed, strict=True)]
             options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-            end, ys = lax.scan(body, start, xs, **options)
+            if ahead:
+                end, ys = scan_ahead(body, closed, start, xs, ahead, **options)
+            else:
+                end, ys = lax.scan(lambda c, x: body(closed, c, _first_dropped(x)), start, xs, **options)
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
         if regathers:
             return list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted))
         return loop(hoisted)
+
+    def _ahead(self, jaxpr: Jaxpr, xs: list[Any], first: int) -> dict[int, Lazy]:
+        """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""
+        if not self.prefetch_bytes or self.sealing:
+            return {}
+        return chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes)
 
     def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         def switch(xs: list[Any]) -> list[Any]:
@@ -271,8 +306,14 @@ def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
-def _regathered(fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fence: bool) -> list[Any]:
-    """Calls `fn`, which makes its inputs whole; its gradient gathers again instead of keeping them."""
+def _regathered(
+    fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fence: bool, uses: Uses | None
+) -> list[Any]:
+    """Calls `fn`, which makes its inputs whole; its gradient gathers again instead of keeping them.
+
+    With `fence` it does so when its own gradient is there, or that of a later one of `uses`.
+    """
+    use, tokens = (None, []) if uses is None else uses.last_with_tokens()
     lazy = {i: x for i, x in enumerate(inputs) if is_lazy(x)}
     dense = {i: x for i, x in enumerate(inputs) if i not in lazy}
 
@@ -280,36 +321,31 @@ def _regathered(fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fenc
         merged = {**lazy, **dense}
         return fn([merged[i] for i in range(len(inputs))])
 
-    region = jax.custom_vjp(plain)
+    @jax.custom_vjp
+    def region(lazy: dict[int, Any], dense: dict[int, Any], tokens: list[jax.Array]) -> tuple[list[Any], jax.Array]:
+        return plain(lazy, dense), jnp.zeros(())
 
-    def forward(lazy: dict[int, Any], dense: dict[int, Any]) -> tuple[list[Any], Any]:
+    def forward(lazy: dict[int, Any], dense: dict[int, Any], tokens: list[jax.Array]) -> tuple[Any, Any]:
         # All inputs are residuals in name; those that the gradient does not read are dropped as dead code.
-        return plain(lazy, dense), (lazy, dense)
+        return region(lazy, dense, tokens), (lazy, dense)
 
-    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, Any]:
-        lazy, dense = residuals
-        if fence:
-            lazy, cotangents = _after(lazy, cotangents)
-        of_lazy, of_dense = jax.vjp(plain, lazy, dense)[1](cotangents)
+    def backward(residuals: Any, cotangents: tuple[list[Any], jax.Array]) -> tuple[Any, Any, list[jax.Array]]:
+        (lazy, dense), (of_results, of_token) = residuals, cotangents
+        if use is not None and use.is_taken:
+            lazy, _ = after(lazy, [of_token])
+        elif fence:
+            lazy, of_results = after(lazy, of_results)
+        of_lazy, of_dense = jax.vjp(plain, lazy, dense)[1](of_results)
+        # Then the parameters of this use are not needed any more; what they themselves get takes a reduction longer.
+        of_tokens = arrived_tokens(len(tokens), jax.tree.leaves(of_dense) or of_results)
         # Gradients leave through slots. At a shard none arrives; one on the host could not even have zeros from here.
-        return {i: dataclasses.replace(x, shard=None) for i, x in of_lazy.items()}, of_dense
+        return {i: dataclasses.replace(x, shard=None) for i, x in of_lazy.items()}, of_dense, of_tokens
 
     region.defvjp(forward, backward)
-    return region(lazy, dense)
-
-
-def _after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Makes `lazy` depend on `cotangents`, so that it is not gathered before they are there."""
-    # What is in host memory may not go through a barrier with what is not: XLA would take all of it for the host's.
-    lazy = {
-        i: dataclasses.replace(x, shard=x.shard if x.shard is None else on_device(x.shard)) for i, x in lazy.items()
-    }
-    leaves, treedef = jax.tree.flatten(cotangents)
-    real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
-    lazy, fenced = lax.optimization_barrier((lazy, [leaves[i] for i in real]))
-    for i, x in zip(real, fenced, strict=True):
-        leaves[i] = x
-    return lazy, treedef.unflatten(leaves)
+    results, token = region(lazy, dense, tokens)
+    if use is not None:
+        use.token = token
+    return results
 
 
 def _split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -329,6 +365,10 @@ def _sliceable(x: Any) -> Any:
             stacklevel=2,
         )
     return make_whole(x)
+
+
+def _first_dropped(row: list[Any]) -> list[Any]:
+    return [x.drop_leading() if isinstance(x, Lazy) else x for x in row]
 
 
 def _only_indexed(jaxpr: Jaxpr, var: Any) -> bool:

@@ -234,10 +234,8 @@ LOSSES = [
 
 
 @functools.cache
-def _sharded(stage, num_devices, regather=True, reduce_scatter=True):
-    config = jzero.ZeroConfig(
-        stage=stage, persistence_threshold=0, reshard_after_forward=regather, reduce_scatter=reduce_scatter
-    )
+def _sharded(stage, num_devices, **options):
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
     state = jzero.TrainState.create(params=_params(), tx=optax.sgd(1.0))
     return jzero.shard_train_state(state, config=config, mesh=mesh)
@@ -283,7 +281,7 @@ def test_gradients_equal_plain_jax_at_every_stage(loss_fn, stage, num_devices):
 @pytest.mark.parametrize(
     "loss_fn", [scan, nested_jit, scan_with_constant_weights, custom_rules], ids=lambda f: f.__name__
 )
-@pytest.mark.parametrize("options", [{"regather": False}, {"reduce_scatter": False}], ids=str)
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reduce_scatter": False}], ids=str)
 def test_options_do_not_change_numbers(loss_fn, options):
     _assert_equal(_sharded(3, 8, **options), loss_fn, _batch())
 

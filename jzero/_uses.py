@@ -1,0 +1,126 @@
+"""The order in which parameters are used outside of loops, and how far ahead of their use they may be gathered.
+
+[Note: Gathering ahead outside of loops]
+Compilers start gathers as early as they can, or merge them into one: in a model without loops all parameters may be
+whole at once. With a bound, a gather waits until enough of the uses before it are done, so that what is gathered and
+not yet used stays within the bound. In the backward pass a gather waits until the gradient has passed the use that the
+bound makes it wait for; without a bound, or if one parameter is more than that, until it reaches its own use. For that
+each use hands on a token, a number that is never read: its gradient comes once the later use is done with its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._lazy import Deferred, Lazy, after, is_free, is_lazy
+
+__all__ = ["Use", "Uses", "arrived_tokens"]
+
+
+@dataclasses.dataclass
+class Use:
+    """One use of parameters that are gathered for it.
+
+    Attributes:
+      size: What is gathered, in bytes.
+      results: What it computed.
+      token: The number that it hands on; `None` if it does not gather again by itself.
+      is_taken: Whether a later use takes the token.
+    """
+
+    size: int
+    results: Sequence[jax.Array] = ()
+    token: jax.Array | None = None
+    is_taken: bool = False
+
+
+class Uses:
+    """The uses so far of one sequence of equations.
+
+    Attributes:
+      limit: The most that is gathered ahead, in bytes; a parameter beyond it is gathered when it is used.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._all: list[Use] = []
+
+    def add(self, inputs: Sequence[Any]) -> list[Any]:
+        """Notes the use of what is to be gathered of some lazy values; returns them, waiting for their time."""
+        found = {id(x): x for value in inputs for x in _parameters(value) if not is_free(x)}
+        size = sum(math.prod(x.shape) * jnp.dtype(x.wire_dtype).itemsize for x in found.values())
+        fence = self._before(size)
+        self._all.append(Use(size))
+        if not fence:
+            return list(inputs)
+        waiting, _ = after(dict(enumerate(found.values())), fence)
+        new = dict(zip(found, waiting.values(), strict=True))
+        return [_replaced(x, new) for x in inputs]
+
+    def finish(self, results: Sequence[Any]) -> None:
+        """Notes what the last use has computed."""
+        self._all[-1].results = [x for x in results if not is_lazy(x)]
+
+    def last_with_tokens(self) -> tuple[Use, list[jax.Array]]:
+        """Returns the last use and the tokens of those that may gather again once the gradient has passed it."""
+        last = self._all[-1]
+        taken, ahead = [], last.size
+        for use in reversed(self._all[:-1]):
+            ahead += use.size
+            if use.token is not None and not use.is_taken and use.size <= self.limit < ahead:
+                use.is_taken = True
+                taken.append(use.token)
+        return last, taken
+
+    def end(self, outputs: list[Any]) -> list[Any]:
+        """Returns the outputs; uses whose token nobody took may gather again once a gradient of these is there."""
+        waiting = [use for use in self._all if use.token is not None and not use.is_taken and use.size <= self.limit]
+        at = next((i for i, x in enumerate(outputs) if not is_lazy(x) and jnp.issubdtype(x.dtype, jnp.inexact)), None)
+        if not waiting or at is None:
+            return outputs
+        for use in waiting:
+            use.is_taken = True
+        return [*outputs[:at], _with_tokens(outputs[at], [use.token for use in waiting]), *outputs[at + 1 :]]
+
+    def _before(self, size: int) -> list[jax.Array]:
+        """Returns what has to be computed before `size` bytes more may be gathered."""
+        ahead = size
+        for use in reversed(self._all):
+            ahead += use.size
+            if ahead > self.limit:
+                return [lax.stop_gradient(x) for x in use.results[:1]]
+        return []
+
+
+@jax.custom_vjp
+def _with_tokens(x: jax.Array, tokens: list[jax.Array]) -> jax.Array:
+    return x
+
+
+_with_tokens.defvjp(lambda x, tokens: (x, len(tokens)), lambda n, grad: (grad, arrived_tokens(n, [grad])))
+
+
+def arrived_tokens(num_tokens: int, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the gradients of tokens, which are there when `cotangents` are."""
+    real = [x for x in cotangents if x.dtype != jax.dtypes.float0]
+    return [lax.optimization_barrier((jnp.zeros(()), real))[0] for _ in range(num_tokens)]
+
+
+def _parameters(x: Any) -> list[Lazy]:
+    """The lazy parameters that a value is made of."""
+    if isinstance(x, Deferred):
+        return [p for y in x.inputs for p in _parameters(y)]
+    return [x] if isinstance(x, Lazy) else []
+
+
+def _replaced(x: Any, new: dict[int, Lazy]) -> Any:
+    if isinstance(x, Deferred):
+        return Deferred(tuple(_replaced(y, new) for y in x.inputs), x.operation)
+    return new.get(id(x), x)

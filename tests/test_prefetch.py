@@ -1,0 +1,325 @@
+"""`prefetch_bytes`: the same numbers, gathered ahead, by no more than the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.interpreters import partial_eval as pe
+
+import jzero
+from jzero import _compat
+from tests import test_engine
+from tests.test_engine import LOSSES, D, branches
+
+AMPLE = 2**30
+
+
+OFTEN = {
+    test_engine.plain,
+    test_engine.scan_reversed_with_outputs,
+    test_engine.scan_with_constant_weights,
+    test_engine.scan_carrying_weights,
+    test_engine.python_loop_over_the_stack,
+    test_engine.nested_jit,
+    test_engine.tied,
+    branches,
+}
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [f if f in OFTEN else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
+    ids=lambda f: f.__name__,
+)
+def test_gradients_equal_plain_jax(loss_fn):
+    batch = test_engine._batch()
+    if loss_fn is branches:
+        batch["x"] = np.abs(batch["x"])
+    test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=AMPLE), loss_fn, batch)
+
+
+def scan_with_everything(p, batch):
+    """Constants with gradients, an integer carry, integers and keys among the rows, results of both kinds."""
+    keys = jax.random.split(jax.random.key(3), 6)
+
+    def layer(carry, row):
+        h, count, total = carry
+        w, i, key, scale = row
+        h = jnp.tanh(h @ w["w"] + w["b"][None] * scale) + p["b"][None] * h
+        h = h * (jax.random.bernoulli(key, 0.9, (1, D)) * (i >= 0))
+        return (h, count + i, total + h.mean()), (h.mean() * count, i * 2)
+
+    rows = (p["stack"], jnp.arange(6), keys, jnp.linspace(0.5, 1.5, 6) * p["b"][:6])
+    (h, count, total), (ys, numbers) = lax.scan(layer, (batch["x"], jnp.int32(1), jnp.float32(0)), rows)
+    return test_engine._out(p, h, batch) + ys.sum() * 1e-3 + total * count + numbers.sum()
+
+
+def scan_casting_its_rows(p, batch):
+    def layer(h, w):
+        return jnp.tanh(h @ w["w"].astype(jnp.bfloat16).astype(jnp.float32) + w["b"][None]), None
+
+    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+
+
+def scan_of_remat_with_policy(p, batch):
+    @jax.checkpoint
+    def layer(h, w):
+        inner = jax.checkpoint(lambda h: jnp.sin(h @ w["w"]), policy=jax.checkpoint_policies.dots_saveable)
+        return jnp.tanh(inner(h) + w["b"][None]), None
+
+    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+
+
+def scan_within_remat(p, batch):
+    @jax.checkpoint
+    def layers(h, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + w["b"][None]), None), h, stack)[0]
+
+    return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
+
+
+def scan_of_a_call(p, batch):
+    layer = lambda h, w: (test_engine._inner(w["w"], w["b"], h), None)
+    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
+
+
+@pytest.mark.parametrize("limit", [AMPLE, D * D * 4, 0])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [scan_with_everything, scan_of_remat_with_policy, scan_within_remat, scan_of_a_call],
+    ids=lambda f: f.__name__,
+)
+def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
+    test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=limit), loss_fn, test_engine._batch())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_where_nothing_is_gathered_nothing_changes(stage):
+    step = jzero.make_train_step(test_engine.scan)
+    texts = [
+        step.lower(test_engine._sharded(stage, 8, **options), test_engine._batch()).as_text()
+        for options in ({}, {"prefetch_bytes": AMPLE})
+    ]
+    assert texts[0] == texts[1]
+
+
+def two_products(p, batch):
+    def layer(h, w):
+        return jnp.tanh(jnp.tanh(h @ w["up"]) @ w["down"]), None
+
+    return jnp.square(lax.scan(layer, batch, p)[0]).mean()
+
+
+def stack_state(limit, layers=5, width=32, inner=64, precision="fp32"):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": rng.normal(size=(layers, width, inner)).astype(np.float32) / 6,
+        "down": rng.normal(size=(layers, inner, width)).astype(np.float32) / 8,
+    }
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit, precision=precision)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+
+
+def carried_shapes(fn, *args):
+    """The shapes that loops carry from turn to turn, one list for each loop with a gather in it."""
+    found = []
+
+    def search(jaxpr):
+        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+            if eqn.primitive.name == "scan" and "all_gather" in str(eqn.params["jaxpr"]):
+                consts, carry = _compat.scan_groups(eqn)
+                found.append([v.aval.shape for v in eqn.invars[consts : consts + carry]])
+            for inner in _compat.contained_jaxprs(eqn):
+                search(inner)
+
+    search(jax.make_jaxpr(fn)(*args))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limit", "precision", "expected"),
+    [
+        (None, "fp32", []),
+        (0, "fp32", []),
+        (2 * 32 * 64 * 4, "fp32", [(32, 64), (64, 32)]),
+        (2 * 32 * 64 * 4 - 1, "fp32", [(32, 64)]),  # the one that is used first
+        (2 * 32 * 64 * 2, "bf16", [(32, 64), (64, 32)]),
+    ],
+)
+def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected):
+    batch = jnp.ones((8, 32))
+    loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, precision=precision), batch)
+    assert len(loops) == 2, "one forward, one backward"
+    for shapes in loops:
+        whole = [shape for shape in shapes if shape in ((32, 64), (64, 32))]
+        assert sorted(whole) == sorted(expected)
+
+
+@pytest.mark.parametrize("loss_fn", [two_products, test_engine.scan_of_remat], ids=lambda f: f.__name__)
+def test_no_gather_more_and_no_weights_kept(loss_fn):
+    """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
+    state = {limit: stack_state(limit, layers=24, width=64, inner=256) for limit in (None, AMPLE)}
+    batch = jnp.ones((8, 64))
+    if loss_fn is not two_products:
+        state = {limit: test_engine._sharded(3, 8, prefetch_bytes=limit) for limit in (None, AMPLE)}
+        batch = test_engine._batch()
+    step = jzero.make_train_step(loss_fn)
+    reports = {limit: jzero.analyze(step, s, batch) for limit, s in state.items()}
+    reports[AMPLE].verify()
+    assert reports[AMPLE].communication_elements == reports[None].communication_elements
+    if loss_fn is two_products:
+        layer = 2 * 64 * 256 * 4
+        assert (
+            reports[AMPLE].memory.peak <= reports[None].memory.peak + 3 * layer < reports[None].memory.peak + 24 * layer
+        )
+
+
+def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
+    lowered = jzero.make_train_step(scan_casting_its_rows).lower(
+        test_engine._sharded(3, 8, prefetch_bytes=AMPLE), test_engine._batch()
+    )
+    gathers = [line for line in lowered.as_text().splitlines() if "stablehlo.all_gather" in line]
+    whole = f"tensor<{D}x{D}x"
+    of_stack = [line.rsplit("->", 1)[1] for line in gathers if whole in line.rsplit("->", 1)[1]]
+    assert of_stack
+    assert all("xbf16" in line for line in of_stack), of_stack
+
+
+def test_evaluation_gathers_ahead_too():
+    state, batch = stack_state(AMPLE), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
+    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": two_products(params, batch)})
+    want = two_products(jzero.gather_params(state), batch)
+    np.testing.assert_allclose(evaluate(state, batch)["loss"], want, rtol=2e-6)
+    (shapes,) = carried_shapes(evaluate, state, batch)
+    assert (32, 64) in shapes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
+    """Not a compiler's rounding apart: the same operations on the same values, in another order of gathers."""
+    batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 32)), jnp.float32)
+    losses = []
+    for limit in (None, AMPLE, 0):
+        state = stack_state(limit, precision=precision)
+        step = jzero.make_train_step(two_products, accumulate_steps=2, clip_norm=0.5)
+        run = []
+        for _ in range(4):
+            state, metrics = step(state, batch)
+            run.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        losses.append(run)
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
+
+
+# Outside of loops: what each gather waits for, read from the program.
+
+
+@dataclasses.dataclass
+class Gather:
+    """One gather of a program: what it brings, what it waits for, and the product that uses it first."""
+
+    size: int
+    needs: frozenset[int]
+    use: int | None = None
+
+
+def gathers_of(fn, *args):
+    """All gathers of parameters, in the order of the program; calls are looked into."""
+    found: list[Gather] = []
+    products = iter(range(10**6))
+
+    none = (frozenset(), frozenset())
+
+    def walk(jaxpr, inputs):
+        """`inputs`: of each variable, the products that it is made of and the gathers not used yet."""
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        env = dict(zip(jaxpr.constvars, [none] * len(consts), strict=True))
+        env |= dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atoms):
+            return [none if _compat.is_literal(v) else env[v] for v in atoms]
+
+        for eqn in jaxpr.eqns:
+            given = read(eqn.invars)
+            inner = [x for x in _compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
+            if len(inner) == 1:
+                outputs = walk(inner[0], given)
+            else:
+                needs, holds = (frozenset().union(*(x[i] for x in given)) for i in (0, 1))
+                if eqn.primitive.name == "all_gather":
+                    aval = eqn.outvars[0].aval
+                    found.append(Gather(math.prod(aval.shape) * aval.dtype.itemsize, needs))
+                    holds = holds | {len(found) - 1}
+                elif eqn.primitive.name == "dot_general":
+                    number = next(products)
+                    for i in holds:
+                        found[i].use = number if found[i].use is None else found[i].use
+                    needs, holds = needs | {number}, frozenset()
+                if eqn.primitive.name == "optimization_barrier":  # each result waits for all, but is made of its own
+                    outputs = [(needs, own) for _, own in given]
+                else:
+                    outputs = [(needs, holds)] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return read(jaxpr.outvars)
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # as the compiler will see it
+    walk(jaxpr, [none] * len(jaxpr.invars))
+    return found
+
+
+def most_ahead(gathers):
+    """The most bytes that may be gathered and not used yet when a gather is done, by what it waits for."""
+    return max(
+        sum(g.size for g in gathers[: i + 1] if g.use is None or g.use not in gather.needs)
+        for i, gather in enumerate(gathers)
+    )
+
+
+def chain(p, batch):
+    h = batch
+    for name in sorted(p):
+        h = jnp.tanh(h @ p[name])
+    return jnp.square(h).mean()
+
+
+def chain_state(limit, layers=8):
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(D, D)).astype(np.float32) / 5 for i in range(layers)}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=limit)
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+
+
+@pytest.mark.parametrize(("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), (1, 1, 1), (2, 2, 2), (3, 3, 3)])
+def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward):
+    """In units of one matrix: without a bound all of the forward pass may be whole at once, and nothing is ahead in
+    the backward pass; with one, both go ahead as far as it says.
+    """
+    unit = D * D * 4
+    state = chain_state(None if limit is None else limit * unit)
+    gathers = gathers_of(jzero.value_and_grad(chain), state, jnp.ones((8, D)))
+    assert len(gathers) == 15, "8 forward; backward all but the first, whose input needs no gradient"
+    assert most_ahead(gathers[:8]) == forward * unit
+    assert most_ahead(gathers[8:]) == backward * unit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetch_bytes": -1}, "prefetch_bytes.*>= 0: got -1"),
+        ({"prefetch_bytes": 1.5}, "prefetch_bytes.*integer"),
+        ({"prefetch_bytes": True}, "prefetch_bytes.*integer"),
+        ({"prefetch_bytes": 8, "reshard_after_forward": False}, "reshard_after_forward=False"),
+        ({"prefetch_bytes": 8, "offload": jzero.Offload(params="host")}, "params='host'"),
+    ],
+)
+def test_what_contradicts_a_bound_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jzero.ZeroConfig(stage=3, **options)
