@@ -1,4 +1,4 @@
-"""Agreement between processes, checked before anything is placed: a disagreement would hang the first collective."""
+"""What processes tell each other, and that they agree before anything is placed: else a collective would hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jzero._plan import ZeroPlan
 
-__all__ = ["check_processes_agree", "describe_plan"]
+__all__ = ["check_processes_agree", "describe_plan", "gather_texts"]
 
 MAX_REPORT_BYTES = 1 << 16
 
@@ -44,6 +44,16 @@ def check_processes_agree(plan: ZeroPlan) -> None:
         + "\n".join(_differences(texts))
         + "\nStart every process with the same configuration, model and optimizer."
     )
+
+
+def gather_texts(text: str) -> list[str]:
+    """Returns the text of each process; each must call it."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
+    buffer = np.zeros(int(sizes.max()), np.uint8)
+    buffer[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _differences(texts: list[str], max_lines: int = 20) -> list[str]:

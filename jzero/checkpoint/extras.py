@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jzero._processes import gather_texts
 from jzero.checkpoint.damage import CheckpointError
 
-__all__ = ["decode", "encode", "everywhere", "gather_texts", "iterator_mover", "iterator_position", "positions_of_all"]
+__all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
@@ -127,16 +127,6 @@ def _method(iterator: Any, *names: str) -> Any:
         f"`data_iterator` must have a method {' or '.join(map(repr, names))}, as Grain's and PyTorch's stateful "
         f"iterators have: got {type(iterator).__name__}."
     )
-
-
-def gather_texts(text: str) -> list[str]:
-    """Returns the text of each process; each must call it."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
-    buffer = np.zeros(int(sizes.max()), np.uint8)
-    buffer[: len(data)] = data
-    rows = np.asarray(multihost_utils.process_allgather(buffer)).reshape(len(sizes), -1)
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def everywhere(attempt: Callable[[], Any]) -> Any:

@@ -19,11 +19,12 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from jzero._processes import gather_texts
 from jzero._state import adapt_sharded
 from jzero._step_update import apply_pending, settled_step
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
-from jzero.checkpoint.extras import everywhere, gather_texts
+from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.orbax_io import handler_registry
