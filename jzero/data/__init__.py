@@ -1,0 +1,15 @@
+"""Batches for ZeRO's steps: each process loads its own rows, in an order that no number of processes changes."""
+
+try:
+    import grain as _grain  # noqa: F401  # for the message alone
+except ModuleNotFoundError as error:
+    if error.name != "grain":
+        raise
+    raise ImportError("`jzero.data` reads with Grain, which is not installed: pip install 'jzero[data]'.") from error
+
+from jzero.data.files import FileSource as FileSource
+from jzero.data.iterator import LoaderIterator as LoaderIterator
+from jzero.data.loader import Loader as Loader
+from jzero.data.loader import make_loader as make_loader
+
+__all__ = ["FileSource", "Loader", "LoaderIterator", "make_loader"]

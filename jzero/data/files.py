@@ -1,0 +1,160 @@
+"""Many files as one source of examples that every process numbers alike."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero.data.exchange import exchange
+from jzero.data.interleave import Lanes
+from jzero.data.sequential import SequentialFile
+
+__all__ = ["FileSource"]
+
+
+class FileSource:
+    """The examples of many files, numbered through, whatever their counts; for `make_loader`, or for Grain.
+
+    The files lie on storage that every process sees. Their examples are counted once, each process counting a part of
+    the files, so that all processes know the same order and end an epoch together. A file is opened when an example of
+    it is first needed. Each process must make the source, at the same point.
+
+    Args:
+      paths: The files. Processes may name all of them or a part each: lists that differ are united, in the order of
+        the names.
+      open_file: Opens a file as a sequence of examples: something with `__len__` and `__getitem__`, such as a memory
+        map, safe to read from several threads.
+      read: In place of `open_file`, for formats without random access: yields the examples of a file, in the same
+        order each time. Such files are read in order, without shuffling.
+      counts: Examples of each file by path, where they are known: `dict(zip(source.paths, source.counts))` of an
+        earlier run. Files that are not in it are counted.
+      interleave: How many files to read side by side: their examples take turns. With the batch size here, and without
+        shuffling, each row of a batch comes from a chain of files of its own, so a process reads only the files of
+        its own rows, until the first chain is through.
+      max_open_files: How many files a process keeps open; the one that was not used for longest is dropped.
+
+    Attributes:
+      paths: The files, in order.
+      counts: Examples of each.
+      sequential: Whether the files can be read from their start only.
+      fingerprint: A digest of names, counts and interleaving, by which a saved position is known to be of this source.
+
+    Raises:
+      ValueError: There are no files, no examples, a file cannot be counted, or an argument is impossible.
+
+    Example:
+      >>> for name in "ab":
+      ...     np.save(tmp / f"{name}.npy", np.arange(3))
+      >>> source = jzero.data.FileSource(sorted(tmp.glob("*.npy")), open_file=np.load)
+      >>> len(source), [int(x) for x in source]
+      (6, [0, 1, 2, 0, 1, 2])
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | os.PathLike[str]],
+        *,
+        open_file: Callable[[str], Sequence[Any]] | None = None,
+        read: Callable[[str], Iterable[Any]] | None = None,
+        counts: Mapping[str, int] | None = None,
+        interleave: int = 1,
+        max_open_files: int = 256,
+    ) -> None:
+        for name, value in (("interleave", interleave), ("max_open_files", max_open_files)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
+        self.sequential = read is not None
+        self._open_file, self._count_file = _reader(open_file, read)
+        self.paths = _united([os.fspath(path) for path in paths])
+        self.counts = self._count(counts or {})
+        if not sum(self.counts):
+            raise ValueError(f"The {len(self.paths)} files hold no examples: the first is {self.paths[0]!r}.")
+        self.fingerprint = _fingerprint(self.paths, self.counts, interleave)
+        self._lanes = Lanes(self.counts, interleave)
+        self._max_open_files = max_open_files
+        self.__setstate__(self.__dict__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_opened")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # in a worker, too: each process opens the files for itself
+        self._lock = threading.Lock()
+        self._opened = functools.lru_cache(maxsize=self._max_open_files)(self._open_file)
+
+    def __len__(self) -> int:
+        return sum(self.counts)
+
+    def __getitem__(self, index: int) -> Any:
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"There are {len(self)} examples: got the index {index}.")
+        file, number = self._lanes.locate(index)
+        path = self.paths[file]
+        try:
+            with self._lock:  # so that two threads do not open the same file
+                opened = self._opened(path)
+            return opened[number]
+        except IndexError as error:
+            raise ValueError(
+                f"{path!r} had {self.counts[file]} examples when they were counted, but example {number} is not "
+                f"there now: {error}. Files must not change while they are read, nor from one run to the next."
+            ) from error
+        except Exception as error:
+            error.add_note(f"This was example {number} of {path!r}.")
+            raise
+
+    def _count(self, known: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns the examples of each file; those that are not known are shared out over the processes."""
+        unknown = [path for path in self.paths if path not in known]
+        mine = unknown[jax.process_index() :: jax.process_count()]
+        answers = exchange(lambda: [(path, self._count_one(path)) for path in mine])
+        counted = {path: count for answer in answers for path, count in answer}
+        return tuple(int(known[path]) if path in known else counted[path] for path in self.paths)
+
+    def _count_one(self, path: str) -> int:
+        try:
+            return self._count_file(path)
+        except Exception as error:
+            raise ValueError(
+                f"{path!r} could not be counted: {type(error).__name__}: {error}. Every file must be readable by every "
+                "process: put them on storage that all share."
+            ) from error
+
+
+def _reader(
+    open_file: Callable[[str], Any] | None, read: Callable[[str], Iterable[Any]] | None
+) -> tuple[Callable[[str], Any], Callable[[str], int]]:
+    """Returns how to open a file as a sequence, and how to count its examples."""
+    if open_file is not None and read is None:
+        return open_file, lambda path: len(open_file(path))
+    if read is not None and open_file is None:
+        return functools.partial(SequentialFile, read), lambda path: sum(1 for _ in read(path))
+    raise ValueError("Say how to read a file: either `open_file` (random access) or `read` (from its start).")
+
+
+def _united(paths: list[str]) -> tuple[str, ...]:
+    """Returns the files of all processes; in the order given, if that is the same in all of them."""
+    digests = exchange(lambda: hashlib.sha256(json.dumps(paths).encode()).hexdigest())
+    if any(digest != digests[0] for digest in digests):
+        paths = sorted({path for some in exchange(lambda: paths) for path in some})
+    if not paths:
+        raise ValueError("`paths` is empty: there must be at least one file.")
+    twice = [path for path, after in zip(sorted(paths), sorted(paths)[1:], strict=False) if path == after]
+    if twice:
+        raise ValueError(f"`paths` names {twice[0]!r} twice, so its examples would be seen twice in an epoch.")
+    return tuple(paths)
+
+
+def _fingerprint(paths: Sequence[str], counts: Sequence[int], interleave: int) -> str:
+    # The names alone: the folder may lie elsewhere on another machine.
+    files = [[os.path.basename(path), count] for path, count in zip(paths, counts, strict=True)]
+    return hashlib.sha256(json.dumps([files, interleave]).encode()).hexdigest()[:16]

@@ -1,0 +1,180 @@
+"""Global batches from a source of examples: each process loads its own rows, ahead of the steps that need them."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jzero._mesh import make_mesh
+from jzero.data.exchange import check_agreement, exchange
+from jzero.data.iterator import LoaderIterator
+from jzero.data.order import MAX_SHUFFLED, Order
+from jzero.data.pipeline import OrderedExamples, Pipeline
+from jzero.data.position import Position, Schedule
+from jzero.data.rows import local_rows
+
+__all__ = ["Loader", "make_loader"]
+
+
+def make_loader(
+    source: Any,
+    *,
+    batch_size: int,
+    mesh: Mesh | None = None,
+    axis: str = "data",
+    replica_axis: str | None = None,
+    num_epochs: int | None = 1,
+    shuffle: bool = False,
+    shuffle_window: int | None = None,
+    seed: int = 0,
+    transform: Callable[[Any, np.random.Generator], Any] | None = None,
+    drop_remainder: bool = False,
+    prefetch: int = 2,
+    num_workers: int = 0,
+) -> Loader:
+    """Returns an iterable of global batches, laid out as ZeRO's steps expect them.
+
+    Batch after batch takes the next `batch_size` examples of the epoch's order, which depends on `seed` and the epoch
+    alone. A process loads the rows that its own devices hold. The last batch of an epoch is filled up with copies of
+    example 0, whose weight is 0. So all processes make the same batches, the same number of them, at any number of
+    processes. Each process must call this, with equal arguments.
+
+    Args:
+      source: The examples: anything with `__len__` and `__getitem__`, safe to read from several threads, such as a
+        list, a Grain data source, a `grain.MapDataset` or a `FileSource`. An example is a dict (it may be nested) of
+        arrays and numbers, of equal shapes and dtypes.
+      batch_size: Rows of all processes together; a multiple of the devices that share a batch (times
+        `accumulate_steps`, if the step has micro-batches).
+      mesh: The mesh of the train state. All devices on one axis by default, as everywhere.
+      axis: As in `ZeroConfig`.
+      replica_axis: As in `ZeroConfig`.
+      num_epochs: How often to go through the source; `None` for no end.
+      shuffle: Whether to shuffle anew in each epoch.
+      shuffle_window: Shuffle within windows of that many neighbors, and the windows among themselves, so that examples
+        of a batch lie in few files. A few thousand or more: Grain's permutation is slow for less. `None` to shuffle
+        over all examples.
+      seed: Of the order and of `transform`.
+      transform: Makes an example of what the source returns: `transform(x, rng)`. What `rng` yields depends on `seed`,
+        the epoch and the index of the example; it must not be kept.
+      drop_remainder: Leave out the examples of an epoch that do not fill a batch, in place of padding.
+      prefetch: How many batches to make ahead, on the devices, each by a thread of its own; 0 for none.
+      num_workers: Have batches loaded by this many processes in place of threads, for a `transform` that takes long in
+        Python. They are Grain's, and get copies of the source; a script needs `if __name__ == "__main__":`. Each
+        makes at least one batch ahead, in host memory.
+
+    Returns:
+      A `Loader`; each `iter` of it starts at the beginning. A batch has the keys of the examples, each leaf
+      `[batch_size, ...]`, and `weights`, float32 `[batch_size]`: 1 for an example, 0 for padding. 64-bit numbers come
+      as 32-bit ones, unless jax is told otherwise.
+
+    Raises:
+      ValueError: The source is empty, has a length that cannot be shuffled, or its examples have a key `weights`;
+        `batch_size` cannot be shared out evenly; an argument is impossible, or differs between processes.
+      TypeError: Examples are no dicts, or hold text or objects; the message names the leaves.
+
+    Example:
+      >>> source = [{"x": np.full(3, i)} for i in range(20)]
+      >>> loader = jzero.data.make_loader(source, batch_size=16)
+      >>> [(batch["x"].shape, int(batch["weights"].sum())) for batch in loader]
+      [((16, 3), 16), ((16, 3), 4)]
+
+    References:
+      Grain's `ElasticIterator`, PyTorch's `DistributedSampler`.
+    """
+    found: list[Pipeline] = []
+
+    def attempt() -> Mapping[str, Any]:
+        optional = {"num_epochs": num_epochs, "shuffle_window": shuffle_window}
+        _check_numbers(1, batch_size=batch_size, **{name: x for name, x in optional.items() if x is not None})
+        _check_numbers(0, seed=seed, prefetch=prefetch, num_workers=num_workers)
+        if shuffle_window is not None and not shuffle:
+            raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
+        rows = local_rows(make_mesh() if mesh is None else mesh, batch_size, axis=axis, replica_axis=replica_axis)
+        order = Order(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
+        schedule = Schedule(
+            num_examples=len(source), batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop_remainder
+        )
+        _check_source(source, order, schedule)
+        if getattr(source, "sequential", False):
+            _check_sequential(order, num_workers)
+        found.append(Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers))
+        return found[0].description()
+
+    check_agreement(exchange(attempt))
+    return Loader(found[0])
+
+
+def _check_numbers(least: int, **numbers: Any) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` must be a whole number of at least {least}: got {value!r}.")
+
+
+def _check_source(source: Any, order: Order, schedule: Schedule) -> None:
+    if not order.num_examples:
+        raise ValueError("`source` is empty: there must be at least one example.")
+    if order.num_examples == sys.maxsize:
+        raise ValueError("`source` repeats itself without end: leave `.repeat()` out and set `num_epochs`.")
+    if not schedule.batches_per_epoch:
+        raise ValueError(
+            f"`drop_remainder=True` would leave out all {order.num_examples} examples, which are fewer than "
+            f"`batch_size={schedule.batch_size}`. Set it to False: the batch is then padded."
+        )
+    if order.shuffle and order.num_examples > MAX_SHUFFLED:
+        raise ValueError(
+            f"Grain shuffles up to {MAX_SHUFFLED} examples: `source` has {order.num_examples}. Make examples larger, "
+            "or shuffle the files and set `shuffle=False`."
+        )
+
+
+def _check_sequential(order: Order, num_workers: int) -> None:
+    if order.shuffle:
+        raise ValueError(
+            "Files that are read from their start cannot be shuffled by example: each would be read again for each of "
+            "its examples. Shuffle `paths` and set `shuffle=False`; or, if a file fits in memory, open it whole, "
+            "`FileSource(paths, open_file=lambda path: list(read(path)))`, and set a `shuffle_window`."
+        )
+    if num_workers:
+        raise ValueError(
+            f"`num_workers={num_workers}`: files that are read from their start would be read by each worker. Set it "
+            "to 0, or give the files an `open_file`."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loader:
+    """Global batches of a source, see `make_loader`. Each `iter` starts at the beginning, or where it is moved to.
+
+    `len(loader)` is the number of batches of all epochs.
+
+    Example:
+      >>> loader = jzero.data.make_loader([{"x": i} for i in range(20)], batch_size=8, num_epochs=2)
+      >>> len(loader), loader.batches_per_epoch
+      (6, 3)
+    """
+
+    _pipeline: Pipeline
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of batches of a whole epoch."""
+        return self._pipeline.schedule.batches_per_epoch
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of the source."""
+        return self._pipeline.schedule.num_examples
+
+    def __len__(self) -> int:
+        total = self._pipeline.schedule.num_batches(Position())
+        if total is None:
+            raise TypeError("A loader with `num_epochs=None` has no length; see `batches_per_epoch`.")
+        return total
+
+    def __iter__(self) -> LoaderIterator:
+        return LoaderIterator(self._pipeline)

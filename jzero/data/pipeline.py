@@ -1,0 +1,148 @@
+"""How a batch is made: from numbers of examples to global arrays, by threads or processes that work ahead."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+
+from jzero.data.examples import WEIGHTS, Example, ExampleSpec, example_spec, stack
+from jzero.data.order import Order
+from jzero.data.position import Position, Schedule
+from jzero.data.rows import LocalRows
+
+__all__ = ["LocalBatches", "OrderedExamples", "Pipeline"]
+
+PyTree = Any
+
+
+class OrderedExamples:
+    """A source's examples by epoch and place, as leaves that can be stacked."""
+
+    def __init__(self, source: Any, transform: Callable[..., Any] | None, order: Order) -> None:
+        self.order = order
+        self.fingerprint = str(getattr(source, "fingerprint", ""))
+        self.sequential = bool(getattr(source, "sequential", False))
+        if transform is not None:
+            whole = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
+            source = whole.random_map(transform, seed=order.seed)
+        self._source = source
+        first = self._read(0, 0)
+        self.spec: ExampleSpec = example_spec(first)
+        self.filler = self.spec.leaves(first, 0)
+
+    def at(self, epoch: int, place: int) -> tuple[int, Example]:
+        """Returns the index of the example at a place of an epoch's order, and its leaves."""
+        index = self.order.example(epoch, place)
+        return index, self.spec.leaves(self._read(epoch, index), index)
+
+    def _read(self, epoch: int, index: int) -> Any:
+        # Grain's datasets go on counting in later epochs, and seed their random transformations by that.
+        further = epoch * self.order.num_examples if isinstance(self._source, grain.MapDataset) else 0
+        try:
+            example = self._source[index + further]
+        except StopIteration as error:  # which would look like the end of the data
+            raise RuntimeError(f"Example {index} of epoch {epoch} raised StopIteration.") from error
+        except Exception as error:
+            error.add_note(f"This was example {index} of epoch {epoch}.")
+            raise
+        if example is None:
+            raise ValueError(
+                f"Example {index} is None: a source that filters cannot be counted. Filter before, or give the example "
+                "a field with the weight 0."
+            )
+        return example
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalBatches:
+    """Loads this process's rows of the batches from a position on; knows no device, so that it may run elsewhere.
+
+    Attributes:
+      examples: What goes in.
+      schedule: Which of them make up a batch.
+      rows: Which rows of a batch this process holds.
+      start: Where the first batch starts.
+    """
+
+    examples: OrderedExamples
+    schedule: Schedule
+    rows: tuple[int, ...]
+    start: Position
+
+    def __call__(self, number: int) -> tuple[list[np.ndarray], Position]:
+        """Returns the rows of a batch, leaf by leaf with the weights last, and the position after it."""
+        span = self.schedule.span(number, self.start)
+        places = [span.start + row for row in self.rows]
+        real = [place < span.stop for place in places]
+        found = [self.examples.at(span.epoch, place) for place in itertools.compress(places, real)]
+        missing = len(places) - len(found)  # at the end, since rows and places are in order
+        leaves = [leaf for _, leaf in found] + [self.examples.filler] * missing
+        stacked = stack(leaves, [index for index, _ in found] + [0] * missing, self.examples.spec)
+        return [*stacked, np.array(real, np.float32)], self.schedule.after(span)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pipeline:
+    """Makes the batches of a loader.
+
+    Attributes:
+      examples: What goes in.
+      schedule: Which of them make up a batch.
+      rows: Which rows of a batch this process holds, on which devices.
+      prefetch: How many batches to make ahead.
+      num_workers: How many processes load them; 0 for threads.
+    """
+
+    examples: OrderedExamples
+    schedule: Schedule
+    rows: LocalRows
+    prefetch: int
+    num_workers: int
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a position depends on: one of another source or order means other examples."""
+        return {
+            "num_examples": self.schedule.num_examples,
+            "source": self.examples.fingerprint,
+            "seed": self.examples.order.seed,
+            "shuffle": self.examples.order.shuffle,
+            "shuffle_window": self.examples.order.window,
+        }
+
+    def description(self) -> dict[str, Any]:
+        """Returns what processes must agree on."""
+        return {**self.identity(), **dataclasses.asdict(self.schedule), "examples": str(self.examples.spec)}
+
+    def batches_from(self, start: Position) -> grain.DatasetIterator[tuple[PyTree, Position]]:
+        """Returns the batches from a position on, each with the position after it; they are made ahead."""
+        total = self.schedule.num_batches(start)
+        numbers = grain.MapDataset.range(sys.maxsize if total is None else total)
+        load = LocalBatches(self.examples, self.schedule, self.rows.rows, start)
+        if self.num_workers:
+            return iter(self._loaded_by_workers(numbers.map(load)).map(self._place))
+        # One thread for files that are read from their start: several would have to wait for each other's turn.
+        num_threads = min(self.prefetch, 1) if self.examples.sequential else self.prefetch
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.prefetch)
+        return iter(numbers.map(lambda number: self._place(load(number))).to_iter_dataset(options))
+
+    def _loaded_by_workers(self, loaded: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
+        if not flags.FLAGS.is_parsed():  # Grain's workers are handed absl's flags, which `absl.app` alone would parse
+            flags.FLAGS.mark_as_parsed()
+        one_by_one = loaded.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        ahead = max(1, -(-self.prefetch // self.num_workers))
+        options = grain.MultiprocessingOptions(num_workers=self.num_workers, per_worker_buffer_size=ahead)
+        return one_by_one.mp_prefetch(options)
+
+    def _place(self, loaded: tuple[list[np.ndarray], Position]) -> tuple[PyTree, Position]:
+        """Puts the rows of a batch on the devices."""
+        local, position = loaded
+        *leaves, weights = map(self.rows.global_array, local)
+        return {**jax.tree.unflatten(self.examples.spec.treedef, leaves), WEIGHTS: weights}, position

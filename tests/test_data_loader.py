@@ -1,0 +1,496 @@
+"""Global batches: which rows, where, in which order, and what happens when something is wrong."""
+
+import collections
+import inspect
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import grain
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+import jzero.data
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def examples(num_examples):
+    rng = np.random.default_rng(0)
+    return [
+        {"id": i, "x": rng.normal(size=3).astype(np.float32), "y": {"z": rng.normal(size=()).astype(np.float32)}}
+        for i in range(num_examples)
+    ]
+
+
+class Source:
+    """Numbered examples that take a while, some longer than others; tells what was read."""
+
+    def __init__(self, num_examples, seconds=0.0):
+        self.read, self.seconds, self.num_examples = collections.Counter(), seconds, num_examples
+        self.broken = {}
+
+    def __len__(self):
+        return self.num_examples
+
+    def __getitem__(self, index):
+        self.read[index] += 1
+        if index in self.broken:
+            raise self.broken[index]
+        time.sleep(self.seconds * (index % 7))
+        return {"id": index}
+
+
+def ids(batch):
+    """The numbers of the examples of a batch, without padding."""
+    return np.asarray(batch["id"])[np.asarray(batch["weights"]) == 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("axes", "options", "spec"),
+    [
+        ({}, {}, ("data",)),
+        ({"replica": 2, "data": 4}, {"replica_axis": "replica"}, ("replica", "data")),
+        ({"data": 4, "model": 2}, {}, ("data",)),
+        ({"fsdp": 8}, {"axis": "fsdp"}, ("fsdp",)),
+    ],
+)
+def test_batches_are_laid_out_as_the_steps_expect(axes, options, spec):
+    mesh, source = jzero.make_mesh(**axes), examples(21)
+    loader = jzero.data.make_loader(source, batch_size=8, mesh=mesh, **options)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 3
+    for number, batch in enumerate(batches):
+        rows = source[8 * number : 8 * number + 8]
+        rows += [source[0]] * (8 - len(rows))
+        expected = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+        expected["weights"] = np.array([8 * number + row < 21 for row in range(8)], np.float32)
+        assert jax.tree.structure(batch) == jax.tree.structure(expected)
+        for x, whole in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+            assert x.sharding == NamedSharding(mesh, PartitionSpec(spec))
+            assert x.dtype == (np.int32 if whole.dtype == np.int64 else whole.dtype)
+            for shard in x.addressable_shards:
+                np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_on_a_padded_remainder_equals_optax_on_the_examples(stage):
+    source = examples(21)
+    params = {"w": jnp.array([0.5, -1.0, 2.0]), "b": jnp.zeros(())}
+    losses_of = lambda params, batch: (batch["x"] @ params["w"] + params["b"] - batch["y"]["z"]) ** 2
+
+    def loss_fn(params, batch):
+        losses = losses_of(params, batch)
+        return jzero.Weighted((losses * batch["weights"]).sum(), batch["weights"].sum())
+
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(0.1)), stage=stage)
+    step, losses = jzero.make_train_step(loss_fn), []
+    for batch in jzero.data.make_loader(source, batch_size=16, num_epochs=2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+
+    tx = optax.adam(0.1)
+    opt_state, expected = tx.init(params), []
+    for rows in [source[:16], source[16:]] * 2:
+        batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+        loss, grads = jax.value_and_grad(lambda params, batch: losses_of(params, batch).mean())(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        expected.append(float(loss))
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for name, x in jzero.gather_params(state).items():
+        np.testing.assert_allclose(x, params[name], rtol=2e-6)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_drop_remainder_leaves_out_what_does_not_fill_a_batch(shuffle):
+    loader = jzero.data.make_loader(
+        Source(21), batch_size=8, num_epochs=3, shuffle=shuffle, drop_remainder=True, prefetch=0
+    )
+    batches = [ids(batch) for batch in loader]
+    assert [len(set(batch)) for batch in batches] == [8] * 6
+    assert len(loader) == 3 * loader.batches_per_epoch == 6
+    assert len({*batches[0], *batches[1]}) == 16
+    assert (batches[:2] == batches[2:4]) == (not shuffle)
+
+
+def test_the_order_does_not_depend_on_how_batches_are_made():
+    def order(**options):
+        loader = jzero.data.make_loader(Source(53, 1e-4), shuffle=True, seed=3, num_epochs=2, **options)
+        return [i for batch in loader for i in ids(batch)]
+
+    expected = order(batch_size=8, prefetch=0)
+    assert sorted(expected[:53]) == sorted(expected[53:]) == list(range(53))
+    assert expected[:53] not in (list(range(53)), expected[53:])
+    assert order(batch_size=8, prefetch=1) == order(batch_size=24, prefetch=5) == expected
+    assert order(batch_size=9, prefetch=3, mesh=jzero.make_mesh(devices=jax.devices()[:3])) == expected
+
+
+def test_only_so_many_batches_are_made_ahead_and_they_do_not_count():
+    source = Source(200)
+    with iter(jzero.data.make_loader(source, batch_size=8, prefetch=3)) as batches:
+        source.read.clear()
+        next(batches)
+        deadline = time.monotonic() + 10
+        while len(source.read) < 4 * 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert sorted(source.read) == list(range(4 * 8)), "one handed out and three ahead"
+        assert batches.get_state()["example"] == 8
+        assert ids(next(batches)) == list(range(8, 16))
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_a_position_goes_on_with_another_batch_size_and_mesh(taken):
+    def loader(**options):
+        return jzero.data.make_loader(Source(29), shuffle=True, seed=1, num_epochs=2, **options)
+
+    whole = [i for batch in loader(batch_size=2, mesh=jzero.make_mesh(devices=jax.devices()[:2])) for i in ids(batch)]
+    first, seen = iter(loader(batch_size=8)), []
+    for _ in range(taken):
+        seen += ids(next(first))
+    assert first.get_state()["epoch"] == taken // 4
+    state = json.loads(json.dumps(first.get_state()))
+    second = iter(loader(batch_size=6, mesh=jzero.make_mesh(devices=jax.devices()[:3])))
+    next(second)
+    second.set_state(state)
+    assert second.get_state() == state
+    assert seen + [i for batch in second for i in ids(batch)] == whole
+    with pytest.raises(StopIteration):
+        next(second)
+    first.close()
+
+
+def test_checkpoint_manager_keeps_the_position(tmp_path):
+    source = examples(20)
+    params = {"w": jnp.zeros(3)}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    loss_fn = lambda params, batch: jzero.Weighted(
+        (batch["x"] @ params["w"]) @ batch["weights"], batch["weights"].sum()
+    )
+    state = jzero.shard_train_state(plain, stage=3)
+    step, seen = jzero.make_train_step(loss_fn), []
+    with (
+        jzero.CheckpointManager(tmp_path) as manager,
+        iter(jzero.data.make_loader(source, batch_size=8, shuffle=True, prefetch=2)) as batches,
+    ):
+        batch = next(batches)
+        state, _ = step(state, batch)
+        seen += ids(batch)
+        manager.save(state, data_iterator=batches)
+        assert len(ids(next(batches))) == 8, "which is lost"
+    mesh = jzero.make_mesh(devices=jax.devices()[:4])
+    again = iter(jzero.data.make_loader(source, batch_size=4, shuffle=True, mesh=mesh))
+    restored = jzero.CheckpointManager(tmp_path).restore(
+        jzero.abstract_train_state(plain, stage=2, mesh=mesh), data_iterator=again
+    )
+    assert int(restored.step) == 1
+    for batch in again:
+        restored, _ = step(restored, batch)
+        seen += ids(batch)
+    assert sorted(seen) == list(range(20))
+    other = iter(jzero.data.make_loader(source[:19], batch_size=8, shuffle=True))
+    with pytest.raises(ValueError, match="num_examples: saved 20, here 19"):
+        jzero.CheckpointManager(tmp_path).restore(state, data_iterator=other)
+
+
+def test_positions_of_other_data_are_refused(tmp_path):
+    state = iter(jzero.data.make_loader(Source(20), batch_size=8, shuffle=True, seed=4)).get_state()
+    other = iter(jzero.data.make_loader(Source(21), batch_size=8, shuffle=True, shuffle_window=5, seed=5))
+    with pytest.raises(ValueError, match="position is of other data") as caught:
+        other.set_state(state)
+    for line in ("num_examples: saved 20, here 21", "seed: saved 4, here 5", "shuffle_window: saved None, here 5"):
+        assert line in str(caught.value)
+    assert "shuffle: " not in str(caught.value), "only what differs"
+    with pytest.raises(ValueError, match=r"has no \['epoch', 'example'\], only \['next_index'\]"):
+        other.set_state({"next_index": 3})
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "b").write_bytes(b"01234567890123456789")
+    read = lambda path: [{"id": x} for x in pathlib.Path(path).read_bytes()]
+    one, two = (
+        iter(jzero.data.make_loader(jzero.data.FileSource(paths, open_file=read), batch_size=8))
+        for paths in ([tmp_path / "a", tmp_path / "b"], [tmp_path / "b", tmp_path / "a"])
+    )
+    with pytest.raises(ValueError, match="source: saved"):
+        one.set_state(two.get_state())
+
+
+def test_random_transforms_depend_on_seed_epoch_and_example_alone():
+    def noise(**options):
+        transform = lambda x, rng: {"id": x["id"], "noise": rng.random(dtype=np.float32)}
+        loader = jzero.data.make_loader(Source(13), transform=transform, num_epochs=2, **options)
+        found = collections.defaultdict(list)
+        for batch in loader:
+            for i, x, weight in zip(*map(np.asarray, (batch["id"], batch["noise"], batch["weights"])), strict=True):
+                if weight:
+                    found[int(i)].append(float(x))
+        return found
+
+    expected = noise(batch_size=8, shuffle=True, seed=1)
+    assert len({x for pair in expected.values() for x in pair}) == 26
+    assert noise(batch_size=8, seed=1, prefetch=0) == expected, "not on the order"
+    assert noise(batch_size=3, seed=1, shuffle=True, mesh=jzero.make_mesh(devices=jax.devices()[:3])) == expected
+    assert noise(batch_size=8, seed=2) != expected != noise(batch_size=8, seed=1 + 2**40)
+
+
+def test_grain_datasets_count_on_in_later_epochs():
+    dataset = grain.MapDataset.range(10).seed(0).shuffle()
+    dataset = dataset.random_map(lambda i, rng: {"id": i, "noise": rng.integers(1 << 30)})
+    loader = jzero.data.make_loader(dataset, batch_size=8, num_epochs=2)
+    found = [x for batch in loader for x in zip(ids(batch), np.asarray(batch["noise"]).tolist(), strict=False)]
+    assert found == [(dataset[i]["id"], dataset[i]["noise"]) for i in range(20)]
+    assert [i for i, _ in found[:10]] != [i for i, _ in found[10:]]
+
+
+def test_files_read_from_their_start_are_read_in_order(tmp_path):
+    for i, count in enumerate((9, 14, 3)):
+        (tmp_path / f"{i}").write_bytes(bytes(range(20 * i, 20 * i + count)))
+    yielded = collections.Counter()
+
+    def read(path):
+        for x in pathlib.Path(path).read_bytes():
+            yielded[x] += 1
+            time.sleep(1e-3)  # so that several threads would get in each other's way
+            yield {"id": x}
+
+    source = jzero.data.FileSource(sorted(tmp_path.iterdir()), read=read)
+    yielded.clear()
+    loader = jzero.data.make_loader(source, batch_size=8, prefetch=4)
+    expected = [20 * i + j for i, count in enumerate((9, 14, 3)) for j in range(count)]
+    assert [i for batch in loader for i in ids(batch)] == expected
+    assert yielded == collections.Counter(expected), "once, by several batches ahead"
+    with pytest.raises(ValueError, match="cannot be shuffled by example"):
+        jzero.data.make_loader(source, batch_size=8, shuffle=True)
+    with pytest.raises(ValueError, match="`num_workers=2`: files that are read from their start"):
+        jzero.data.make_loader(source, batch_size=8, num_workers=2)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_error_is_raised_by_the_batch_that_needed_the_example(prefetch):
+    source = Source(40)
+    batches = iter(jzero.data.make_loader(source, batch_size=8, prefetch=prefetch))
+    source.broken = {19: KeyError("no such record")}
+    assert [ids(next(batches)) for _ in range(2)] == [list(range(8)), list(range(8, 16))]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no such record") as caught:
+            next(batches)
+        assert "example 19 of epoch 0" in "".join(caught.value.__notes__)
+        assert batches.get_state()["example"] == 16
+    source.broken = {}
+    assert [i for batch in batches for i in ids(batch)] == list(range(16, 40)), "mended"
+
+
+def test_an_example_that_raises_stop_iteration_does_not_end_the_data():
+    source = Source(16)
+    batches = iter(jzero.data.make_loader(source, batch_size=8))
+    source.broken = {3: StopIteration()}
+    with pytest.raises(RuntimeError, match="Example 3 of epoch 0 raised StopIteration"):
+        next(batches)
+
+
+def whole_lines(path):
+    return [{"id": int(line)} for line in pathlib.Path(path).read_text().split()]
+
+
+def with_noise(example, rng):
+    if example["id"] == 26:
+        raise KeyError("no such record")
+    return {**example, "noise": rng.random(dtype=np.float32)}
+
+
+def test_workers_make_the_batches_that_threads_make(tmp_path):
+    for i, count in enumerate((9, 14, 7)):
+        (tmp_path / f"{i}").write_text("".join(f"{10 * i + j} " for j in range(count)))
+    source = jzero.data.FileSource(sorted(tmp_path.iterdir()), open_file=whole_lines, interleave=2)
+
+    def batches(**options):
+        loader = jzero.data.make_loader(source, batch_size=8, transform=with_noise, **options)
+        found = iter(loader)
+        state = json.loads(json.dumps(found.get_state()))
+        found.set_state({**state, "example": 3})  # from the middle on
+        return found
+
+    with batches(num_workers=2) as by_workers, batches(prefetch=0) as expected:
+        for _ in range(2):
+            ours, theirs = next(by_workers), next(expected)
+            assert jax.tree.map(lambda x: x.sharding, ours) == jax.tree.map(lambda x: x.sharding, theirs)
+            assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), ours, theirs))
+            assert by_workers.get_state() == expected.get_state()
+        assert ours["noise"].shape == (8,)
+        with pytest.raises(KeyError, match="no such record") as caught:
+            [next(by_workers) for _ in range(2)]
+        assert "example 29 of epoch 0" in "".join(caught.value.__notes__)
+        assert by_workers.get_state()["example"] == 27
+
+
+def prefetch_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("grain-prefetch")]
+
+
+def wait_for_threads_to_end():
+    deadline = time.monotonic() + 20
+    while prefetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not prefetch_threads()
+
+
+def test_threads_end_with_the_data_or_with_close():
+    assert wait_for_threads_to_end()
+    loader = jzero.data.make_loader(Source(64), batch_size=8, num_epochs=None)
+    batches = iter(loader)
+    assert not prefetch_threads(), "none before the first batch"
+    next(batches)
+    assert prefetch_threads()
+    batches.close()
+    batches.close()
+    assert wait_for_threads_to_end()
+    with pytest.raises(ValueError, match="This iterator is closed"):
+        next(batches)
+    finished = iter(jzero.data.make_loader(Source(64), batch_size=8))
+    assert len(list(finished)) == 8
+    assert wait_for_threads_to_end()
+    for _ in loader:
+        break
+    assert wait_for_threads_to_end(), "left behind by a loop"
+
+
+PROGRAM = """
+import sys
+import jzero
+assert "grain" not in sys.modules and not hasattr(jzero, "data")
+sys.modules["grain"] = None
+try:
+    import jzero.data
+except ImportError as error:
+    assert "pip install 'jzero[data]'" in str(error), error
+else:
+    raise AssertionError("it was imported without Grain")
+del sys.modules["grain"]
+import jzero.data
+for batch in jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None):
+    break
+batches = iter(jzero.data.make_loader([{"x": 1}] * 50, batch_size=8, num_epochs=None))
+next(batches)
+print(batch["x"].shape)
+"""
+
+
+def test_grain_is_imported_on_request_and_programs_end():
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(8,)\n", "")
+
+
+def make(source, batch_size=8, **options):
+    return jzero.data.make_loader(source, batch_size=batch_size, **options)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind", "message"),
+    [
+        (lambda: make(examples(9), 12), ValueError, r"multiple of the 8 parts .* got 12. The nearest are 8 or 16"),
+        (lambda: make(examples(9), 7), ValueError, r"got 7. The nearest are 8\.$"),
+        (lambda: make(examples(9), 0), ValueError, "`batch_size` must be a whole number of at least 1: got 0"),
+        (lambda: make(examples(9), seed=-1), ValueError, "`seed` must be a whole number of at least 0: got -1"),
+        (lambda: make(examples(9), prefetch=1.5), ValueError, "`prefetch` must be .* got 1.5"),
+        (lambda: make(examples(9), num_workers=-1), ValueError, "`num_workers` must be .* got -1"),
+        (lambda: make(examples(9), num_epochs=0), ValueError, "`num_epochs` must be .* got 0"),
+        (lambda: make(examples(9), shuffle_window=4), ValueError, "means nothing without `shuffle=True`"),
+        (lambda: make(examples(9), axis="fsdp"), ValueError, "`axis` must name an axis of the mesh: got 'fsdp'"),
+        (lambda: make([]), ValueError, "`source` is empty"),
+        (lambda: make(examples(7), drop_remainder=True), ValueError, "would leave out all 7 examples"),
+        (lambda: make(grain.MapDataset.source(examples(7)).repeat()), ValueError, "leave `.repeat\\(\\)` out"),
+        (lambda: make(range(2**32), shuffle=True), ValueError, "Grain shuffles up to 4294967295 examples"),
+        (lambda: make([np.zeros(3)] * 9), TypeError, "Examples must be dicts .* got ndarray"),
+        (lambda: make([{"weights": 1.0}] * 9), ValueError, "Examples have a key 'weights'"),
+        (lambda: make([{}] * 9), ValueError, "Examples have no leaves"),
+        (lambda: make([{"a": {"text": "hi"}, "x": 1}] * 9), TypeError, r"(?s)a/text: <U2\nTokenize"),
+        (lambda: make([{"a": b"hi"}] * 9), TypeError, "a: |S2"),
+        (lambda: make([{"a": object()}] * 9), TypeError, "a: object"),
+        (lambda: make([None] * 9), ValueError, "Example 0 is None: a source that filters cannot be counted"),
+    ],
+)
+def test_mistakes_are_named_before_the_first_batch(attempt, kind, message):
+    with pytest.raises(kind, match=message):
+        attempt()
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"x": np.zeros(4)}, r"(?s)Example 11 cannot be stacked.*x: float64\[4\], but example 0 has float64\[3\]"),
+        ({"x": np.zeros(3, np.float32)}, r"x: float32\[3\], but example 0 has float64\[3\]"),
+        ({"y": np.zeros(3)}, "Example 11 has the structure"),
+    ],
+)
+def test_examples_that_are_not_alike_are_named(odd, message):
+    batches = iter(make([{"x": np.zeros(3)}] * 11 + [odd]))
+    next(batches)
+    with pytest.raises(ValueError, match=message):
+        next(batches)
+
+
+def test_numbers_that_do_not_fit_are_named():
+    batches = iter(make([{"x": np.array([i, 2**31 - 1 + (i == 13)])} for i in range(16)]))
+    assert next(batches)["x"].dtype == jnp.int32
+    with pytest.raises(ValueError, match=r"Leaf 'x' of example 13 holds a int64 .* out of the range of int32"):
+        next(batches)
+
+
+def test_narrow_dtypes_stay():
+    example = {"a": np.ones(2, ml_dtypes.bfloat16), "b": np.uint8(7), "c": np.bool_(True), "d": 1.5}
+    (batch,) = make([example] * 8)
+    assert {name: x.dtype.name for name, x in batch.items()} == {
+        "a": "bfloat16",
+        "b": "uint8",
+        "c": "bool",
+        "d": "float32",
+        "weights": "float32",
+    }
+
+
+def test_a_loader_without_end_has_no_length():
+    loader = make(examples(9), num_epochs=None)
+    assert (loader.batches_per_epoch, loader.num_examples) == (2, 9)
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+
+
+def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4
+    namespace = {"__name__": "guide"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/data.md, python block {number}", "exec"), namespace)
+    assert isinstance(namespace["state"], jzero.TrainState)
+
+
+@pytest.mark.parametrize("name", jzero.data.__all__)
+def test_docstring_is_complete(name):
+    thing = getattr(jzero.data, name)
+    text = inspect.getdoc(thing)
+    assert ">>> " in text.split("Example:")[1], "run by test_public_api"
+    if name in ("make_loader", "FileSource"):
+        parameters = inspect.signature(thing).parameters
+        assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[1:])
+        for parameter in parameters:
+            assert re.search(rf"^  {parameter}: ", text, re.MULTILINE), parameter
