@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jzero._precision import DtypeName, Precision, check_dtype, check_state_dtype, resolve_precision
+from jzero.deepspeed.importing import import_config
+from jzero.deepspeed.report import DeepSpeedReport
 
 __all__ = ["LeafRule", "Offload", "ZeroConfig"]
 
@@ -302,6 +306,51 @@ class ZeroConfig:
     def __hash__(self) -> int:
         fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rules"]
         return hash((*fields, tuple(self.rules.items())))
+
+    @classmethod
+    def from_deepspeed(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, num_devices: int | None = None
+    ) -> tuple[ZeroConfig, DeepSpeedReport]:
+        """Reads a configuration of DeepSpeed (`ds_config.json`).
+
+        What the file says about batches, clipping, optimizer and schedule is in the report: `step_arguments()` go into
+        `make_train_step`, `optimizer` into the train state. A value that jzero cannot honour is left out, and a warning
+        names its key. "auto", which a trainer of another library would fill in, is left out as well.
+
+        Args:
+          source: A path to JSON (or to Hjson, if the package `hjson` is there), or the dictionary itself.
+          num_devices: Devices that the batch is split over, all axes of the mesh that shard it. `None` leaves open what
+            depends on it.
+
+        Returns:
+          `(config, report)`. The report has a verdict on each key: honoured, left to the compiler, ignored or refused,
+          with the reason. `report.verify()` raises if anything is refused.
+
+        Raises:
+          ValueError: The file cannot be read: a key of `zero_optimization`, `fp16`, `bf16`, or of the parameters of an
+            optimizer or a schedule is not known, has a value of the wrong kind or is there twice, or batch sizes
+            contradict each other. All such keys are named.
+          OSError: There is no such file.
+
+        Example:
+          >>> config, report = jzero.ZeroConfig.from_deepspeed(
+          ...     {"train_batch_size": 64, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, num_devices=8
+          ... )
+          >>> config.stage, config.policy.compute_dtype, report.micro_batch_size
+          (2, 'bfloat16', 8)
+
+        References:
+          DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are clipped
+          at a norm of 1.
+        """
+        fields, report = import_config(source, num_devices)
+        if report.refused:
+            warnings.warn(
+                f"jzero does not honour {', '.join(f'`{row.key}`' for row in report.refused)} of this DeepSpeed "
+                "configuration. `print(report)` tells why, and what to do instead.",
+                stacklevel=2,
+            )
+        return cls(**fields.config, offload=Offload(**fields.offload)), report
 
     @property
     def policy(self) -> Precision:

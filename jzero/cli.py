@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import traceback as tracebacks
+import warnings
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Protocol
 
@@ -208,6 +209,26 @@ def fit(
         )
     _show(result, as_json)
     if result.chosen is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def deepspeed(
+    config: Annotated[str, typer.Argument(help="A configuration of DeepSpeed, e.g. `ds_config.json`.")],
+    *,
+    num_devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices that the batch is split over; batch sizes follow from it.")
+    ] = None,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Prints what jzero makes of each key of a DeepSpeed configuration; ends with 1 if it refuses any."""
+    with _messages(traceback), warnings.catch_warnings():
+        _use_cpu(None)
+        warnings.simplefilter("ignore", UserWarning)  # of what is refused, which is in the report
+        _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=num_devices)
+    _show(report, as_json)
+    if report.refused:
         raise typer.Exit(1)
 
 

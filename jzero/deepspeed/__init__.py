@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration files: what jzero makes of each key."""

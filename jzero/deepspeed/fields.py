@@ -1,0 +1,219 @@
+"""The layout that a configuration asks for: fields of `ZeroConfig`, `Offload` and `Precision`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jzero._precision import DtypeName, DynamicLossScale, Precision
+from jzero.deepspeed.settings import Settings
+from jzero.deepspeed.zero_keys import HAS_PREFETCH_BYTES, NO_CAP
+
+__all__ = ["ConfigFields", "config_fields"]
+
+ZERO = "zero_optimization"
+OPTIMIZER_BLOCK, PARAM_BLOCK = f"{ZERO}.offload_optimizer.", f"{ZERO}.offload_param."
+NO_STAGE = "stage 0 partitions nothing"
+STAGE_3_KEYS = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+    "memory_efficient_linear",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+)
+STAGE_1_2_KEYS = ("allgather_partitions", "allgather_bucket_size", "use_multi_rank_bucket_allreduce")
+ADAM_BYTES = 12
+"""Of one parameter: its fp32 master and Adam's two moments."""
+
+CHUNK = "`Offload.chunk_bytes` = 16 MiB"
+
+REPLICA_AXIS = "replica"
+
+
+class ConfigFields(NamedTuple):
+    """Arguments of `ZeroConfig` and of its `Offload`."""
+
+    config: dict[str, Any]
+    offload: dict[str, Any]
+
+
+def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
+    """Returns what goes into a `ZeroConfig`; takes in verdicts where they depend on other keys.
+
+    Raises:
+      ValueError: Two keys contradict each other.
+    """
+    stage = settings[f"{ZERO}.stage"]
+    precision = _precision(settings, stage)
+    fields: dict[str, Any] = {"stage": stage, "precision": precision}
+    fields |= _gathering(settings, stage, precision) | _reducing(settings, stage, precision)
+    if stage == 3:
+        fields |= _thresholds(settings) | _prefetching(settings, precision) | _replicas(settings, num_devices)
+    for name in STAGE_3_KEYS if stage < 3 else STAGE_1_2_KEYS:
+        which = "stage 3" if stage < 3 else "stages 1 and 2"
+        settings.judge(f"{ZERO}.{name}", "ignored", f"DeepSpeed reads it at {which} only")
+    offload = _offload(settings, stage)
+    if stage == 0:
+        _judge_stage_0(settings)
+    return ConfigFields(fields, offload)
+
+
+def _judge_stage_0(settings: Settings) -> None:
+    for path, row in list(settings.rows.items()):
+        if path.startswith(f"{ZERO}.") and path != f"{ZERO}.stage" and row.verdict in ("compiler", "honoured"):
+            settings.judge(path, "ignored", NO_STAGE)
+
+
+def _gathering(settings: Settings, stage: int, precision: Precision) -> dict[str, Any]:
+    size = settings.values.get(f"{ZERO}.allgather_bucket_size")
+    if stage not in (1, 2) or not size:
+        return {}
+    return {"all_gather_bucket_bytes": size * _itemsize(precision.compute_dtype)}
+
+
+def _reducing(settings: Settings, stage: int, precision: Precision) -> dict[str, Any]:
+    if stage == 0:
+        return {}
+    size = settings.values.get(f"{ZERO}.reduce_bucket_size")
+    dtype = precision.reduce_dtype or precision.compute_dtype
+    bucket = {} if size is None else {"reduce_bucket_bytes": size * _itemsize(dtype)}
+    return {"reduce_scatter": settings[f"{ZERO}.reduce_scatter"], **bucket}
+
+
+def _itemsize(dtype: DtypeName | None) -> int:
+    return jnp.dtype(dtype or "float32").itemsize
+
+
+def _thresholds(settings: Settings) -> dict[str, Any]:
+    cap = settings[f"{ZERO}.model_persistence_threshold"]
+    return {
+        "persistence_threshold": settings[f"{ZERO}.param_persistence_threshold"],
+        "model_persistence_threshold": None if cap >= NO_CAP else cap,
+    }
+
+
+def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
+    size = settings.values.get(f"{ZERO}.prefetch_bucket_size")
+    if not HAS_PREFETCH_BYTES or size is None:
+        return {}
+    return {"prefetch_bytes": size * _itemsize(precision.compute_dtype)}
+
+
+def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
+    """MiCS shards over so many devices, and keeps the shards of each group of devices."""
+    path = f"{ZERO}.mics_shard_size"
+    size = settings[path]
+    if size < 1:
+        settings.judge(path, "ignored", "off")
+        return {}
+    if num_devices is not None and num_devices % size:
+        raise ValueError(f"`{path}` ({size}) must divide the number of devices: got {num_devices}.")
+    if size == num_devices:
+        settings.judge(path, "honoured", "all devices: nothing is replicated")
+        return {}
+    groups = "the number of devices / this" if num_devices is None else num_devices // size
+    mesh = f"jzero.make_mesh({REPLICA_AXIS}={groups}, data={size})"
+    settings.judge(path, "honoured", f"`ZeroConfig.replica_axis={REPLICA_AXIS!r}`: needs `mesh={mesh}`")
+    return {"replica_axis": REPLICA_AXIS}
+
+
+def _offload(settings: Settings, stage: int) -> dict[str, Any]:
+    optimizer = _device(settings, "offload_optimizer", "cpu_offload")
+    params = _device(settings, "offload_param", "cpu_offload_param")
+    if params != "none" and stage < 3:
+        settings.judge_all(f"{ZERO}.cpu_offload_param", "ignored", "DeepSpeed reads it at stage 3 only")
+        settings.judge_all(PARAM_BLOCK, "ignored", "DeepSpeed reads it at stage 3 only")
+        params = "none"
+    if optimizer != "host":
+        settings.judge(f"{OPTIMIZER_BLOCK}ratio", "ignored", "no optimizer state is offloaded to the host's memory")
+        settings.judge(f"{ZERO}.sub_group_size", "ignored", "tiles of an update on the host")
+        return {"params": params}
+    elements = settings[f"{ZERO}.sub_group_size"]
+    settings.judge(
+        f"{ZERO}.sub_group_size",
+        "ignored",
+        f"its tiles stay in host memory. jzero's chunks, {CHUNK}, pass through the device: at {ADAM_BYTES} bytes an "
+        f"element (master and moments) this size would be {elements * ADAM_BYTES}",
+    )
+    ratio = settings[f"{OPTIMIZER_BLOCK}ratio"]
+    if ratio > 1:
+        raise ValueError(f"`{OPTIMIZER_BLOCK}ratio` must be from 0 to 1: got {ratio!r}.")
+    return {"optimizer": "host", "params": params, "ratio": ratio}
+
+
+def _device(settings: Settings, block: str, old_name: str) -> str:
+    """Returns "host" or "none"; what NVMe is asked for is refused."""
+    path, old_path = f"{ZERO}.{block}.device", f"{ZERO}.{old_name}"
+    if old_path in settings.values:
+        if any(row.startswith(f"{ZERO}.{block}") for row in settings.rows):
+            raise ValueError(f"`{old_path}` is the old name of `{block}`: got both, keep `{ZERO}.{block}`.")
+        return "host" if settings[old_path] else "none"
+    device = settings[path]
+    if device == "nvme":
+        settings.judge(path, "refused", "jzero offloads to the host's memory: set it to cpu")
+    return "host" if device == "cpu" else "none"
+
+
+def _precision(settings: Settings, stage: int) -> Precision:
+    is_fp16, is_bf16 = settings["fp16.enabled"], settings["bf16.enabled"]
+    if is_fp16 and is_bf16:
+        raise ValueError("`fp16.enabled` and `bf16.enabled` are both true: turn one of them off.")
+    compute: DtypeName | None = "float16" if is_fp16 else "bfloat16" if is_bf16 else None
+    declared = settings["data_types.param_dtype"]
+    if declared not in (None, compute or "float32"):
+        raise ValueError(
+            f"`data_types.param_dtype` is {declared!r}, but by `fp16.enabled` and `bf16.enabled` parameters are "
+            f"{compute or 'float32'!r}: let them agree."
+        )
+    reduce, accumulate = settings["communication_data_type"], settings["data_types.grad_accum_dtype"]
+    if reduce is not None and accumulate is None:  # jzero would accumulate in what it reduces in
+        accumulate = compute or "float32"
+    for name, is_on in (("fp16", is_fp16), ("bf16", is_bf16)):
+        if not is_on:
+            settings.judge_all(f"{name}.", "ignored", f"`{name}.enabled` is not true")
+    return Precision(
+        compute_dtype=compute,
+        reduce_dtype=reduce,
+        accumulate_dtype=accumulate,
+        loss_scale=_loss_scale(settings) if is_fp16 else None,
+        **(_bf16(settings, stage) if is_bf16 else {}),
+    )
+
+
+def _loss_scale(settings: Settings) -> float | DynamicLossScale:
+    if (static := settings["fp16.loss_scale"]) != 0:
+        dynamic = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+        for name in dynamic:
+            settings.judge(f"fp16.{name}", "ignored", "the loss scale is static")
+        return float(static)
+    try:
+        return DynamicLossScale(
+            initial=2.0 ** settings["fp16.initial_scale_power"],
+            window=settings["fp16.loss_scale_window"],
+            hysteresis=settings["fp16.hysteresis"],
+            minimum=settings["fp16.min_loss_scale"],
+            consecutive_hysteresis=settings["fp16.consecutive_hysteresis"],
+        )
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"The block `fp16` makes no loss scale: {error}") from error
+
+
+def _bf16(settings: Settings, stage: int) -> dict[str, Any]:
+    masters = settings["bf16.bf16_master_weights_and_grads"]
+    states = settings["bf16.bf16_optimizer_states"]
+    # DeepSpeed looks at its default, true, at stages 1 and 2 only.
+    skips = settings["bf16.check_grad_overflow"] if stage in (1, 2) else settings.values.get("bf16.check_grad_overflow")
+    if stage in (1, 2):
+        settings.imply("bf16.check_grad_overflow", "honoured", "DeepSpeed's default, true: `Precision.skip_nonfinite`")
+    return {
+        "master_dtype": "bfloat16" if masters else None,
+        "state_dtype": "bfloat16" if states else None,
+        "skip_nonfinite": bool(skips),
+    }

@@ -1,0 +1,25 @@
+"""Every key of a DeepSpeed configuration that is known, by path."""
+
+from __future__ import annotations
+
+from jzero.deepspeed.other_keys import BATCH, GRADIENTS, OPTIMIZER, PRECISION, REST
+from jzero.deepspeed.zero_keys import OFFLOAD, ZERO
+
+__all__ = ["KEYS", "LOOKED_INTO", "STRICT"]
+
+KEYS = {key.path: key for key in (*BATCH, *ZERO, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *REST)}
+
+LOOKED_INTO = (
+    "zero_optimization",
+    "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer",
+    "fp16",
+    "bf16",
+    "data_types",
+    "optimizer",
+    "scheduler",
+)
+"""Blocks whose keys have verdicts of their own. Any other block has one."""
+
+STRICT = ("zero_optimization", "fp16", "bf16")
+"""Blocks in which, and below which, an unknown key is an error. Elsewhere DeepSpeed lets it pass."""

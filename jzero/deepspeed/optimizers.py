@@ -1,0 +1,222 @@
+"""DeepSpeed's optimizers, as transformations of optax with the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+from jzero.deepspeed.key import Key
+from jzero.deepspeed.params import Params, read_params
+from jzero.deepspeed.scheduler_block import CYCLED_B2, Scheduled
+from jzero.deepspeed.settings import Settings
+from jzero.deepspeed.transforms import lamb, scale_by_uncorrected_adam
+
+__all__ = ["OPTIMIZERS", "OptimizerBlock", "read_optimizer"]
+
+PATH = "optimizer.params"
+TX = "`report.optimizer`"
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerKind:
+    """A type of optimizer.
+
+    Attributes:
+      keys: What it takes.
+      make: Makes it from that, a learning rate, b1 and b2 (`None` where it has none).
+      note: What it is here.
+    """
+
+    keys: tuple[Key, ...]
+    make: Callable[[Params, Any, Any, Any], optax.GradientTransformation]
+    note: str
+
+    @property
+    def has_betas(self) -> bool:
+        """Whether it has a momentum that a schedule can cycle."""
+        return any(key.path == "betas" for key in self.keys)
+
+
+class OptimizerBlock(NamedTuple):
+    """What an optimizer block comes to: its learning rate if that is known, and how the optimizer is made."""
+
+    lr: float | None
+    has_betas: bool
+    make: Callable[[Scheduled], optax.GradientTransformation | None]
+
+
+def _lr(default: float) -> Key:
+    return Key("lr", "rate", default, "honoured", TX)
+
+
+def _decay(default: float = 0.0) -> Key:
+    return Key("weight_decay", "number", default, "honoured", TX)
+
+
+def _eps(default: float) -> Key:
+    return Key("eps", "number", default, "honoured", TX)
+
+
+_BETAS = Key("betas", "pair", (0.9, 0.999), "honoured", TX)
+_CORRECTION = Key("bias_correction", "bool", True, "honoured", TX)
+_AMSGRAD = Key("amsgrad", "bool", False, "refused", "DeepSpeed's kernels have none either: see `optax.amsgrad`")
+_MAXIMIZE = Key("maximize", "bool", False, "refused", "turn the sign of the loss")
+_STATES = Key("fp32_optimizer_states", "bool", True, "ignored", "moments have the dtype of the masters")
+_MAX_NORM = Key(
+    "max_grad_norm",
+    "number",
+    0.0,
+    "refused",
+    "DeepSpeed raises an error as well: set `gradient_clipping`",
+)
+_KERNELS = tuple(
+    Key(name, "any", None, "ignored", "about the kernels of torch")
+    for name in ("set_grad_none", "foreach", "fused", "capturable", "differentiable")
+)
+
+
+def _adam(params: Params, learning_rate: Any, b1: Any, b2: Any, *, decoupled: bool) -> optax.GradientTransformation:
+    make = optax.scale_by_adam if params["bias_correction"] else scale_by_uncorrected_adam
+    steps = [make(b1, b2, params["eps"]), *_decayed(params)]
+    steps = steps if decoupled else steps[::-1]
+    return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
+
+
+def _adam_by_mode(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    return _adam(params, learning_rate, b1, b2, decoupled=params["adam_w_mode"])
+
+
+def _adamw(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    return _adam(params, learning_rate, b1, b2, decoupled=True)
+
+
+def _lamb(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    names = ("eps", "eps_inside_sqrt", "weight_decay", "max_coeff", "min_coeff", "bias_correction")
+    return lamb(learning_rate, b1, b2, **{name: params[name] for name in names})
+
+
+def _lion(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.scale_by_lion(b1, b2), *_decayed(params), optax.scale_by_learning_rate(learning_rate))
+
+
+def _adagrad(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    # optax adds eps inside of the root. Of its square, the difference is below eps relative to the root.
+    scaled = optax.scale_by_rss(params["initial_accumulator_value"], params["eps"] ** 2)
+    return optax.chain(*_decayed(params), scaled, optax.scale_by_learning_rate(learning_rate))
+
+
+def _sgd(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
+    momentum = [optax.trace(params["momentum"], nesterov=params["nesterov"])] if params["momentum"] else []
+    return optax.chain(*_decayed(params), *momentum, optax.scale_by_learning_rate(learning_rate))
+
+
+def _decayed(params: Params) -> list[optax.GradientTransformation]:
+    return [optax.add_decayed_weights(params["weight_decay"])] if params["weight_decay"] else []
+
+
+_TORCH_ADAM = Key("torch_adam", "bool", False, "ignored", "the same numbers as DeepSpeed's own")
+_ADAM_KEYS = (_lr(1e-3), _BETAS, _eps(1e-8), _CORRECTION, _AMSGRAD, _MAXIMIZE, _STATES, _MAX_NORM, *_KERNELS)
+_ADAM_W_MODE = Key("adam_w_mode", "bool", True, "honoured", "decoupled weight decay unless false")
+_FORCED = Key("adam_w_mode", "bool", True, "ignored", "the name AdamW goes before it")
+
+OPTIMIZERS = {
+    "adam": OptimizerKind(
+        (*_ADAM_KEYS, _decay(), _ADAM_W_MODE, _TORCH_ADAM),
+        _adam_by_mode,
+        "`report.optimizer`: to DeepSpeed Adam is AdamW, unless `adam_w_mode` is false",
+    ),
+    "adamw": OptimizerKind(
+        (*_ADAM_KEYS, _decay(), _FORCED, _TORCH_ADAM), _adamw, "`report.optimizer`, as `optax.adamw`"
+    ),
+    "lamb": OptimizerKind(
+        (
+            *(_lr(1e-3), _BETAS, _eps(1e-8), _CORRECTION, _AMSGRAD, _MAX_NORM, _decay()),
+            Key("eps_inside_sqrt", "bool", False, "honoured", TX),
+            Key("max_coeff", "number", 10.0, "honoured", TX),
+            Key("min_coeff", "number", 0.01, "honoured", TX),
+        ),
+        _lamb,
+        "`report.optimizer`: norms are over whole leaves, so that scanned layers, stacked in one leaf, share one ratio",
+    ),
+    "lion": OptimizerKind(
+        (_lr(1e-3), _BETAS, _decay(), _STATES, _MAX_NORM, *_KERNELS),
+        _lion,
+        "`report.optimizer`, as `optax.lion`: where momentum and gradient are both 0, DeepSpeed moves by the rate",
+    ),
+    "adagrad": OptimizerKind(
+        (
+            *(_lr(1e-2), _eps(1e-10), _decay(), _AMSGRAD, _MAXIMIZE, _STATES, _MAX_NORM, *_KERNELS),
+            Key("initial_accumulator_value", "number", 0.0, "honoured", TX),
+            Key("lr_decay", "number", 0.0, "refused", "give `optax.adagrad` a schedule"),
+        ),
+        _adagrad,
+        "`report.optimizer`, of `optax.scale_by_rss`",
+    ),
+    "sgd": OptimizerKind(
+        (
+            *(_lr(1e-3), _decay(), _MAXIMIZE, _MAX_NORM, *_KERNELS),
+            Key("momentum", "number", 0.0, "honoured", TX),
+            Key("nesterov", "bool", False, "honoured", TX),
+            Key("dampening", "number", 0.0, "refused", "scale the learning rate instead"),
+        ),
+        _sgd,
+        "`report.optimizer`, as `optax.sgd`",
+    ),
+}
+
+TORCH_ADAMW_DECAY = 0.01
+"""What `torch.optim.AdamW` decays by unless told otherwise; DeepSpeed's own does not."""
+
+_COMPRESSED = "it compresses what it sends, which jzero does not: take Adam or Lamb"
+_MUP = "it scales rates by each layer's width: use `optax.multi_transform`"
+REFUSED = {
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), _MUP),
+    "muon": "see `optax.contrib.muon`, whose iteration and choice of parameters are its own",
+}
+
+
+def read_optimizer(settings: Settings) -> OptimizerBlock:
+    """Reads the optimizer block: takes in verdicts and problems, and tells how to make the optimizer."""
+    name = settings["optimizer.type"]
+    kind = None if name is None else OPTIMIZERS.get(name.lower())
+    if kind is None:
+        if name is not None:
+            note = "no counterpart is known: hand an optax transformation to the train state"
+            settings.judge("optimizer.type", "refused", REFUSED.get(name.lower(), note))
+        for param, value in settings.params.get(PATH, {}).items():
+            settings.skip(f"{PATH}.{param}", value, "there is no optimizer that takes it")
+        return OptimizerBlock(None, False, lambda schedule: None)
+    params = _with_torch_default(settings, kind, name.lower())
+    settings.judge("optimizer.type", "honoured", kind.note)
+    lr = None if f"{PATH}.lr" in settings.autos else params["lr"]
+    return OptimizerBlock(lr, kind.has_betas, lambda schedule: _make(kind, params, schedule))
+
+
+def _with_torch_default(settings: Settings, kind: OptimizerKind, name: str) -> Params:
+    params = read_params(settings, PATH, kind.keys)
+    if name not in ("adam", "adamw") or not params["torch_adam"] or "weight_decay" in params.given:
+        return params
+    if name == "adam" and not params["adam_w_mode"]:
+        return params
+    settings.imply(f"{PATH}.weight_decay", "honoured", f"torch's default for AdamW, {TORCH_ADAMW_DECAY}")
+    return params.with_value("weight_decay", TORCH_ADAMW_DECAY)
+
+
+def _make(kind: OptimizerKind, params: Params, schedule: Scheduled) -> optax.GradientTransformation | None:
+    """Makes the optimizer, unless there are numbers that only a trainer knows, or that jzero would get wrong."""
+    scheduled = "lr" if schedule.lr is not None else None
+    if not schedule.is_complete or not params.is_complete(but_for=scheduled):
+        return None
+    learning_rate = params["lr"] if schedule.lr is None else schedule.lr
+    b1, b2 = params["betas"] if kind.has_betas else (None, None)
+    if schedule.momentum is None:
+        return kind.make(params, learning_rate, b1, b2)
+
+    def make(learning_rate: Any, b1: Any) -> optax.GradientTransformation:
+        return kind.make(params, learning_rate, b1, CYCLED_B2)
+
+    return optax.inject_hyperparams(make)(learning_rate=learning_rate, b1=schedule.momentum)

@@ -1,0 +1,224 @@
+"""DeepSpeed's learning rate schedules, as optax has them: functions of the number of steps that came before.
+
+[Note: Which step has which rate]
+DeepSpeed moves its scheduler after each step of the optimizer, and the scheduler counts its moves from -1. So step 0
+has the rate that the scheduler is made with, and step k that of count k - 1. Warm-ups begin at count 0, where the share
+of the warm-up is 0: steps 0 and 1 both have the smallest rate. A step that is skipped for an overflow moves nothing;
+nor does it here, where the count is in the state of the optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jzero.deepspeed.key import Key
+from jzero.deepspeed.params import REQUIRED, Params
+
+__all__ = ["SCHEDULES", "Schedule", "cycled_momentum"]
+
+Schedule: TypeAlias = Callable[[Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleKind:
+    """A type of scheduler: what it takes, and how it is made from that and the optimizer's rate."""
+
+    keys: tuple[Key, ...]
+    make: Callable[[Params, float | None], Schedule | None]
+
+
+def _steps(name: str, default: Any = 1000, least: float = 1) -> Key:
+    return Key(name, "int", default, "honoured", "`report.schedule`", least=least)
+
+
+def _rate(name: str, default: Any) -> Key:
+    return Key(name, "rate", default, "honoured", "`report.schedule`")
+
+
+def _number(name: str, default: Any) -> Key:
+    return Key(name, "number", default, "honoured", "`report.schedule`", least=-math.inf)
+
+
+_LAST = Key(
+    "last_batch_iteration",
+    "int",
+    -1,
+    "refused",
+    "the count is in the optimizer's state, which a checkpoint holds",
+    least=-1,
+)
+_WARMUP_TYPE = Key("warmup_type", "string", "log", "honoured", '`report.schedule`; all but "linear" is "log"')
+
+
+def _warmup_lr(params: Params, lr: float | None) -> Schedule | None:
+    """WarmupLR, whose upper rate is the optimizer's unless it is given."""
+    high = lr if params["warmup_max_lr"] is None else params["warmup_max_lr"]
+    return None if high is None else _between(params["warmup_min_lr"], high, lambda last: _warmed(params, last, 1.0))
+
+
+def _warmup_decay_lr(params: Params, lr: float | None) -> Schedule:
+    """WarmupDecayLR: down to nothing in a line."""
+    end, warm = params["total_num_steps"], max(2, params["warmup_num_steps"])
+
+    def share(last: jax.Array) -> jax.Array:
+        return _warmed(params, last, jnp.maximum(0, end - last) / max(1, end - warm))
+
+    return _between(params["warmup_min_lr"], params["warmup_max_lr"], share)
+
+
+def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
+    """WarmupCosineLR: shares of the optimizer's rate; no rate at all in step 0."""
+    end, warm = params["total_num_steps"], max(2, params["warmup_num_steps"])
+    first, floor = params["warmup_min_ratio"], params["cos_min_ratio"]
+    if lr is None:
+        return None
+
+    def schedule(step: Any) -> jax.Array:
+        last = _last(step)
+        # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², with nothing to cancel where x, what is left, is small.
+        left = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
+        decayed = floor + (1 - floor) * jnp.sin(jnp.pi / 2 * left) ** 2
+        warming = first + (1 - first) * _warmed(params, last, 1.0)
+        return jnp.where(jnp.asarray(step) == 0, 0.0, lr * jnp.where(last < warm, warming, decayed))
+
+    return schedule
+
+
+def _lr_range_test(params: Params, lr: float | None) -> Schedule:
+    """LRRangeTest: up in a line or in stairs, for ever."""
+    size = params["lr_range_test_step_size"]
+
+    def schedule(step: Any) -> jax.Array:
+        step = jnp.asarray(step)
+        interval = step // size if params["lr_range_test_staircase"] else step / size
+        return params["lr_range_test_min_lr"] * (1 + params["lr_range_test_step_rate"] * interval)
+
+    return schedule
+
+
+def _one_cycle(params: Params, lr: float | None) -> Schedule:
+    """The rate of OneCycle: up, down, and then perhaps lower in each step."""
+    low, high, rate = params["cycle_min_lr"], params["cycle_max_lr"], params["decay_lr_rate"]
+
+    def schedule(step: Any) -> jax.Array:
+        share, decay = _cycle(params, step, rate)
+        return jnp.where(decay == 0, low + (high - low) * share, low / (1 + decay))
+
+    return schedule
+
+
+def cycled_momentum(params: Params) -> Schedule:
+    """The momentum of OneCycle: down, up, and then perhaps higher in each step. Step 0 has the lowest."""
+    low, high, rate = params["cycle_min_mom"], params["cycle_max_mom"], params["decay_mom_rate"]
+
+    def schedule(step: Any) -> jax.Array:
+        share, decay = _cycle(params, step, rate)
+        cycled = jnp.where(jnp.asarray(step) == 0, low, high - (high - low) * share)
+        return jnp.where(decay == 0, cycled, high * (1 + decay))
+
+    return schedule
+
+
+def _cycle(params: Params, step: Any, rate: float) -> tuple[jax.Array, jax.Array]:
+    """Returns how far up the cycle a step is, from 0 to 1, and `rate` times the decay intervals that came after it."""
+    first, second = _halves(params)
+    up_stairs = params["cycle_first_stair_count"]
+    down_stairs = up_stairs if params["cycle_second_stair_count"] is None else params["cycle_second_stair_count"]
+    step = jnp.asarray(step)
+    at = jnp.where(step < first + second, step, 0)
+    share = jnp.where(at <= first, _stairs(at, first, up_stairs), _stairs(first + second - at, second, down_stairs))
+    size = params["decay_step_size"]
+    if math.isclose(size, 0) or math.isclose(rate, 0):
+        return share, jnp.zeros(())
+    return share, rate * jnp.maximum(0, step - first - second) / size
+
+
+def _halves(params: Params) -> tuple[int, int]:
+    first, second = params["cycle_first_step_size"], params["cycle_second_step_size"]
+    return first, first if second is None else second
+
+
+def _stairs(at: jax.Array, size: int, count: int) -> jax.Array:
+    """Returns `at / size`, rounded down to one of `count` stairs if there are any; in integers, so as to miss none."""
+    size = max(size, 1)
+    return at * count // size / count if count else at / size
+
+
+def _last(step: Any) -> jax.Array:
+    """The scheduler's count in a step, but for its -1, see [Note: Which step has which rate]."""
+    return jnp.maximum(jnp.asarray(step) - 1, 0)
+
+
+def _between(low: float, high: float, share: Callable[[jax.Array], jax.Array]) -> Schedule:
+    return lambda step: low + (high - low) * share(_last(step))
+
+
+def _warmed(params: Params, last: jax.Array, after: Any) -> jax.Array:
+    """Returns the share of the warm-up that is done, and `after` once it all is."""
+    warm = max(2, params["warmup_num_steps"])
+    share = last / warm if params["warmup_type"] == "linear" else jnp.log(last + 1.0) / math.log(warm)
+    return jnp.where(last < warm, share, after)
+
+
+SCHEDULES = {
+    "WarmupLR": ScheduleKind(
+        (_rate("warmup_min_lr", 0.0), _rate("warmup_max_lr", None), _steps("warmup_num_steps"), _WARMUP_TYPE, _LAST),
+        _warmup_lr,
+    ),
+    "WarmupDecayLR": ScheduleKind(
+        (
+            _steps("total_num_steps", REQUIRED),
+            _rate("warmup_min_lr", 0.0),
+            _rate("warmup_max_lr", 0.001),
+            _steps("warmup_num_steps"),
+            _WARMUP_TYPE,
+            _LAST,
+        ),
+        _warmup_decay_lr,
+    ),
+    "WarmupCosineLR": ScheduleKind(
+        (
+            _steps("total_num_steps", REQUIRED),
+            _number("warmup_min_ratio", 0.0),
+            _steps("warmup_num_steps"),
+            _number("cos_min_ratio", 0.0001),
+            _WARMUP_TYPE,
+            _LAST,
+        ),
+        _warmup_cosine_lr,
+    ),
+    "LRRangeTest": ScheduleKind(
+        (
+            _rate("lr_range_test_min_lr", 1e-3),
+            _steps("lr_range_test_step_size", 2000),
+            _number("lr_range_test_step_rate", 1.0),
+            Key("lr_range_test_staircase", "bool", False, "honoured", "`report.schedule`"),
+            _LAST,
+        ),
+        _lr_range_test,
+    ),
+    "OneCycle": ScheduleKind(
+        (
+            _rate("cycle_min_lr", REQUIRED),
+            _rate("cycle_max_lr", REQUIRED),
+            _number("decay_lr_rate", 0.0),
+            _steps("cycle_first_step_size", 2000),
+            _steps("cycle_second_step_size", None, least=0),
+            _steps("cycle_first_stair_count", 0, least=0),
+            _steps("cycle_second_stair_count", None, least=0),
+            _number("decay_step_size", 0),
+            Key("cycle_momentum", "bool", True, "honoured", "`report.optimizer`: b1 cycles, and b2 is 0.99"),
+            _rate("cycle_min_mom", 0.8),
+            _rate("cycle_max_mom", 0.9),
+            _number("decay_mom_rate", 0.0),
+            _LAST,
+        ),
+        _one_cycle,
+    ),
+}

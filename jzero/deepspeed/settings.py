@@ -1,0 +1,226 @@
+"""The keys of one configuration, checked against the table, each with its verdict."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jzero.deepspeed.key import Key, Verdict
+from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
+from jzero.deepspeed.report import NOT_SET, KeyVerdict
+
+__all__ = ["DTYPES", "PARAMS", "Settings", "read_settings"]
+
+AUTO = "auto"
+AUTO_NOTE = '"auto" is for a trainer to fill in'
+PARAMS = ("optimizer.params", "scheduler.params")
+OLD_NAMES = {f"{path.rpartition('.')[0]}.{old}": path for path, key in KEYS.items() for old in key.old_names}
+
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), "float16"),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+}
+
+IN_WORDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "number": "a number",
+    "string": "a string",
+    "dtype": '"fp32", "fp16" or "bf16"',
+    "pair": "two numbers",
+    "rate": "a number, or a list of numbers",
+    "block": "a block of keys",
+}
+
+
+class Settings:
+    """What a configuration says: values by path, what is wrong with it, and a verdict for each key.
+
+    Attributes:
+      values: What is given, checked; numbers that must be whole as `int`, dtypes by jax's name. Without "auto".
+      autos: The paths whose value is "auto".
+      rows: The verdicts by path, in the order of the file.
+      params: The blocks `optimizer.params` and `scheduler.params` as they are.
+      problems: Sentences on what cannot be read.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.autos: set[str] = set()
+        self.rows: dict[str, KeyVerdict] = {}
+        self.params: dict[str, Mapping[str, Any]] = {}
+        self.problems: list[str] = []
+
+    def __getitem__(self, path: str) -> Any:
+        """Returns the value of a key of the table: what is given, or else DeepSpeed's default."""
+        return self.values.get(path, KEYS[path].default)
+
+    def judge(self, path: str, verdict: Verdict, note: str) -> None:
+        """Changes the verdict on a key, if the file has it."""
+        row = self.rows.get(path)
+        if row is not None and path not in self.autos:
+            self.rows[path] = KeyVerdict(row.key, row.value, verdict, note)
+
+    def judge_all(self, prefix: str, verdict: Verdict, note: str) -> None:
+        """Changes the verdict on every key that begins so."""
+        for path in [path for path in self.rows if path.startswith(prefix)]:
+            self.judge(path, verdict, note)
+
+    def judge_auto(self, path: str, here: str) -> None:
+        """Says what an "auto" came to."""
+        row = self.rows[path]
+        self._add(path, row.key, row.value, "ignored", f"{AUTO_NOTE}; here: {here}")
+
+    def imply(self, path: str, verdict: Verdict, note: str) -> None:
+        """Adds a row for a key that the file does not have."""
+        if path not in self.rows:
+            self.rows[path] = KeyVerdict(path, NOT_SET, verdict, note)
+
+    def skip(self, path: str, value: Any, note: str) -> None:
+        """Takes in a key that nothing reads."""
+        self._add(path, path, value, "ignored", note)
+
+    def read_key(self, key: Key, path: str, written: str, value: Any) -> None:
+        """Takes in the value of a key; its row is the table's."""
+        if path in self.rows:
+            self.problems.append(f"`{written}` and `{self.rows[path].key}` are the same key: keep one.")
+        elif value == AUTO:
+            self.autos.add(path)
+            default = "not known" if key.default in (None, AUTO) else f"DeepSpeed's default, {key.default}"
+            self._add(path, written, value, "ignored", f"{AUTO_NOTE}; here: {default}")
+        elif value is None and key.default is None:
+            self._add(path, written, value, "ignored", "null, as by default")
+        else:
+            self._read_value(key, path, written, value)
+
+    def _read_value(self, key: Key, path: str, written: str, value: Any) -> None:
+        if (problem := _problem(key, value)) is not None:
+            self.problems.append(f"`{written}` must be {problem}: got {value!r}.")
+            return
+        self.values[path] = _plain(key, value)
+        if key.verdict == "refused" and not _asks(key, value):
+            self._add(path, written, value, "ignored", "off")
+        else:
+            self._add(path, written, value, key.verdict, key.note)
+
+    def _add(self, path: str, written: str, value: Any, verdict: Verdict, note: str) -> None:
+        self.rows[path] = KeyVerdict(written, value, verdict, note)
+
+    def unknown(self, written: str, value: Any, names: Sequence[str], *, strict: bool) -> None:
+        """Takes in a key that is not in the table: an error in blocks where it is one for DeepSpeed."""
+        close = difflib.get_close_matches(written.rpartition(".")[2], names, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        if strict:
+            self.problems.append(f"`{written}` is not a key that DeepSpeed knows.{hint}")
+        else:
+            self._add(written, written, value, "ignored", f"unknown; DeepSpeed reads no such key.{hint}")
+
+    def raise_problems(self) -> None:
+        """Raises a `ValueError` that lists everything that cannot be read."""
+        if self.problems:
+            listed = "\n".join(f"  {problem}" for problem in self.problems)
+            raise ValueError(f"The DeepSpeed configuration cannot be read:\n{listed}")
+
+
+def read_settings(raw: Mapping[str, Any]) -> Settings:
+    """Returns the checked keys of a configuration, but for those of `PARAMS`; what is wrong is in its `problems`."""
+    settings = Settings()
+    if "bfloat16" in raw and "bf16" in raw:
+        settings.problems.append("`bfloat16` and `bf16` are the same key: keep one.")
+    _read_block(settings, raw, "", "")
+    return settings
+
+
+def _read_block(settings: Settings, block: Mapping[str, Any], prefix: str, written_prefix: str) -> None:
+    for name, value in block.items():
+        written = f"{written_prefix}{name}"
+        path = OLD_NAMES.get(f"{prefix}{name}", f"{prefix}{name}")
+        path = "bf16" if path == "bfloat16" else path
+        if path in LOOKED_INTO:
+            _read_inside(settings, value, path, written)
+        elif path in PARAMS:
+            _keep_params(settings, value, path, written)
+        elif path in KEYS:
+            settings.read_key(KEYS[path], path, written, value)
+        else:
+            strict = path.partition(".")[0] in STRICT and "." in path
+            settings.unknown(written, value, _names(prefix), strict=strict)
+
+
+def _read_inside(settings: Settings, value: Any, path: str, written: str) -> None:
+    if path == "zero_optimization" and isinstance(value, bool):  # of DeepSpeed's first releases
+        settings.read_key(KEYS["zero_optimization.stage"], "zero_optimization.stage", written, int(value))
+    elif value is None or value == {}:
+        settings.rows[path] = KeyVerdict(written, value, "ignored", "empty")
+    elif isinstance(value, Mapping):
+        _read_block(settings, value, f"{path}.", f"{written}.")
+    else:
+        settings.problems.append(f"`{written}` must be a block of keys: got {value!r}.")
+
+
+def _keep_params(settings: Settings, value: Any, path: str, written: str) -> None:
+    if isinstance(value, Mapping):
+        settings.params[path] = value
+    elif value is not None:
+        settings.problems.append(f"`{written}` must be a block of keys: got {value!r}.")
+
+
+def _names(prefix: str) -> list[str]:
+    """The names that a block may have, old ones included."""
+    paths = [path for path in (*KEYS, *LOOKED_INTO, *PARAMS, *OLD_NAMES) if path.startswith(prefix)]
+    return [path[len(prefix) :] for path in paths if "." not in path[len(prefix) :]]
+
+
+def _problem(key: Key, value: Any) -> str | None:
+    """Says what a value of this key must be, if it is not."""
+    allowed = {
+        "bool": isinstance(value, bool),
+        "int": _is_number(value) and value == int(value),
+        "number": _is_number(value),
+        "string": isinstance(value, str),
+        "dtype": isinstance(value, str) and value.lower() in DTYPES,
+        "pair": isinstance(value, Sequence) and len(value) == 2 and all(map(_is_number, value)),
+        "rate": _is_number(value) or (isinstance(value, Sequence) and bool(value) and all(map(_is_number, value))),
+        "block": isinstance(value, Mapping),
+        "any": True,
+    }
+    if not allowed[key.kind]:
+        return IN_WORDS[key.kind]
+    if key.choices and value.lower() not in key.choices:
+        return f"one of {key.choices}"
+    if key.kind in ("int", "number") and value < key.least:
+        return f"at least {key.least}"
+    return None
+
+
+def _plain(key: Key, value: Any) -> Any:
+    if key.kind == "int":
+        return int(value)
+    if key.kind == "dtype":
+        return DTYPES[value.lower()]
+    return value.lower() if key.choices else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _asks(key: Key, value: Any) -> bool:
+    """Whether a value asks for something that is off by default."""
+    value = value.lower() if key.choices else value
+    return value not in (key.default, *key.off) and not (isinstance(value, Mapping) and not _is_on(value))
+
+
+def _is_on(block: Mapping[str, Any]) -> bool:
+    """Whether a block is on: by `enabled` at any depth if there is such a key, or else if it holds anything."""
+    switches = list(_switches(block))
+    return any(switches) if switches else bool(block)
+
+
+def _switches(block: Mapping[str, Any]) -> list[bool]:
+    if "enabled" in block:
+        return [bool(block["enabled"])]
+    return [switch for value in block.values() if isinstance(value, Mapping) for switch in _switches(value)]
