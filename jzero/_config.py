@@ -340,8 +340,8 @@ class ZeroConfig:
           (2, 'bfloat16', 8)
 
         References:
-          DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are clipped
-          at a norm of 1.
+          DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are
+          clipped at a norm of 1.
         """
         fields, report = import_config(source, num_devices)
         if report.refused:

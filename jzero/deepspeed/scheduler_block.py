@@ -56,7 +56,7 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
     def make() -> Scheduled:
         made = kind.make(params, lr) if params.is_complete() else None
         if made is None and params.is_complete() and "optimizer.params.lr" not in settings.autos:
-            settings.judge("scheduler.type", "refused", "it scales the rate of an optimizer block, and there is none to take it from")
+            settings.judge("scheduler.type", "refused", "it scales the rate of an optimizer, and there is none")
         momentum = cycled_momentum(params) if cycles and has_betas and made is not None else None
         if made is not None and not _scales_lr(name, params):
             settings.judge("optimizer.params.lr", "ignored", f"{name} has rates of its own")

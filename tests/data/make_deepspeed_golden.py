@@ -1,4 +1,4 @@
-"""Writes `deepspeed_golden.json`: what DeepSpeed 0.19.8 itself makes of schedules, optimizers and batch sizes.
+"""Writes `deepspeed_golden.json`: the keys of DeepSpeed 0.19.8, and what it makes of schedules, optimizers and sizes.
 
 Run with Python 3.11 and `pip install torch==2.13.0 numpy ninja && pip install deepspeed==0.19.8`:
 
@@ -17,6 +17,9 @@ import torch
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 OUTPUT = pathlib.Path(__file__).with_name("deepspeed_golden.json")
 STEPS = [*range(40), *range(40, 400, 5)]
@@ -145,6 +148,24 @@ def batch(sizes, num_devices):
     return [*sizes, num_devices, [getattr(made, name) for name in names]]
 
 
+def keys(prefix, cls):
+    """Every name that one of DeepSpeed's strict blocks takes, with its default."""
+    for name, field in cls.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        default = getattr(default, "value", default)
+        for alias in {name, field.alias or name}:
+            yield f"{prefix}.{alias}", default if isinstance(default, bool | int | float | str | None) else str(default)
+
+
+STRICT = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+}
+
+
 if __name__ == "__main__":
     start, grads = inputs()
     grid = itertools.product((None, 1, 6, 8, 24), (None, 1, 3, 4), (None, 1, 2, 3), (1, 2, 4))
@@ -152,6 +173,7 @@ if __name__ == "__main__":
         "steps": STEPS,
         "optimizer_lr": LR,
         "schedules": [schedule(*row) for row in SCHEDULES],
+        "keys": dict(sorted(pair for prefix, cls in STRICT.items() for pair in keys(prefix, cls))),
         "start": start.astype(float).tolist(),
         "grads": grads.astype(float).tolist(),
         "optimizers": [optimizer(*row) for row in OPTIMIZERS],

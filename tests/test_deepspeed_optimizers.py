@@ -1,0 +1,374 @@
+"""Schedules and optimizers of a ds_config have the numbers that DeepSpeed's own have, step by step.
+
+`data/deepspeed_golden.json` was written by DeepSpeed 0.19.8 itself, see `data/make_deepspeed_golden.py`. LAMB runs on
+GPUs alone, and so does Lion's other kernel; their formulas stand below, in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from tests import deepspeed_model as model
+
+DATA = pathlib.Path(__file__).parent / "data"
+GOLDEN = json.loads((DATA / "deepspeed_golden.json").read_text())
+STEPS = np.array(GOLDEN["steps"])
+BATCH = {"train_batch_size": 8}
+
+
+def report_of(optimizer=None, schedule=None, **config):
+    blocks = {"optimizer": optimizer, "scheduler": schedule}
+    blocks = {key: block for key, block in blocks.items() if block is not None}
+    return jzero.ZeroConfig.from_deepspeed({**BATCH, **blocks, **config})[1]
+
+
+def refused(*args, **kwargs):
+    with pytest.warns(UserWarning, match="does not honour"):
+        return report_of(*args, **kwargs)
+
+
+def block(row):
+    return {"type": row["type"], "params": row["params"]}
+
+
+def verdict(report, key):
+    (found,) = [row.verdict for row in report.rows if row.key == key]
+    return found
+
+
+def ids(rows):
+    return [f"{row['type']}-{i}" for i, row in enumerate(rows)]
+
+
+# Schedules
+
+
+@pytest.mark.parametrize("row", GOLDEN["schedules"], ids=ids(GOLDEN["schedules"]))
+def test_schedule_is_deepspeeds(row):
+    """Among the first 400 steps. A few roundings of 6e-8 each; a schedule off by one step misses by 1e-3 and more."""
+    adam = {"type": "AdamW", "params": {"lr": GOLDEN["optimizer_lr"]}}
+    schedule = report_of(adam, block(row)).schedule
+    np.testing.assert_allclose(jax.vmap(schedule)(jnp.asarray(STEPS)), row["lr"], rtol=5e-7)
+    one_by_one = [float(schedule(int(step))) for step in STEPS[:3]]
+    np.testing.assert_allclose(one_by_one, row["lr"][:3], rtol=5e-7)
+
+
+@pytest.mark.parametrize("row", [row for row in GOLDEN["schedules"] if row["type"] != "LRRangeTest"][::3])
+def test_schedule_in_float64(row):
+    adam = {"type": "AdamW", "params": {"lr": GOLDEN["optimizer_lr"]}}
+    with jax.enable_x64(True):
+        schedule = report_of(adam, block(row)).schedule
+        np.testing.assert_allclose(jax.vmap(schedule)(jnp.asarray(STEPS)), row["lr"], rtol=1e-14)
+
+
+@pytest.mark.parametrize("row", [row for row in GOLDEN["schedules"] if "betas" in row])
+def test_momentum_cycles_as_deepspeeds(row):
+    tx = report_of({"type": "AdamW", "params": {"lr": 1.0}}, block(row)).optimizer
+    params = jnp.ones(2)
+    state, found = tx.init(params), []
+    for _ in range(100):
+        _, state = jax.jit(tx.update)(params, state, params)
+        found.append((float(state.hyperparams["learning_rate"]), float(state.hyperparams["b1"])))
+    checked = [i for i, step in enumerate(STEPS) if step < 100]
+    expected = [(row["lr"][i], row["betas"][i][0]) for i in checked]
+    np.testing.assert_allclose([found[STEPS[i]] for i in checked], expected, rtol=5e-7)
+    assert {betas[1] for betas in row["betas"]} == {0.99}
+
+
+def test_momentum_cycles_only_where_there_is_one():
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}
+    sgd = report_of({"type": "SGD", "params": {"momentum": 0.9}}, cycle)
+    assert sgd.optimizer is not None
+    alone = refused(schedule=cycle)
+    assert verdict(alone, "scheduler.params.cycle_momentum") == "refused"
+    assert float(alone.schedule(2000)) == pytest.approx(1.0)
+    cycle["params"]["cycle_momentum"] = False
+    assert verdict(report_of(schedule=cycle), "scheduler.params.cycle_momentum") == "ignored"
+
+
+def test_which_rate_counts():
+    adam = {"type": "Adam", "params": {"lr": 0.5}}
+    own = report_of(adam, {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}})
+    assert float(own.schedule(10**6)) == 0.25
+    assert verdict(own, "optimizer.params.lr") == "ignored"
+    theirs = report_of(adam, {"type": "WarmupLR", "params": {}})
+    assert float(theirs.schedule(10**6)) == 0.5
+    assert verdict(theirs, "optimizer.params.lr") == "honoured"
+    alone = refused(schedule={"type": "WarmupCosineLR", "params": {"total_num_steps": 10}})
+    assert (verdict(alone, "scheduler.type"), alone.schedule) == ("refused", None)
+
+
+@pytest.mark.parametrize(
+    ("params", "key"),
+    [({"warmup_max_lr": [0.1, 0.2]}, "warmup_max_lr"), ({"last_batch_iteration": 5}, "last_batch_iteration")],
+)
+def test_schedules_that_jzero_would_get_wrong_are_none(params, key):
+    report = refused({"type": "Adam", "params": {}}, {"type": "WarmupLR", "params": params})
+    assert verdict(report, f"scheduler.params.{key}") == "refused"
+    assert (report.schedule, report.optimizer) == (None, None)
+
+
+def test_one_rate_in_a_list():
+    report = report_of(schedule={"type": "WarmupLR", "params": {"warmup_max_lr": [0.1], "last_batch_iteration": -1}})
+    assert float(report.schedule(10**6)) == pytest.approx(0.1)
+
+
+# Optimizers
+
+
+def weights_after(tx, grads, start):
+    params = jnp.asarray(start)
+    state, history = tx.init(params), []
+    update = jax.jit(tx.update)
+    for grad in np.asarray(grads):
+        updates, state = update(jnp.asarray(grad, params.dtype), state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(np.asarray(params))
+    return history
+
+
+@pytest.mark.parametrize("row", GOLDEN["optimizers"], ids=ids(GOLDEN["optimizers"]))
+def test_optimizer_is_deepspeeds(row):
+    """Twelve steps of 1e-2 in float32. DeepSpeed's C++ takes 1 - beta in float32, which costs it up to 4e-6."""
+    found = weights_after(report_of(block(row)).optimizer, GOLDEN["grads"], np.float32(GOLDEN["start"]))
+    np.testing.assert_allclose(found[1], row["weights_after_2"], atol=2e-6)
+    np.testing.assert_allclose(found[-1], row["weights"], atol=6e-6)
+
+
+def lamb_by_hand(grads, w, *, lrs, betas, eps, eps_inside_sqrt, weight_decay, bounds, bias_correction):
+    """What `fused_lamb_cuda_kernel.cu` computes."""
+    b1, b2 = betas
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for t, (lr, g) in enumerate(zip(lrs, grads, strict=True), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        update = m / (np.sqrt(v + eps) if eps_inside_sqrt else np.sqrt(v) + eps) + weight_decay * w
+        w_norm, u_norm = np.sqrt((w * w).sum()), np.sqrt((update * update).sum())
+        coeff = min(max(w_norm / u_norm, bounds[0]), bounds[1]) if w_norm and u_norm else 1.0
+        w = w - (lr * np.sqrt(1 - b2**t) / (1 - b1**t) if bias_correction else lr) * coeff * update
+        yield w
+
+
+LAMB = {"betas": (0.9, 0.999), "eps": 1e-8, "eps_inside_sqrt": False, "weight_decay": 0.0, "bias_correction": True}
+
+
+@pytest.mark.parametrize(
+    ("params", "scale"),
+    [
+        ({}, 1),
+        ({"bias_correction": False, "weight_decay": 0.1}, 1),
+        ({"max_coeff": 0.3}, 1),
+        ({"min_coeff": 2.0, "betas": [0.8, 0.95]}, 1),
+        ({"eps_inside_sqrt": True, "eps": 1e-3}, 1),
+        ({"weight_decay": 0.01}, 0),
+    ],
+)
+def test_lamb_is_the_kernels(params, scale):
+    bounds = (params.get("min_coeff", 0.01), params.get("max_coeff", 10.0))
+    options = {**LAMB, **{key: value for key, value in params.items() if not key.endswith("coeff")}}
+    start, grads = scale * np.array(GOLDEN["start"]), np.array(GOLDEN["grads"])
+    with jax.enable_x64(True):
+        report = report_of({"type": "Lamb", "params": {"lr": 0.01, **params}})
+        found = weights_after(report.optimizer, grads, start)
+    expected = list(lamb_by_hand(grads, start, lrs=[0.01] * len(grads), bounds=bounds, **options))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_lion_is_the_kernels():
+    lr, b1, b2, decay = 1e-3, 0.95, 0.98, 0.1
+    w, m = np.array(GOLDEN["start"]), np.zeros(24)
+    with jax.enable_x64(True):
+        lion = {"type": "lion", "params": {"lr": lr, "betas": [b1, b2], "weight_decay": decay}}
+        found = weights_after(report_of(lion).optimizer, GOLDEN["grads"], w)
+    for grad, ours in zip(np.array(GOLDEN["grads"]), found, strict=True):
+        c = b1 * m + (1 - b1) * grad
+        w = w * (1 - lr * decay) + np.where(c > 0, -lr, lr)
+        m = b2 * m + (1 - b2) * grad
+        np.testing.assert_allclose(ours, w, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "default"), [("AdamW", 0.01), ("Adam", 0.01)])
+def test_torchs_adamw_decays_by_default(name, default):
+    report = report_of({"type": name, "params": {"torch_adam": True}})
+    assert [row.note for row in report.rows if row.key == "optimizer.params.weight_decay"] == [
+        f"torch's default for AdamW, {default}"
+    ]
+    zero_grad = weights_after(report.optimizer, [[0.0]], [1.0])
+    np.testing.assert_allclose(zero_grad[0], 1 - 1e-3 * default)
+    own = weights_after(report_of({"type": name, "params": {}}).optimizer, [[0.0]], [1.0])
+    assert float(own[0][0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("OneBitAdam", "compresses"),
+        ("ZeroOneAdam", "compresses"),
+        ("OneBitLamb", "compresses"),
+        ("Muon", "optax.contrib.muon"),
+        ("MuAdam", "multi_transform"),
+        ("RMSprop", "optax transformation"),
+    ],
+)
+def test_optimizers_that_jzero_does_not_have(name, advice):
+    report = refused({"type": name, "params": {"lr": 1e-3, "freeze_step": 10}})
+    assert report.optimizer is None
+    (row,) = report.refused
+    assert (row.key, row.value) == ("optimizer.type", name)
+    assert advice in row.note
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("Adam", {"amsgrad": True}),
+        ("Adam", {"max_grad_norm": 1.0}),
+        ("Adam", {"lr": [1e-3, 1e-4]}),
+        ("SGD", {"dampening": 0.1}),
+        ("Adagrad", {"lr_decay": 0.1}),
+    ],
+)
+def test_parameters_that_jzero_would_get_wrong(name, params):
+    report = refused({"type": name, "params": params})
+    assert [row.key for row in report.refused] == [f"optimizer.params.{key}" for key in params]
+    assert report.optimizer is None
+
+
+def test_auto_leaves_to_the_trainer_what_only_it_knows():
+    usual = {"betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    assert report_of({"type": "AdamW", "params": {"lr": 1e-3, **usual}}).optimizer is not None
+    auto_rate = {"type": "AdamW", "params": {"lr": "auto"}}
+    assert report_of(auto_rate).optimizer is None
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_min_lr": "auto"}}
+    assert report_of(auto_rate, decay).optimizer is not None, "the schedule has a rate of its own"
+    decay["params"]["total_num_steps"] = "auto"
+    report = report_of({"type": "AdamW", "params": {"lr": 1e-3}}, decay)
+    assert (report.optimizer, report.schedule) == (None, None), "not without the schedule that the file asks for"
+    auto_max = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 3}}
+    assert report_of({"type": "AdamW", "params": {"lr": 1e-3}}, auto_max).schedule is None
+
+
+# From file to training
+
+
+TRAINED = {
+    "train_batch_size": model.ROWS,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def losses(config, params, loss_fn, batches):
+    """What a user does with a file: config, optimizer and step, on four devices."""
+    config, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=4)
+    report.verify()
+    mesh = jzero.make_mesh(devices=jax.devices()[:4])
+    state = jzero.TrainState.create(params=params, tx=report.optimizer)
+    state = jzero.shard_train_state(state, config=config, mesh=mesh)
+    step = jzero.make_train_step(loss_fn, **report.step_arguments())
+    found = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return np.array(found), jzero.gather_params(state)
+
+
+def test_a_file_trains_as_deepspeed_did():
+    """Eight steps of a recorded run: four ranks, two micro-batches. Tolerances are those of `test_deepspeed.py`."""
+    run = json.loads((DATA / "deepspeed_runs.json").read_text())["ds_main_z3_fp32_g2"]
+    assert (run["world"], run["gas"], run["clip"]) == (4, 2, 1.0)
+    params = jax.tree.map(jnp.asarray, model.initial_params())
+    found, _ = losses(TRAINED, params, model.loss_fn, model.tokens()[:8])
+    np.testing.assert_allclose(found[:, 0], run["losses"][:8], rtol=2e-6)
+    np.testing.assert_allclose(found[:, 1], run["grad_norms"][:8], rtol=1e-5)
+
+
+SMALL = {"w1": (16, 32), "b1": (1, 32), "w2": (32, 3)}
+SMALL_STEPS = 16
+SMALL_CONFIG = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.3,
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def small_problem():
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape) / np.sqrt(shape[0]) for name, shape in SMALL.items()}
+    return params, [rng.normal(size=(16, 16)) for _ in range(SMALL_STEPS)]
+
+
+def small_loss(params, x):
+    hidden = jnp.tanh(x @ params["w1"] + params["b1"])
+    return jnp.square(hidden @ params["w2"] - x[:, :3]).mean()
+
+
+def by_hand(update):
+    """Training in NumPy but for the gradient, clipped by DeepSpeed's formula; `update(weights, grads so far)` per leaf.
+
+    The history of a leaf is gone through from the start in each step: slow, and no state to get wrong.
+    """
+    start, batches = small_problem()
+    params, history = start, {name: [] for name in start}
+    grad_fn = jax.jit(jax.grad(small_loss))
+    clipped = 0
+    for batch in batches:
+        grads = {name: np.asarray(g) for name, g in grad_fn(params, batch).items()}
+        norm = np.sqrt(sum((g * g).sum() for g in grads.values()))
+        clipped += norm > 0.3
+        for name, g in grads.items():
+            history[name].append(g * min(1, 0.3 / (norm + 1e-6)))
+        params = {name: update(start[name], history[name]) for name in start}
+    assert clipped, "else clipping is not tested"
+    return params
+
+
+def assert_trains_like(config, update, *, rtol):
+    with jax.enable_x64(True):
+        _, found = losses(config, *small_problem()[:1], small_loss, small_problem()[1])
+        expected = by_hand(update)
+    for name, w in expected.items():
+        np.testing.assert_allclose(found[name], w, rtol=rtol, atol=rtol / 100)
+
+
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "host"])
+def test_cycled_momentum_trains_as_by_hand(offload):
+    row = GOLDEN["schedules"][11]
+    lrs, betas = row["lr"], row["betas"]
+    assert len({beta for beta, _ in betas[:SMALL_STEPS]}) > 10
+
+    def adam_with_l2(w, grads):
+        m, v = np.zeros_like(w), np.zeros_like(w)
+        for i, g in enumerate(grads):
+            b1, b2 = betas[i]
+            decayed = g + 0.01 * w
+            m, v = b1 * m + (1 - b1) * decayed, b2 * v + (1 - b2) * decayed**2
+            w = w - lrs[i] * m / (1 - b1 ** (i + 1)) / (np.sqrt(v / (1 - b2 ** (i + 1))) + 1e-8)
+        return w
+
+    adam = {"type": "Adam", "params": {"weight_decay": 0.01, "adam_w_mode": False}}
+    zero = {**SMALL_CONFIG["zero_optimization"], **offload}
+    config = {**SMALL_CONFIG, "optimizer": adam, "scheduler": block(row), "zero_optimization": zero}
+    assert_trains_like(config, adam_with_l2, rtol=1e-6)  # rates that optax keeps in its state are float32
+
+
+def test_lamb_with_a_schedule_trains_as_by_hand():
+    row = GOLDEN["schedules"][1]
+    options = {**LAMB, "weight_decay": 0.01, "bounds": (0.01, 0.3)}
+
+    def lamb(w, grads):
+        return [*lamb_by_hand(grads, w, lrs=row["lr"][: len(grads)], **options)][-1]
+
+    block_of_lamb = {"type": "Lamb", "params": {"weight_decay": 0.01, "max_coeff": 0.3}}
+    config = {**SMALL_CONFIG, "optimizer": block_of_lamb, "scheduler": block(row)}
+    assert_trains_like(config, lamb, rtol=1e-10)

@@ -1,0 +1,496 @@
+"""`ZeroConfig.from_deepspeed`: a verdict on every key of real configurations, written by hand, and what is refused.
+
+`data/ds_configs/NAME.json` is a configuration in the manner of those in use, `NAME.expected.json` what becomes of it.
+`data/deepspeed_golden.json` is what DeepSpeed itself makes of batch sizes, see `data/make_deepspeed_golden.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import pathlib
+import re
+import sys
+import types
+import warnings
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given
+
+import jzero
+from jzero.deepspeed.batch import BatchSizes, solve_batch
+from jzero.deepspeed.keys import KEYS
+from jzero.deepspeed.settings import OLD_NAMES
+from jzero.deepspeed.zero_keys import HAS_PREFETCH_BYTES
+
+DATA = pathlib.Path(__file__).parent / "data"
+CONFIGS = sorted(path.stem for path in (DATA / "ds_configs").glob("*.json") if "." not in path.stem)
+BATCH = {"train_batch_size": 8}
+REPORTED = ("train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm")
+
+
+def read(config, *, num_devices=None):
+    """Returns `(config, report)` of what must come without a warning."""
+    return jzero.ZeroConfig.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
+
+
+def read_refused(config, *, num_devices=None):
+    with pytest.warns(UserWarning, match="does not honour"):
+        return jzero.ZeroConfig.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
+
+
+def verdicts(report):
+    return {row.key: row.verdict for row in report.rows}
+
+
+def note(report, key):
+    (found,) = [row.note for row in report.rows if row.key == key]
+    return found
+
+
+def path_of(name):
+    return DATA / "ds_configs" / f"{name}.json"
+
+
+@functools.cache
+def expected(name):
+    found = json.loads((DATA / "ds_configs" / f"{name}.expected.json").read_text())
+    if HAS_PREFETCH_BYTES:
+        for key, verdict in found["verdicts"].items():
+            if key.endswith("prefetch_bucket_size") and verdict == "compiler":
+                found["verdicts"][key] = "honoured"
+    return found
+
+
+@pytest.fixture(params=CONFIGS)
+def imported(request):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        num_devices = expected(request.param)["num_devices"]
+        config, report = jzero.ZeroConfig.from_deepspeed(path_of(request.param), num_devices=num_devices)
+    return types.SimpleNamespace(
+        name=request.param, config=config, report=report, caught=caught, expected=expected(request.param)
+    )
+
+
+# Whole files
+
+
+def test_there_are_files_of_all_kinds():
+    assert len(CONFIGS) >= 12
+
+
+def test_every_key_has_the_expected_verdict(imported):
+    assert verdicts(imported.report) == imported.expected["verdicts"]
+    assert all(row.note.strip() for row in imported.report.rows), "each says why"
+
+
+def test_every_key_of_the_file_has_a_row(imported):
+    """Also where the expectation forgot one: each key is a row, or lies in a block that is one."""
+    rows = {row.key for row in imported.report.rows}
+
+    def missing(block, prefix=""):
+        for name, value in block.items():
+            path = f"{prefix}{name}"
+            if path not in rows:
+                yield from missing(value, f"{path}.") if isinstance(value, dict) else [path]
+
+    assert not list(missing(json.loads(path_of(imported.name).read_text())))
+
+
+def test_fields_are_the_expected_ones(imported):
+    config, wanted = imported.config, imported.expected
+    defaults = jzero.ZeroConfig(stage=wanted["config"]["stage"])
+    precision = dict(wanted["precision"])
+    if isinstance(precision.get("loss_scale"), dict):
+        precision["loss_scale"] = jzero.DynamicLossScale(**precision["loss_scale"])
+    fields = {**wanted["config"], "offload": jzero.Offload(**wanted["offload"])}
+    fields["precision"] = jzero.Precision(**precision)
+    unset = {"prefetch_bytes": getattr(config, "prefetch_bytes", None)} if HAS_PREFETCH_BYTES else {}
+    assert config == dataclasses.replace(defaults, **fields, **unset)
+
+
+def test_report_has_the_expected_numbers(imported):
+    report, wanted = imported.report, imported.expected["report"]
+    assert {name: getattr(report, name) for name in REPORTED} == {name: wanted[name] for name in REPORTED}
+    assert (report.optimizer is not None) == wanted["has_optimizer"]
+    assert (report.schedule is not None) == wanted["has_schedule"]
+    assert json.loads(report.to_json())["rows"][0]["key"] == report.rows[0].key
+
+
+def test_one_warning_names_all_that_is_refused(imported):
+    refused = [key for key, verdict in imported.expected["verdicts"].items() if verdict == "refused"]
+    assert [row.key for row in imported.report.refused] == refused
+    if not refused:
+        assert not imported.caught
+        imported.report.verify()
+        return
+    (warning,) = imported.caught
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    with pytest.raises(ValueError, match="does not do all") as error:
+        imported.report.verify()
+    for key in refused:
+        assert f"`{key}`" in str(warning.message)
+        assert f"`{key}`" in str(error.value)
+
+
+def test_report_reads_as_a_table():
+    _, report = read_refused(
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "overlap_comm": True}}, num_devices=4
+    )
+    lines = str(report).splitlines()
+    assert lines[0] == "DeepSpeed configuration: 1 refused, 3 honoured, 1 left to the compiler, 0 ignored"
+    assert lines[1] == "batch: 8 rows a step = 2 in a micro-batch x 1 micro-batches x 4 devices"
+    assert lines[2] == "clipping: at a norm of 1; optimizer: none; schedule: none"
+    assert lines[5].split()[:3] == ["zero_optimization.zero_quantized_weights", "true", "refused"]
+
+
+# What DeepSpeed's code says about single keys
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        ({}, "persistence_threshold", 100_000),
+        ({"stage3_model_persistence_threshold": sys.maxsize}, "model_persistence_threshold", None),
+        ({"stage3_model_persistence_threshold": 5e6}, "model_persistence_threshold", 5_000_000),
+        ({"reduce_scatter": False}, "reduce_scatter", False),
+        ({"reduce_bucket_size": 1000}, "reduce_bucket_bytes", 4000),
+        ({"mics_shard_size": -1}, "replica_axis", None),
+        ({"mics_shard_size": 2}, "replica_axis", "replica"),
+    ],
+)
+def test_fields_at_stage_3(config, field, value):
+    found, _ = read({"zero_optimization": {"stage": 3, **config}})
+    assert getattr(found, field) == value
+    assert type(getattr(found, field)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [
+        ({}, 4000),
+        ({"bf16": {"enabled": True}}, 2000),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4000),
+        ({"communication_data_type": "bf16"}, 2000),
+    ],
+)
+def test_buckets_are_in_bytes_of_what_is_sent(given, num_bytes):
+    config, _ = read({**given, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    assert config.reduce_bucket_bytes == num_bytes
+
+
+def test_mics_names_the_mesh_that_it_needs():
+    def zero(size):
+        return {"zero_optimization": {"stage": 3, "mics_shard_size": size}}
+
+    config, report = read(zero(2), num_devices=8)
+    advice = note(report, "zero_optimization.mics_shard_size")
+    assert "jzero.make_mesh(replica=4, data=2)" in advice
+    plan = jzero.plan_train_state(
+        jzero.TrainState.create(params={"w": jnp.ones((512, 512))}, tx=optax.adam(1e-3)),
+        config=config,
+        mesh=jzero.make_mesh(replica=4, data=2),
+    )
+    assert plan.num_shards == 2
+    assert read(zero(8), num_devices=8)[0].replica_axis is None
+    with pytest.raises(ValueError, match=r"`zero_optimization.mics_shard_size` \(3\) must divide"):
+        read(zero(3), num_devices=8)
+
+
+@pytest.mark.parametrize(
+    ("stage", "block", "skips"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (3, {}, False),
+        (0, {}, False),
+        (2, {"check_grad_overflow": False}, False),
+        (3, {"check_grad_overflow": True}, True),
+    ],
+)
+def test_bf16_skips_where_deepspeed_does(stage, block, skips):
+    config, _ = read({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True, **block}})
+    assert config.policy.skip_nonfinite is skips
+
+
+def test_clipping_has_deepspeeds_default():
+    assert read({})[1].clip_norm == 1.0
+    assert verdicts(read({})[1])["gradient_clipping"] == "honoured"
+    assert read({"gradient_clipping": 0})[1].clip_norm is None
+    assert read({"gradient_clipping": 0.25})[1].step_arguments() == {"accumulate_steps": 1, "clip_norm": 0.25}
+
+
+@pytest.mark.parametrize(("config", "stage"), [(True, 1), (False, 0), ({}, 0), ({"stage": 2}, 2)])
+def test_stage(config, stage):
+    assert read({"zero_optimization": config})[0].stage == stage
+
+
+def test_nothing_is_partitioned_at_stage_0_without_the_block():
+    config, report = read({})
+    assert config == jzero.ZeroConfig(stage=0)
+    assert verdicts(report) == {"train_batch_size": "honoured", "gradient_clipping": "honoured"}
+
+
+@pytest.mark.parametrize("value", [{"enabled": True}, {"params": {"a": 1}}, {"nested": {"x": {"enabled": True}}}])
+def test_blocks_are_refused_that_are_on(value):
+    assert verdicts(read_refused({"compression_training": value})[1])["compression_training"] == "refused"
+
+
+@pytest.mark.parametrize("value", [{}, {"enabled": False, "theta": 1}, {"nested": {"enabled": False}}, None])
+def test_blocks_are_ignored_that_are_off(value):
+    assert verdicts(read({"compression_training": value})[1])["compression_training"] == "ignored"
+
+
+def test_the_table_has_deepspeeds_keys_and_defaults():
+    """Those of the classes that DeepSpeed reads its strict blocks into, old and other names included."""
+    theirs = json.loads((DATA / "deepspeed_golden.json").read_text())["keys"]
+    assert len(theirs) > 70
+    blocks = {"zero_optimization.offload_param", "zero_optimization.offload_optimizer"}
+    for path, default in theirs.items():
+        if path not in blocks:
+            key = KEYS[OLD_NAMES.get(path, path)]
+            assert default == key.default or path.endswith("leaf_module") or path in OLD_NAMES, path
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("config", "messages"),
+    [
+        ({"zero_optimization": {"stag": 3, "offload_optimizer": {"devise": "cpu"}}}, ["`stage`?", "`device`?"]),
+        ({"zero_optimization": {"stage": 4}}, ["`stage`", "4"]),
+        ({"zero_optimization": {"stage": "3"}}, ["`zero_optimization.stage` must be a whole number: got '3'"]),
+        ({"zero_optimization": {"stage": True}}, ["`zero_optimization.stage` must be a whole number: got True"]),
+        ({"zero_optimization": {"overlap_comm": 1}}, ["`zero_optimization.overlap_comm` must be true or false: got 1"]),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "half"}}},
+            ["`zero_optimization.offload_optimizer.ratio` must be a number: got 'half'"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}},
+            ["`zero_optimization.offload_optimizer.ratio` must be from 0 to 1: got 1.5"],
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["device` must be one of", "'disk'"]),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 0}},
+            ["`zero_optimization.reduce_bucket_size` must be at least 1"],
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": 1.5}}, ["must be a whole number: got 1.5"]),
+        ({"zero_optimization": [3]}, ["`zero_optimization` must be a block of keys"]),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}},
+            ["`zero_optimization.cpu_offload` is the old name"],
+        ),
+        (
+            {"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 1}},
+            ["are the same key: keep one"],
+        ),
+        ({"fp16": {"enabled": True, "los_scale": 1}}, ["`fp16.los_scale`", "`loss_scale`?"]),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0.00001}}, ["`fp16.min_loss_scale` must be a whole number"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 101}}, ["The block `fp16` makes no loss scale", "initial"]),
+        ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, ["The block `fp16` makes no loss scale", "minimum"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["both true"]),
+        ({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}, ["`bfloat16` and `bf16` are the same key"]),
+        ({"communication_data_type": "int8"}, ["`communication_data_type` must be", "'int8'"]),
+        ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}}, ["`data_types.param_dtype`", "float16"]),
+        ({"gradient_clipping": "one"}, ["`gradient_clipping` must be a number: got 'one'"]),
+        ({"gradient_clipping": None}, ["`gradient_clipping` must be a number: got None"]),
+        ({"gradient_clipping": float("nan")}, ["`gradient_clipping` must be a number: got nan"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}, ["`optimizer.params.lrr` is not known", "`lr`?"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
+            ["`optimizer.params.betas` must be two numbers"],
+        ),
+        ({"optimizer": {"type": "AdamW", "params": 3}}, ["`optimizer.params` must be a block of keys"]),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, ["`scheduler.params.total_num_steps` is missing"]),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+            ["warmup_num_steps` must be at least 1"],
+        ),
+        (
+            {
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {
+                        "cycle_min_lr": 0,
+                        "cycle_max_lr": 1,
+                        "cycle_first_step_size": 2**20,
+                        "cycle_first_stair_count": 2**11,
+                    },
+                }
+            },
+            ["below 2^31"],
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_that_names_it(config, messages):
+    with pytest.raises(ValueError, match=re.escape(messages[0])) as error:
+        jzero.ZeroConfig.from_deepspeed({**BATCH, **config})
+    assert all(message in str(error.value) for message in messages), str(error.value)
+
+
+def test_all_errors_come_at_once():
+    config = {"zero_optimization": {"stge": 1, "overlap_com": True}, "bf16": {"enabled": 1}, "gradient_clipping": -1}
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        jzero.ZeroConfig.from_deepspeed(config)
+    assert all(name in str(error.value) for name in ("stge", "overlap_com", "bf16.enabled", "gradient_clipping"))
+
+
+def test_unknown_keys_outside_pass_with_a_hint():
+    _, report = read({"gradient_cliping": 1, "data_types": {"grad_acum_dtype": "fp32"}})
+    assert verdicts(report)["gradient_cliping"] == "ignored"
+    assert "Did you mean `gradient_clipping`?" in note(report, "gradient_cliping")
+    assert "Did you mean `grad_accum_dtype`?" in note(report, "data_types.grad_acum_dtype")
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])
+def test_num_devices_is_checked(value):
+    with pytest.raises(ValueError, match="`num_devices` must be None or an integer >= 1"):
+        read({}, num_devices=value)
+
+
+# Files
+
+
+def test_a_key_that_is_there_twice(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(ValueError, match=r"each key once: got \['stage'\]"):
+        jzero.ZeroConfig.from_deepspeed(file)
+
+
+def test_hjson_needs_its_package(tmp_path, monkeypatch):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 8, // rows\n}')
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"not plain JSON: .*pip install hjson"):
+        jzero.ZeroConfig.from_deepspeed(str(file))
+
+
+def test_hjson_is_read_by_its_package(tmp_path, monkeypatch):
+    file = tmp_path / "ds_config.json"
+    file.write_text('{"train_batch_size": 8, // rows\n}')
+
+    class HjsonDecodeError(ValueError):
+        pass
+
+    def loads(text, object_pairs_hook):
+        if "rows" not in text:
+            raise HjsonDecodeError("what is this")
+        return object_pairs_hook([("train_batch_size", 8)])
+
+    fake = types.SimpleNamespace(loads=loads, HjsonDecodeError=HjsonDecodeError)
+    monkeypatch.setitem(sys.modules, "hjson", fake)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake)
+    assert jzero.ZeroConfig.from_deepspeed(file)[1].train_batch_size == 8
+    file.write_text("{")
+    with pytest.raises(ValueError, match="neither JSON nor Hjson"):
+        jzero.ZeroConfig.from_deepspeed(file)
+
+
+def test_sources_that_are_no_configuration(tmp_path):
+    with pytest.raises(TypeError, match="a path or a dictionary: got list"):
+        jzero.ZeroConfig.from_deepspeed([1])
+    with pytest.raises(FileNotFoundError):
+        jzero.ZeroConfig.from_deepspeed(tmp_path / "none.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a dictionary: got list"):
+        jzero.ZeroConfig.from_deepspeed(tmp_path / "list.json")
+
+
+def test_the_dictionary_stays_as_it_is():
+    config = json.loads(path_of("zero3_offload").read_text())
+    jzero.ZeroConfig.from_deepspeed(config)
+    assert config == json.loads(path_of("zero3_offload").read_text())
+
+
+# Batch sizes
+
+sizes = st.none() | st.integers(1, 12)
+
+
+def solve_by_trying(train, micro, accumulate, num_devices):
+    """All sizes that fit what is given; one micro-batch where only one size (or none) of a step is given."""
+    if accumulate is None and None in (train, micro):
+        accumulate = 1
+    pairs = itertools.product(range(1, 13), range(1, 13))
+    found = [(m * a * num_devices, m, a) for m, a in pairs if micro in (None, m) and accumulate in (None, a)]
+    return [sizes for sizes in found if train in (None, sizes[0])]
+
+
+@given(st.none() | st.integers(1, 12), sizes, sizes, st.integers(1, 6))
+def test_batch_sizes_are_those_that_trying_finds(train, micro, accumulate, num_devices):
+    found = solve_by_trying(train, micro, accumulate, num_devices)
+    sizes = BatchSizes(train, micro, accumulate)
+    if not found:
+        with pytest.raises(ValueError, match="`train_batch_size`"):
+            solve_batch(sizes, num_devices)
+    elif train is None and micro is None:
+        assert solve_batch(sizes, num_devices) == (None, None, accumulate or 1)
+    else:
+        assert [tuple(solve_batch(sizes, num_devices))] == found
+
+
+@given(sizes, sizes, sizes, st.integers(1, 6))
+def test_batch_sizes_without_devices_contradict_no_number_of_them(train, micro, accumulate, num_devices):
+    """What is solved without a number of devices is right for every one; what is refused is wrong for every one."""
+    sizes = BatchSizes(train, micro, accumulate)
+    try:
+        partly = solve_batch(sizes, None)
+    except ValueError:
+        with pytest.raises(ValueError, match="`train_batch_size`"):
+            solve_batch(sizes, num_devices)
+        return
+    try:
+        wholly = solve_batch(sizes, num_devices)
+    except ValueError:
+        return
+    assert all(x in (None, y) for x, y in zip(partly, wholly, strict=True))
+
+
+def test_batch_sizes_are_deepspeeds():
+    rows = json.loads((DATA / "deepspeed_golden.json").read_text())["batches"]
+    solved = refused = 0
+    for *given_sizes, num_devices, theirs in rows:
+        if isinstance(theirs, list):
+            assert list(solve_batch(BatchSizes(*given_sizes), num_devices)) == theirs
+            solved += 1
+        elif given_sizes[0] is not None or given_sizes[1] is not None:  # else jzero leaves open what it is not told
+            with pytest.raises(ValueError, match="`train_batch_size`"):
+                solve_batch(BatchSizes(*given_sizes), num_devices)
+            refused += 1
+    assert (solved, refused) == (93, 135)
+
+
+def test_step_arguments_need_the_number_of_micro_batches():
+    config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    _, report = jzero.ZeroConfig.from_deepspeed(config)
+    with pytest.raises(ValueError, match="`num_devices`"):
+        report.step_arguments()
+    _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=8)
+    assert report.step_arguments()["accumulate_steps"] == 2
+    _, auto = read({"gradient_accumulation_steps": "auto"}, num_devices=8)
+    with pytest.raises(ValueError, match="'auto'"):
+        auto.step_arguments()
+
+
+# Offload works as it is read
+
+
+def test_offload_fields_place_a_state():
+    zero = {"stage": 3, "param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    config, _ = read({"zero_optimization": zero, "bf16": {"enabled": True}})
+    params = {"w": jax.random.normal(jax.random.key(0), (64, 64))}
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), config=config)
+    plan = jzero.plan_of(state)
+    assert plan.host_bytes_per_device.total == 12 * 64 * 64 // 8, "master and two moments"
