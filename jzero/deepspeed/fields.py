@@ -118,7 +118,7 @@ def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     if size == num_devices:
         settings.judge(path, "honoured", "all devices: nothing is replicated")
         return {}
-    groups = "the number of devices / this" if num_devices is None else num_devices // size
+    groups = "..." if num_devices is None else num_devices // size
     mesh = f"jzero.make_mesh({REPLICA_AXIS}={groups}, data={size})"
     settings.judge(path, "honoured", f"`ZeroConfig.replica_axis={REPLICA_AXIS!r}`: needs `mesh={mesh}`")
     return {"replica_axis": REPLICA_AXIS}

@@ -36,7 +36,7 @@ ZERO = (
     ),
     Key("zero_optimization.contiguous_gradients", "bool", True, "compiler", "it lays out buffers"),
     Key("zero_optimization.use_multi_rank_bucket_allreduce", "bool", True, "compiler", "it combines collectives"),
-    Key("zero_optimization.allgather_partitions", "bool", True, "compiler", "always all-gathers"),
+    Key("zero_optimization.allgather_partitions", "bool", True, "compiler", "how what is gathered travels"),
     Key("zero_optimization.overlap_comm", "bool", None, "compiler", "it schedules collectives beside computation"),
     Key(
         "zero_optimization.compute_grad_norm",
@@ -123,7 +123,7 @@ ZERO = (
         "bool",
         False,
         "compiler",
-        "always all-gathers",
+        "how what is gathered travels",
         old_names=(STAGE3 + "use_all_reduce_for_fetch_params",),
     ),
     Key(

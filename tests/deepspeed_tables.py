@@ -1,0 +1,84 @@
+"""The tables of keys in `docs/migrating.md`, made from those of the code.
+
+`python -m tests.deepspeed_tables` writes them anew; a test compares them.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable
+
+from jzero.deepspeed.key import Key
+from jzero.deepspeed.keys import KEYS
+from jzero.deepspeed.optimizers import OPTIMIZERS, REFUSED
+from jzero.deepspeed.report import IN_WORDS
+from jzero.deepspeed.schedules import SCHEDULES
+from jzero.deepspeed.zero_keys import NO_CAP
+
+GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+MARK = "<!-- {}: `python -m tests.deepspeed_tables` writes this table -->"
+ZERO = "zero_optimization."
+
+
+def key_table(keys: Iterable[Key], *, prefix: str) -> str:
+    """Returns a Markdown table with one row per key."""
+    rows = [f"| {_names(key, prefix)} | {_value(key.default)} | {IN_WORDS[key.verdict]} | {key.note} |" for key in keys]
+    return "\n".join(["| key | DeepSpeed's default | verdict | |", "|---|---|---|---|", *rows])
+
+
+def type_table() -> str:
+    """Returns a Markdown table of optimizers and schedules."""
+    rows = [f"| optimizer | `{name}` | {kind.note} |" for name, kind in OPTIMIZERS.items()]
+    rows += [f"| optimizer | `{name}` | refused: {note} |" for name, note in REFUSED.items()]
+    rows += [f"| scheduler | `{name}` | {_parameters(kind.keys)} |" for name, kind in SCHEDULES.items()]
+    return "\n".join(["| block | type | |", "|---|---|---|", *rows])
+
+
+def tables() -> dict[str, str]:
+    """Returns the tables of the guide by name."""
+    zero = [key for path, key in KEYS.items() if path.startswith(ZERO)]
+    others = [key for path, key in KEYS.items() if not path.startswith(ZERO)]
+    return {
+        "zero": key_table(zero, prefix=ZERO),
+        "others": key_table(others, prefix=""),
+        "types": type_table(),
+    }
+
+
+def table_in(guide: str, name: str) -> str:
+    """Returns the table that follows a mark."""
+    (found,) = re.findall(_pattern(name), guide)
+    return found[1].rstrip("\n")
+
+
+def _pattern(name: str) -> str:
+    return f"({re.escape(MARK.format(name))}\n\n)" + r"((?:\|.*\n)+)"
+
+
+def _names(key: Key, prefix: str) -> str:
+    old = "".join(f", `{name}`" for name in key.old_names)
+    return f"`{key.path[len(prefix) :]}`{old}"
+
+
+def _value(default: object) -> str:
+    if default == NO_CAP:
+        return "2^63-1"
+    words = {None: "", True: "true", False: "false"}
+    return str(words[default]) if default is None or isinstance(default, bool) else str(default)
+
+
+def _parameters(keys: Iterable[Key]) -> str:
+    return "`report.schedule`, of " + ", ".join(f"`{key.path}`" for key in keys if key.verdict == "honoured")
+
+
+def main() -> None:
+    """Writes the tables into the guide."""
+    guide = GUIDE.read_text()
+    for name, table in tables().items():
+        guide = re.sub(_pattern(name), lambda found, table=table: f"{found[1]}{table}\n", guide)
+    GUIDE.write_text(guide)
+
+
+if __name__ == "__main__":
+    main()
