@@ -240,6 +240,37 @@ def test_nothing_is_partitioned_at_stage_0_without_the_block():
     assert verdicts(report) == {"train_batch_size": "honoured", "gradient_clipping": "honoured"}
 
 
+def test_stage_0_has_nothing_to_offload_or_to_refuse():
+    zero = {
+        "stage": 0,
+        "offload_optimizer": {"device": "nvme"},
+        "cpu_offload_param": True,
+        "zenflow": {"topk_ratio": 1},
+    }
+    config, report = read({"zero_optimization": {**zero, "reduce_bucket_size": 10, "reduce_scatter": False}})
+    assert config == jzero.ZeroConfig(stage=0)
+    found = {key: verdict for key, verdict in verdicts(report).items() if key.startswith("zero_optimization")}
+    assert found.pop("zero_optimization.stage") == "honoured"
+    assert set(found.values()) == {"ignored"}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stage_3_keys_mean_nothing_before(stage):
+    quantized = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+    zero = {"stage": stage, "offload_param": {"device": "cpu"}, "mics_shard_size": 2, **quantized}
+    config, report = read({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 7}})
+    assert config == jzero.ZeroConfig(stage=stage)
+    assert set(list(verdicts(report).values())[2:-1]) == {"ignored"}
+
+
+def test_old_names_say_the_new_ones():
+    zero = {"stage": 3, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": True}
+    _, report = read({"zero_optimization": zero})
+    assert "`offload_optimizer.device`" in note(report, "zero_optimization.cpu_offload")
+    renamed = note(report, "zero_optimization.stage3_gather_fp16_weights_on_model_save")
+    assert renamed.startswith("now `gather_16bit_weights_on_model_save`: ")
+
+
 @pytest.mark.parametrize("value", [{"enabled": True}, {"params": {"a": 1}}, {"nested": {"x": {"enabled": True}}}])
 def test_blocks_are_refused_that_are_on(value):
     assert verdicts(read_refused({"compression_training": value})[1])["compression_training"] == "refused"

@@ -14,7 +14,6 @@ __all__ = ["ConfigFields", "config_fields"]
 
 ZERO = "zero_optimization"
 OPTIMIZER_BLOCK, PARAM_BLOCK = f"{ZERO}.offload_optimizer.", f"{ZERO}.offload_param."
-NO_STAGE = "stage 0 partitions nothing"
 STAGE_3_KEYS = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -27,6 +26,11 @@ STAGE_3_KEYS = (
     "memory_efficient_linear",
     "mics_shard_size",
     "mics_hierarchical_params_gather",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
 )
 STAGE_1_2_KEYS = ("allgather_partitions", "allgather_bucket_size", "use_multi_rank_bucket_allreduce")
 ADAM_BYTES = 12
@@ -56,19 +60,21 @@ def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
     fields |= _gathering(settings, stage, precision) | _reducing(settings, stage, precision)
     if stage == 3:
         fields |= _thresholds(settings) | _prefetching(settings, precision) | _replicas(settings, num_devices)
-    for name in STAGE_3_KEYS if stage < 3 else STAGE_1_2_KEYS:
-        which = "stage 3" if stage < 3 else "stages 1 and 2"
-        settings.judge(f"{ZERO}.{name}", "ignored", f"DeepSpeed reads it at {which} only")
     offload = _offload(settings, stage)
-    if stage == 0:
-        _judge_stage_0(settings)
+    _judge_by_stage(settings, stage)
     return ConfigFields(fields, offload)
 
 
-def _judge_stage_0(settings: Settings) -> None:
-    for path, row in list(settings.rows.items()):
-        if path.startswith(f"{ZERO}.") and path != f"{ZERO}.stage" and row.verdict in ("compiler", "honoured"):
-            settings.judge(path, "ignored", NO_STAGE)
+def _judge_by_stage(settings: Settings, stage: int) -> None:
+    """Takes back verdicts on what DeepSpeed does not read at this stage."""
+    for name in STAGE_3_KEYS if stage < 3 else STAGE_1_2_KEYS:
+        which = "stage 3" if stage < 3 else "stages 1 and 2"
+        settings.judge(f"{ZERO}.{name}", "ignored", f"DeepSpeed reads it at {which} only")
+    if stage == 0:
+        stage_row = settings.rows.get(f"{ZERO}.stage")
+        settings.judge_all(f"{ZERO}.", "ignored", "stage 0 partitions nothing")
+        if stage_row is not None:
+            settings.rows[f"{ZERO}.stage"] = stage_row
 
 
 def _gathering(settings: Settings, stage: int, precision: Precision) -> dict[str, Any]:
@@ -131,6 +137,8 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
         settings.judge_all(f"{ZERO}.cpu_offload_param", "ignored", "DeepSpeed reads it at stage 3 only")
         settings.judge_all(PARAM_BLOCK, "ignored", "DeepSpeed reads it at stage 3 only")
         params = "none"
+    if stage == 0:
+        return {}
     if optimizer != "host":
         settings.judge(f"{OPTIMIZER_BLOCK}ratio", "ignored", "no optimizer state is offloaded to the host's memory")
         settings.judge(f"{ZERO}.sub_group_size", "ignored", "tiles of an update on the host")

@@ -111,7 +111,7 @@ class DeepSpeedReport:
         data = {name: getattr(self, name) for name in names}
         data["has_optimizer"], data["has_schedule"] = self.optimizer is not None, self.schedule is not None
         data["rows"] = [dataclasses.asdict(row) for row in self.rows]
-        return json.dumps(data, indent=2, ensure_ascii=False)
+        return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
     def __str__(self) -> str:
         counts = collections.Counter(row.verdict for row in self.rows)
