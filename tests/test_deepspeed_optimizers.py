@@ -194,6 +194,13 @@ def test_lion_is_the_kernels():
         np.testing.assert_allclose(ours, w, rtol=1e-12)
 
 
+def test_adagrad_takes_small_gradients_at_their_size():
+    """optax has eps inside of the root, DeepSpeed outside: near eps alone, 1e-10, that shows (here by 1 in 100)."""
+    report = report_of({"type": "Adagrad", "params": {"lr": 1.0}})
+    (after,) = weights_after(report.optimizer, [[1e-8]], [0.0])
+    np.testing.assert_allclose(after, -1e-8 / (1e-8 + 1e-10), rtol=0.011)
+
+
 @pytest.mark.parametrize(("name", "default"), [("AdamW", 0.01), ("Adam", 0.01)])
 def test_torchs_adamw_decays_by_default(name, default):
     report = report_of({"type": name, "params": {"torch_adam": True}})

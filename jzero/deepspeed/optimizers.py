@@ -153,7 +153,7 @@ OPTIMIZERS = {
             Key("lr_decay", "number", 0.0, "refused", "give `optax.adagrad` a schedule"),
         ),
         _adagrad,
-        "`report.optimizer`, of `optax.scale_by_rss`",
+        "`report.optimizer`, of `optax.scale_by_rss`: near `eps`, gradients count a little more",
     ),
     "sgd": OptimizerKind(
         (
