@@ -55,6 +55,7 @@ from jzero.checkpoint.matching import RestoreReport as RestoreReport
 from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
 from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
 from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
+from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
 from jzero.estimator import MemoryEstimate as MemoryEstimate
 from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
 from jzero.estimator import (
@@ -85,6 +86,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointManager",
+    "DeepSpeedReport",
     "DynamicLossScale",
     "EquivalenceReport",
     "ExportReport",

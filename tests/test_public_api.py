@@ -19,7 +19,7 @@ import jzero
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
-    AnalysisReport CheckpointError CheckpointInfo CheckpointManager DynamicLossScale EquivalenceReport
+    AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DynamicLossScale EquivalenceReport
     ExportReport Fit LeafRule LossScaleError MemoryEstimate Offload PerExample PlanViolation Precision
     RestoreReport StepMemory Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan abstract_train_state
     analyze apply_pending check_equivalence estimate_step_memory export_checkpoint export_params fit gather_params
@@ -38,6 +38,8 @@ FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(jzero, name, N
 METHODS = [
     (jzero.TrainState, "create"),
     (jzero.TrainState, "apply_gradients"),
+    (jzero.ZeroConfig, "from_deepspeed"),
+    (jzero.DeepSpeedReport, "step_arguments"),
     (jzero.ZeroPlan, "table"),
     (jzero.ZeroPlan, "to_json"),
     (jzero.MemoryEstimate, "to_json"),
