@@ -151,12 +151,14 @@ def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
 
 def mean(x: jax.Array, wire: Wire) -> jax.Array:
     """Averages `x` over all devices that hold a part of the batch."""
-    return jnp.asarray(lax.pmean(wire.summable(x), wire.batch_axes), x.dtype)
+    with jax.named_scope("zero_reduce"):
+        return jnp.asarray(lax.pmean(wire.summable(x), wire.batch_axes), x.dtype)
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Returns the largest `x` of all devices; used where all are equal and the result must show it."""
-    return lax.pmax(x, wire.batch_axes)
+    with jax.named_scope("zero_reduce"):
+        return lax.pmax(x, wire.batch_axes)
 
 
 def batch_index(wire: Wire, sizes: dict[str, int]) -> jax.Array:

@@ -220,11 +220,12 @@ class _LocalStep:
             inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
         unscale = inverse * divisor * self.predivide / loss_scale[0] if loss_scale else inverse
         reduced = [role.finish(local.get(i)) for i, role in enumerate(roles)] if self.differentiate else []
-        norm, overflowed = _grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
-        grads = [
-            jnp.zeros((0,), x.dtype) if is_on_host(x) else times(x, unscale) if i in local else x
-            for i, x in enumerate(reduced)
-        ]
+        with jax.named_scope("zero_update"):
+            norm, overflowed = _grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
+            grads = [
+                jnp.zeros((0,), x.dtype) if is_on_host(x) else times(x, unscale) if i in local else x
+                for i, x in enumerate(reduced)
+            ]
         loss = sum_over(total, wire) * inverse
         aux = reduce_aux(aux, wire, self.micro.steps)
         return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
@@ -250,6 +251,7 @@ class _LocalStep:
             prefetch_bytes=config.prefetch_bytes,
         )
 
+        @jax.named_scope("zero_compute")
         def forward(
             diff: dict[int, jax.Array], batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array
         ) -> tuple[jax.Array, Any]:

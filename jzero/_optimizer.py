@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -160,7 +161,8 @@ def _update(
 ) -> Any:
     plan = tx.plan
     own = state if plan.has_opt_state else ZeroOptState(state, None, None, None)
-    with jax.named_scope("zero_update"):
+    # A train step of jzero is in that scope already.
+    with jax.named_scope("zero_update") if tx.step is None else contextlib.nullcontext():
         guards = tx.step is None and plan.config.policy.skips
         overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
         if tx.step is not None and params is not None:

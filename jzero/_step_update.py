@@ -228,6 +228,7 @@ def _in_place(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
     return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
 
 
+@jax.named_scope("zero_update")
 def _settled(state: Any) -> Any:
     """Returns the state with what waits applied, as the plan stores it, inside of `jit`."""
     new = _pending_applied(state)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._compiler_options import CompilerOptions, check_compiler_options
 from jzero._compiler_options import compiler_options as make_compiler_options
-from jzero._grads import WHOLE_BATCH, MicroBatches, evaluate, loss_and_grads
+from jzero._grads import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._plan import ZeroPlan
@@ -218,25 +218,31 @@ class TrainStep(_Step):
         return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
-        tx, plan = state.tx, state.tx.plan
+        tx = state.tx
         traced, inputs = self._traced(state, batch, rng)
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
-        result = loss_and_grads(traced, plan, inputs, self.micro, grads_to_host=True)
-        aux, changed = result.aux
+        result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
+        weighted = isinstance(traced.out_shape[0], Weighted)
+        new, applied = self._updated(state, result, weighted=weighted)
+        applied = jnp.ones((), jnp.bool_) if applied is None else applied
+        metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
+        if inputs.loss_scale is not None:
+            metrics["loss_scale"] = inputs.loss_scale
+        return new, {**metrics, "aux": result.aux[0]} if self.has_aux else metrics
+
+    @jax.named_scope("zero_update")
+    def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
+        """Returns the state after the step, and whether its gradients were applied (`None`: in any case)."""
+        plan = state.tx.plan
         factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
         grads = [times(g, *factors) for g in result.grads]
-        weighs = result.weight != 0 if isinstance(traced.out_shape[0], Weighted) else None  # else there is no gradient
+        weighs = result.weight != 0 if weighted else None  # else there is no gradient
         applied = weighs
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
         found = StepGrads(grads, result.reduced, (result.factor, *factors), applied, weighs, result.overflowed)
-        new = next_state(state, found, changed)
-        applied = jnp.ones((), jnp.bool_) if applied is None else applied
-        metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
-        if inputs.loss_scale is not None:
-            metrics["loss_scale"] = inputs.loss_scale
-        return new, {**metrics, "aux": aux} if self.has_aux else metrics
+        return next_state(state, found, result.aux[1]), applied
 
 
 class EvalStep(_Step):

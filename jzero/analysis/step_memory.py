@@ -239,10 +239,10 @@ def _rows(kept: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
 
 
 def _layer(name: str) -> str:
-    """Returns a name stack without what transformations write around it, and the operation."""
+    """Returns a name stack without what transformations and a step write around it, and the operation."""
     stack, _, operation = name.rpartition(":")
     stack = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|pmap|jit)\b(?=\()", "", stack)
-    parts = [part for part in re.sub(r"[()]", "", stack).split("/") if part]
+    parts = [part for part in re.sub(r"[()]", "", stack).split("/") if part not in ("", "zero_compute")]
     return f"{'/'.join(parts) or '(no name)'}: {operation}"
 
 
