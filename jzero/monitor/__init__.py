@@ -1,0 +1,1 @@
+"""A training loop watched: metrics to sinks, progress, step time, memory, profiles."""

@@ -1,0 +1,256 @@
+"""`Monitor`: what a training loop tells, and where it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero.monitor.profiler import StepProfiler
+from jzero.monitor.progress import Bar, Lines, make_display
+from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
+from jzero.monitor.sinks import Sink
+
+__all__ = ["Monitor"]
+
+
+class Monitor:
+    """Watches a training loop: metrics to sinks, progress, step time, tokens per second, memory, a profile.
+
+    The loop stays yours; it calls `log` after each step. Metrics stay on the devices until `every` steps are there;
+    they are then fetched together, while the devices work on the step after them, so the host waits once per interval
+    and the devices never. Sinks get the values of every step, and with those of an interval's last step:
+
+    * `perf/seconds_per_step`: wall time per step, from the end of the last step of one interval to that of the next;
+      loading data included, what happens in `pause` not.
+    * `perf/first_step_seconds`: in its place for the first step, which traces and compiles; it is an interval of its
+      own.
+    * `perf/tokens_per_second`: over all devices, if `tokens_per_step` is given.
+    * `perf/peak_device_bytes`: the most that one of this process's devices has had in use since the process began.
+      Absent where devices do not say, as on CPUs.
+    * `perf/skipped_steps`: steps of the interval with a `step_applied` that is false, if the metrics have one.
+
+    In several processes every process calls `log`, and process 0 writes, shows and profiles: the metrics of jzero's
+    steps are the same in each. The memory is then that of its devices.
+
+    Args:
+      total_steps: Steps of the whole run, for the progress.
+      sinks: Functions `sink(step, values)`, such as `JsonLines` and `TensorBoard`; closed at the end if they have a
+        `close`.
+      every: Steps of an interval, which ends at multiples of it.
+      tokens_per_step: Tokens (or examples) of one step over all devices.
+      start_step: Steps that were done before, by the run that this one goes on from.
+      progress: Whether to show progress on the standard output: a bar in terminals and notebooks, elsewhere a line per
+        interval. Needs rich.
+      show: Names of the metrics that the progress shows.
+      profile_dir: Folder for a profile by `jax.profiler`, for TensorBoard, XProf or Perfetto; `None`: no profile.
+      profile_steps: The first and the last step in it, counted from 1 where this monitor begins. They are an interval
+        of their own.
+      every_process: Whether every process writes, shows and profiles. Each needs its own sinks.
+
+    Attributes:
+      step: The newest step that was logged.
+
+    Raises:
+      ValueError: An argument has an impossible value.
+      TypeError: A sink is not a function.
+      ImportError: (on entering) Progress is asked for and rich is not installed.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> seen = {}
+      >>> with jzero.Monitor(sinks=[seen.__setitem__], every=2, progress=False) as monitor:
+      ...     for batch in [jnp.ones((8, 512))] * 4:
+      ...         state, metrics = step(state, batch)
+      ...         monitor.log(metrics)
+      >>> [sorted(seen[i]) for i in (3, 4)]
+      [['grad_norm', 'loss', 'step_applied'], ['grad_norm', 'loss', 'perf/seconds_per_step', 'perf/skipped_steps', ...]]
+    """
+
+    def __init__(  # noqa: PLR0913  # the options of a run
+        self,
+        total_steps: int | None = None,
+        *,
+        sinks: Sequence[Sink] = (),
+        every: int = 10,
+        tokens_per_step: int | None = None,
+        start_step: int = 0,
+        progress: bool = True,
+        show: Sequence[str] = ("loss",),
+        profile_dir: str | os.PathLike[str] | None = None,
+        profile_steps: tuple[int, int] = (10, 12),
+        every_process: bool = False,
+    ) -> None:
+        _check_counts(total_steps=total_steps, every=every, tokens_per_step=tokens_per_step)
+        if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+            raise ValueError(f"`start_step` must be a whole number of at least 0: got {start_step!r}.")
+        not_callable = [sink for sink in sinks if not callable(sink)]
+        if not_callable:
+            raise TypeError(f"Each of `sinks` must be a function of `(step, values)`: got {not_callable}.")
+        first, last = profile_steps
+        if not 1 <= first <= last:
+            raise ValueError(f"`profile_steps` must be (first, last) with 1 <= first <= last: got {profile_steps!r}.")
+        self.step = self._start_step = start_step
+        self._total_steps = total_steps
+        self._every = every
+        self._tokens_per_step = tokens_per_step
+        self._speaks = every_process or jax.process_index() == 0
+        self._sinks = tuple(sinks)
+        self._show = tuple(show)
+        self._wants_progress = progress
+        self._profiler = None if profile_dir is None or not self._speaks else StepProfiler(profile_dir, profile_steps)
+        self._display: Bar | Lines | None = None
+        self._pending: list[dict[str, Any]] = []  # of the newest steps, on the devices
+        self._since: float | None = None  # when the interval began; `None` outside of `with`
+        self._entered = False
+
+    def __enter__(self) -> Monitor:
+        """Starts the clock."""
+        if self._entered:
+            raise RuntimeError("A monitor watches one run: make another one for the next.")
+        self._entered = True
+        if self._wants_progress and self._speaks:
+            self._display = make_display(self._total_steps, self._show, start=self._start_step)
+        self._begin_step()
+        return self
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of the next step, and writes those of the interval before if it is over.
+
+        Args:
+          metrics: A tree of real scalars, such as what a step of `make_train_step` returns. Its leaves are named by
+            their paths, such as `aux/accuracy`.
+
+        Raises:
+          TypeError: A leaf is not a real scalar.
+          ValueError: A name is the monitor's own.
+          RuntimeError: The monitor was not entered, or a sink failed.
+        """
+        self._check_entered()
+        values = scalars(metrics)
+        done = self.step - self._start_step
+        if done == 1 or (done and self.step % self._every == 0):
+            self._settle()
+        self.step += 1
+        self._pending.append(values)
+        if self._profiler is not None:
+            self._profiler.after(done + 1, self._settle)
+        self._begin_step()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Writes values that come now and then, such as a validation loss, for the newest step, at once.
+
+        Args:
+          values: As for `log`. The host waits for them.
+
+        Raises:
+          TypeError: A leaf is not a real scalar.
+          ValueError: A name is the monitor's own.
+          RuntimeError: The monitor was not entered, or a sink failed.
+        """
+        self._check_entered()
+        named = scalars(values)
+        self._settle()
+        if self._speaks:
+            (found,) = fetch([named])
+            self._emit(self.step, found)
+            self._report(found)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Stops the clock for what is no training, such as an evaluation. Writes what is there first.
+
+        Example:
+          >>> with jzero.Monitor(progress=False) as monitor, monitor.pause():
+          ...     pass  # evaluate, sample, save
+        """
+        self._check_entered()
+        self._settle()
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
+    ) -> None:
+        """Writes what is left, ends an open profile, and closes the sinks."""
+        closes = [sink.close for sink in self._sinks if hasattr(sink, "close")]
+        closes += [thing.close for thing in (self._profiler, self._display) if thing is not None]
+        try:
+            with contextlib.ExitStack() as stack:  # calls each, whatever the others raise
+                for close in closes:
+                    stack.callback(close)
+                self._settle()
+        except Exception as failure:
+            if error is None:
+                raise
+            # The loop's own error is the one to see, and to catch.
+            error.add_note(f"The monitor could not be closed either: {type(failure).__name__}: {failure}")
+        finally:
+            self._since = None
+        if error is None and self._profiler is not None and not self._profiler.started:
+            warnings.warn(
+                f"No profile was taken: the loop ended after {self.step - self._start_step} steps, before the first of "
+                f"`profile_steps`, {self._profiler.first}.",
+                stacklevel=2,
+            )
+
+    def _begin_step(self) -> None:
+        if self._profiler is not None:
+            self._profiler.before(self.step - self._start_step + 1, self.step + 1, self._settle)
+        if not self._pending:  # the time that a trace takes to start or to be written is nobody's
+            self._since = time.perf_counter()
+
+    def _settle(self) -> None:
+        """Writes the steps that are not written yet, as one interval. Waits for the last of them."""
+        pending, self._pending = self._pending, []
+        if not pending or not self._speaks:
+            return
+        readings = fetch(pending)
+        now, since = time.perf_counter(), self._since
+        assert since is not None
+        self._since = now
+        first = self.step - len(pending) + 1
+        timing = self._timing((now - since) / len(pending), compiled=first == self._start_step + 1)
+        peak = peak_device_bytes()
+        memory = {} if peak is None else {"peak_device_bytes": float(peak)}
+        applied = [x["step_applied"] for x in readings if "step_applied" in x]
+        skipped = {"skipped_steps": float(applied.count(0.0))} if applied else {}
+        readings[-1] |= {OWN_PREFIX + name: x for name, x in {**timing, **memory, **skipped}.items()}
+        for step, values in enumerate(readings, first):
+            self._emit(step, values)
+        self._report(readings[-1])
+
+    def _timing(self, seconds: float, *, compiled: bool) -> dict[str, float]:
+        if compiled:
+            return {"first_step_seconds": seconds}
+        tokens = {} if self._tokens_per_step is None else {"tokens_per_second": self._tokens_per_step / seconds}
+        return {"seconds_per_step": seconds, **tokens}
+
+    def _emit(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks if self._speaks else ():
+            try:
+                sink(step, dict(values))
+            except Exception as error:
+                raise RuntimeError(f"The sink {sink!r} failed at step {step}: {error}") from error
+
+    def _report(self, values: Mapping[str, float]) -> None:
+        if self._display is not None:
+            self._display.show(self.step, values)
+
+    def _check_entered(self) -> None:
+        if self._since is None:
+            raise RuntimeError("A monitor works inside of `with`: `with jzero.Monitor(...) as monitor:`.")
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")

@@ -1,0 +1,71 @@
+"""Metrics as numbers by name: what may be one, and how they come to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero._tree import path_str
+
+__all__ = ["OWN_PREFIX", "fetch", "peak_device_bytes", "scalars"]
+
+OWN_PREFIX = "perf/"
+"""What the names of the monitor's own values start with."""
+
+
+def scalars(metrics: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree of metrics by path, such as `aux/accuracy`, without waiting for any of them.
+
+    Raises:
+      TypeError: A leaf is not a real scalar; all of them are listed.
+      ValueError: Two leaves have one path, or a path starts with `perf/`.
+    """
+    rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(metrics)]
+    bad = [f"  {path!r}: {_say(x)}" for path, x in rows if not _is_scalar(x)]
+    if bad:
+        raise TypeError(
+            "Metrics must be real scalars; these are not:\n"
+            + "\n".join(bad)
+            + "\nTake their mean or another scalar of them in the step, or leave them out of what is logged."
+        )
+    names = [path for path, _ in rows]
+    twice = sorted({path for path in names if names.count(path) > 1})
+    if twice:
+        raise ValueError(f"Each metric needs a name of its own: these are there more than once: {twice}.")
+    own = [path for path in names if path.startswith(OWN_PREFIX)]
+    if own:
+        raise ValueError(f"Names that start with {OWN_PREFIX!r} are the monitor's own: got {own}. Rename them.")
+    return dict(rows)
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether `x` is a real scalar; asks for its shape and dtype alone."""
+    if isinstance(x, bool | int | float):
+        return True
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or getattr(x, "shape", None) != ():
+        return False
+    is_real = jnp.issubdtype(dtype, np.number) and not jnp.issubdtype(dtype, np.complexfloating)
+    return bool(is_real or dtype == np.bool_)
+
+
+def _say(x: Any) -> str:
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}{list(x.shape)}"
+    return f"{type(x).__name__} {x!r:.40}"
+
+
+def fetch(readings: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
+    """Returns metrics as floats. Waits for the last of them, once."""
+    return [{name: float(x) for name, x in values.items()} for values in jax.device_get(list(readings))]
+
+
+def peak_device_bytes() -> int | None:
+    """Returns the most memory that one of this process's devices has had in use; `None` where devices do not say."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [int(x["peak_bytes_in_use"]) for x in stats if "peak_bytes_in_use" in x]
+    return max(peaks, default=None)

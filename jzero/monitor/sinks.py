@@ -1,0 +1,142 @@
+"""Where metrics go: a file of JSON lines, TensorBoard. Any function of `(step, values)` will do as well."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["JsonLines", "Sink", "TensorBoard"]
+
+Sink = Callable[[int, Mapping[str, float]], Any]
+"""`sink(step, values)`; closed at the end if it has a `close`."""
+
+NON_FINITE = "non_finite"
+OWN_KEYS = ("step", "time", NON_FINITE)
+
+
+class JsonLines:
+    """A sink that appends one JSON object per step to a file.
+
+    A line holds `step`, `time` (seconds since the epoch) and the values by name. JSON knows no NaN and no infinity:
+    such a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line is handed to
+    the operating system as a whole as soon as it is there, so a crash leaves the lines before it as they are. A last
+    line that a crash cut off is removed, with a warning, when the file is opened again. A run that goes on from a
+    checkpoint appends: steps that it does again have a second line, which is the one that counts.
+
+    Args:
+      path: The file. It is made, with its folder, when there is something to write.
+
+    Raises:
+      ValueError: (when called) A value is named `step`, `time` or `non_finite`.
+
+    Example:
+      >>> sink = jzero.JsonLines(tmp / "log.jsonl")
+      >>> sink(1, {"loss": 2.5, "grad_norm": float("inf")})
+      >>> sink.close()
+      >>> print((tmp / "log.jsonl").read_text())
+      {"step": 1, "time": ..., "loss": 2.5, "grad_norm": null, "non_finite": {"grad_norm": "inf"}}
+      <BLANKLINE>
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        self._file: Any = None
+
+    def __repr__(self) -> str:
+        return f"JsonLines({str(self.path)!r})"
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one line."""
+        taken = [name for name in values if name in OWN_KEYS]
+        if taken:
+            raise ValueError(f"Each line has {OWN_KEYS} of its own: rename the values {taken}.")
+        found = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        line |= {name: None if name in found else x for name, x in values.items()}
+        if found:
+            line |= {NON_FINITE: found}
+        if self._file is None:
+            self._file = _open_whole(self.path)
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")  # unbuffered: one call of the system
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _open_whole(path: pathlib.Path) -> Any:
+    """Opens a file to append to, without a last line that was cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab+", buffering=0)
+    file.seek(0)
+    tail = file.read().rpartition(b"\n")[2]
+    if tail and _is_json(tail):
+        file.write(b"\n")  # complete, but for its end
+    elif tail:
+        warnings.warn(f"The last line of {path} was cut off and is removed: {tail[:80]!r}.", stacklevel=2)
+        file.truncate(file.tell() - len(tail))
+    return file
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+class TensorBoard:
+    """A sink that writes scalars for TensorBoard, through the package `tensorboardX`.
+
+    What is written is on disk at most ten seconds later, and when the sink is closed. TensorBoard shows NaN and
+    infinite values as such.
+
+    Args:
+      directory: The folder of the run. Each process that writes adds a file of its own.
+
+    Raises:
+      ImportError: tensorboardX is not installed.
+
+    Example:
+      >>> sink = jzero.TensorBoard(tmp / "run")
+      >>> sink(1, {"loss": 2.5})
+      >>> sink.close()
+      >>> len(list((tmp / "run").glob("events*")))
+      1
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        try:
+            self._module = importlib.import_module("tensorboardX")
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "`TensorBoard` needs tensorboardX: `pip install 'jzero[monitor]'`, or use `jzero.JsonLines`."
+            ) from error
+        self.directory = pathlib.Path(directory)
+        self._writer: Any = None
+
+    def __repr__(self) -> str:
+        return f"TensorBoard({str(self.directory)!r})"
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one scalar per value."""
+        if self._writer is None:
+            self._writer = self._module.SummaryWriter(str(self.directory), flush_secs=10)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
