@@ -5,6 +5,7 @@
     python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
     python examples/train_gpt.py --offload             # masters and moments in the memory of the host
     python examples/train_gpt.py --checkpoints ckpt    # goes on where it was stopped, with any stage and devices
+    python examples/train_gpt.py --log run.jsonl --tensorboard run --profile run
 
 It runs on all accelerators if there are any, else on eight virtual CPU devices. What jzero adds to an
 ordinary training script is in `main` and `train`: a mesh, a config, and a few calls.
@@ -15,15 +16,13 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import rich
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import figures
 import gpt_linen
@@ -36,17 +35,22 @@ from text_data import Corpus, load_corpus, sample_batch
 FRAMEWORKS = {"linen": gpt_linen, "nnx": gpt_nnx}
 NUM_CPU_DEVICES = 8
 VALIDATION_SEED = 0  # the validation batches are the same in every run
-LOG_EVERY = 10  # steps between two waits for the device
 
 LossFn = Callable[[Any, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass
 class History:
-    """Losses in nats per byte: one for each training step, and (steps done, loss) for each evaluation."""
+    """Losses in nats per byte: one for each training step, and (steps done, loss) for each evaluation. A sink."""
 
     train: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        if "loss" in values:
+            self.train.append(values["loss"])
+        else:
+            self.validation.append((step, values["validation"]))
 
 
 def main() -> None:
@@ -101,35 +105,39 @@ def train(
     step = jzero.make_train_step(loss_fn, accumulate_steps=args.accumulate_steps, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
     held_out = list(itertools.islice(Batches(corpus.validation, args, seed=VALIDATION_SEED), args.eval_batches))
-    validation = evaluate(eval_step, state, held_out)
-    history = History(validation=[(0, validation)])
+    history = History(validation=[(0, evaluate(eval_step, state, held_out))])
     data, done = Batches(corpus.train, args, seed=args.seed), 0
     if manager is not None and manager.latest_step() is not None:
         state = manager.restore(state, data_iterator=data, donate=True)
         done = manager.latest_step()
         print(f"going on from step {done}")
-    unread = []  # losses left on the device, so that a step need not wait for the one before
-    with progress_bar() as progress:
-        task = progress.add_task(
-            "train", total=args.steps, completed=done, loss=float("nan"), validation=validation, speed=0
-        )
-        started = time.perf_counter()
+    with make_monitor(history, args, start_step=done) as monitor:
         for index in range(done + 1, args.steps + 1):
             state, metrics = step(state, next(data))
+            monitor.log(metrics)
             if manager is not None:
                 manager.save(state, step=index, data_iterator=data)
-            unread.append(metrics["loss"])
-            if index % LOG_EVERY and index < args.steps:
-                continue
-            history.train += map(float, jax.device_get(unread))
-            speed = len(unread) * args.batch_size * args.seq_len / (time.perf_counter() - started)
-            unread.clear()
             if index % args.eval_every == 0 or index == args.steps:
-                validation = evaluate(eval_step, state, held_out)
-                history.validation.append((index, validation))
-            progress.update(task, completed=index, loss=history.train[-1], validation=validation, speed=speed)
-            started = time.perf_counter()
+                with monitor.pause():
+                    monitor.write({"validation": evaluate(eval_step, state, held_out)})
     return state, history
+
+
+def make_monitor(history: History, args: argparse.Namespace, *, start_step: int) -> jzero.Monitor:
+    """Returns what shows and records the run."""
+    sinks = [history]
+    if args.log is not None:
+        sinks.append(jzero.JsonLines(args.log))
+    if args.tensorboard is not None:
+        sinks.append(jzero.TensorBoard(args.tensorboard))
+    return jzero.Monitor(
+        args.steps,
+        sinks=sinks,
+        tokens_per_step=args.batch_size * args.seq_len,
+        start_step=start_step,
+        show=("loss", "validation"),
+        profile_dir=args.profile,
+    )
 
 
 def evaluate(eval_step: Callable[..., Any], state: Any, held_out: list[np.ndarray]) -> float:
@@ -182,17 +190,6 @@ def model_config(args: argparse.Namespace) -> GPTConfig:
     )
 
 
-def progress_bar() -> Progress:
-    """Returns a bar that shows the losses and the speed."""
-    return Progress(
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[validation]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeElapsedColumn(),
-    )
-
-
 def parse_args() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Train a byte-level GPT with ZeRO.")
@@ -211,16 +208,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="sequences per step over all devices")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--eval-every", type=int, default=50, help=f"steps, a multiple of {LOG_EVERY}")
+    parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--eval-batches", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("train_gpt_out"), help="folder for figures")
-    args = parser.parse_args()
-    if args.eval_every % LOG_EVERY:
-        parser.error(f"--eval-every must be a multiple of {LOG_EVERY}: got {args.eval_every}")
-    return args
+    parser.add_argument("--log", type=pathlib.Path, help="file for the metrics, one JSON object per line")
+    parser.add_argument("--tensorboard", type=pathlib.Path, help="folder for the metrics, for TensorBoard")
+    parser.add_argument("--profile", type=pathlib.Path, help="folder for a profile of steps 10 to 12")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -232,8 +232,26 @@ def digest(name: str, tree: Any) -> dict[str, float]:
     return {name + jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(x, np.float64))) for path, x in leaves}
 
 
+def watched() -> list[int]:
+    """Logs two runs to files of each process; returns how many steps it wrote: as it is by default, and if asked."""
+    directory = pathlib.Path(sys.argv[4])
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(3))
+    step = jzero.make_train_step(loss_of)
+    written = []
+    for every_process in (False, True):
+        path = directory / f"{every_process}-{jax.process_index()}.jsonl"
+        monitor = jzero.Monitor(sinks=[jzero.JsonLines(path)], every=2, progress=False, every_process=every_process)
+        with monitor:
+            for i in range(NUM_STEPS):
+                state, metrics = step(state, models.mlp_batch(ROWS, seed=i))
+                monitor.log(metrics)
+        written.append(len(path.read_text().splitlines()) if path.exists() else 0)
+    return written
+
+
 SCENARIOS = {
-    f.__name__: f for f in (train, disagree_about_stage, disagree_about_shapes, checkpoints, one_dies, preempted)
+    f.__name__: f
+    for f in (train, disagree_about_stage, disagree_about_shapes, checkpoints, one_dies, preempted, watched)
 }
 
 

@@ -1,6 +1,7 @@
 """The training example runs as a user runs it: as a script, in a process of its own."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -52,6 +53,12 @@ def device_bytes(output: str) -> dict[str, list[int]]:
     return {label: [int(value.replace(",", "")) for value in values] for label, *values in rows}
 
 
+def logged_steps(path: pathlib.Path) -> list[int | str]:
+    """Returns the step of each line, or that it is an evaluation."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return [line["step"] if "loss" in line else "validation" for line in lines]
+
+
 @pytest.mark.parametrize(
     ("framework", "layers"),
     [
@@ -63,7 +70,8 @@ def device_bytes(output: str) -> dict[str, list[int]]:
 )
 def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10")
-    options = (f"--framework={framework}", layers, *saving, *TINY)
+    log = tmp_path / "log.jsonl"
+    options = (f"--framework={framework}", layers, f"--log={log}", *saving, *TINY)
     output = run_train_gpt(*options, out=tmp_path)
 
     trained, untrained = validation_losses(output)
@@ -73,15 +81,20 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     assert_memory_falls_with_the_stage(device_bytes(output))
     for name in ("loss.png", "memory.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "step 20/20  loss " in output, "progress"
+    assert logged_steps(log) == [*range(1, 21), "validation"]
     if (framework, layers) == ("linen", "--scan"):
         shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
         again = run_train_gpt(*options, "--stage=1", out=tmp_path)
         assert "going on from step 10" in again
         assert validation_losses(again)[0] == pytest.approx(trained, abs=0.0015), "as if it had not"
+        assert logged_steps(log)[21:] == [*range(11, 21), "validation"]
 
 
 def test_example_with_the_optimizer_state_on_the_host(tmp_path):
-    output = run_train_gpt(*TINY, "--precision=bf16", "--offload", out=tmp_path)
+    seen = (f"--tensorboard={tmp_path / 'run'}", f"--profile={tmp_path / 'run'}")
+    output = run_train_gpt(*TINY, "--precision=bf16", "--offload", *seen, out=tmp_path)
+    assert len(list((tmp_path / "run").glob("events.*"))) == len(list((tmp_path / "run").rglob("*.xplane.pb"))) == 1
     trained, untrained = validation_losses(output)
     assert trained < untrained - 0.3
     rows = device_bytes(output)

@@ -438,7 +438,7 @@ def test_lines_where_nobody_watches(capsys, monkeypatch):
         monitor.write({"validation": 1.23456})
         monitor.write({"unseen": 1.0})
     assert capsys.readouterr().out.splitlines() == [
-        "step 1/6  loss 1  first step 0.5 s  memory unknown",
+        "step 1/6  loss 1  first step 500.0 ms  memory unknown",
         "step 2/6  loss 0.5  250.0 ms/step  12,000 tokens/s  memory unknown",
         "step 4/6  loss 0.25  125.0 ms/step  24,000 tokens/s  memory unknown  1 skipped",
         "step 4/6  validation 1.235",
@@ -556,3 +556,19 @@ def test_a_real_profile_holds_the_scopes(tmp_path):
     events = json.loads(gzip.decompress(events.read_bytes()))["traceEvents"]
     numbers = {x["args"]["step_num"] for x in events if x.get("name") == "train"}
     assert {str(x) for x in numbers} == {"2", "3"}
+
+
+def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "guide"}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"monitoring.md, python block {number}", "exec"), namespace)
+    out = capsys.readouterr().out
+    for line in (r"step 30/30  loss \S+  \S+ ms/step  \S+ tokens/s  memory unknown", r"step 45/60  eval/loss \S+"):
+        assert re.search(f"^{line}$", out, re.MULTILINE), out
+    lines = [json.loads(line) for line in pathlib.Path("run/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, 46), 45, *range(46, 61), 60]
+    assert list(pathlib.Path("run").rglob("*.xplane.pb"))

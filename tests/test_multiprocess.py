@@ -158,3 +158,15 @@ def test_sigterm_to_one_process_ends_both_at_the_same_step(tmp_path):
     assert first == 1
     assert last >= 20
     assert jzero.inspect_checkpoint(tmp_path, verify=True).damaged == {}
+
+
+def test_process_0_alone_writes_metrics_unless_asked(tmp_path):
+    results = run_processes("watched", tmp_path)
+    assert [status for status, _, _ in results] == [0, 0], results
+    written = [json.loads(output.splitlines()[-1]) for _, output, _ in results]
+    steps = multiprocess_worker.NUM_STEPS
+    assert written == [[steps, steps], [0, steps]]
+    first, second = (
+        [json.loads(line)["loss"] for line in (tmp_path / f"True-{i}.jsonl").read_text().splitlines()] for i in (0, 1)
+    )
+    assert first == second, "the metrics of a step are the same in each process"

@@ -90,7 +90,7 @@ def describe(values: Mapping[str, float], shown: Sequence[str]) -> str:
     """Returns the values of these names, then step time, speed, memory and skipped steps, as far as they are known."""
     parts = [f"{name} {values[name]:.4g}" for name in shown if name in values]
     if "perf/first_step_seconds" in values:
-        parts.append(f"first step {values['perf/first_step_seconds']:.1f} s")
+        parts.append(f"first step {_seconds(values['perf/first_step_seconds'])}")
     if "perf/seconds_per_step" in values:
         parts.append(f"{_seconds(values['perf/seconds_per_step'])}/step")
     if "perf/tokens_per_second" in values:
