@@ -463,6 +463,15 @@ def test_bar_in_a_terminal(capsys, monkeypatch):
             assert not thread.is_alive(), "the bar was stopped"
 
 
+def test_bar_ends_if_the_profile_cannot_begin(monkeypatch):
+    closed = []
+    monkeypatch.setattr(progress_module.Lines, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(jzero.Monitor(profile_dir="p", profile_steps=(1, 1)), steps=1)
+    assert len(closed) == 1
+
+
 def test_no_output_without_progress(capsys):
     with quiet(every=1) as monitor:
         monitor.log({"loss": 1.0})

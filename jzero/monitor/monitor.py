@@ -115,9 +115,12 @@ class Monitor:
         if self._entered:
             raise RuntimeError("A monitor watches one run: make another one for the next.")
         self._entered = True
-        if self._wants_progress and self._speaks:
-            self._display = make_display(self._total_steps, self._show, start=self._start_step)
-        self._begin_step()
+        with contextlib.ExitStack() as undo:
+            if self._wants_progress and self._speaks:
+                self._display = make_display(self._total_steps, self._show, start=self._start_step)
+                undo.callback(self._display.close)
+            self._begin_step()  # fails if another profile is being taken
+            undo.pop_all()
         return self
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -235,7 +238,7 @@ class Monitor:
         return {"seconds_per_step": seconds, **tokens}
 
     def _emit(self, step: int, values: Mapping[str, float]) -> None:
-        for sink in self._sinks if self._speaks else ():
+        for sink in self._sinks:
             try:
                 sink(step, dict(values))
             except Exception as error:
