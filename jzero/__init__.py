@@ -80,6 +80,9 @@ from jzero.estimator import (
 )
 from jzero.integrations import linen as _linen  # noqa: F401  # registers how states are serialized
 from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
+from jzero.monitor.monitor import Monitor as Monitor
+from jzero.monitor.sinks import JsonLines as JsonLines
+from jzero.monitor.sinks import TensorBoard as TensorBoard
 
 __all__ = [
     "AnalysisReport",
@@ -91,9 +94,11 @@ __all__ = [
     "EquivalenceReport",
     "ExportReport",
     "Fit",
+    "JsonLines",
     "LeafRule",
     "LossScaleError",
     "MemoryEstimate",
+    "Monitor",
     "Offload",
     "PerExample",
     "PlanViolation",
@@ -101,6 +106,7 @@ __all__ = [
     "RestoreReport",
     "StepMemory",
     "Summed",
+    "TensorBoard",
     "TrainState",
     "Weighted",
     "ZeroConfig",

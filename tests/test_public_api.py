@@ -20,8 +20,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DynamicLossScale EquivalenceReport
-    ExportReport Fit LeafRule LossScaleError MemoryEstimate Offload PerExample PlanViolation Precision
-    RestoreReport StepMemory Summed TrainState Weighted ZeroConfig ZeroOptState ZeroPlan abstract_train_state
+    ExportReport Fit JsonLines LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample PlanViolation
+    Precision RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZeroConfig ZeroOptState ZeroPlan
+    abstract_train_state
     analyze apply_pending check_equivalence estimate_step_memory export_checkpoint export_params fit gather_params
     get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
     make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
@@ -47,6 +48,9 @@ METHODS = [
     (jzero.CheckpointManager, "save"),
     (jzero.CheckpointManager, "restore"),
     (jzero.CheckpointInfo, "table"),
+    (jzero.Monitor, "__init__"),
+    (jzero.Monitor, "log"),
+    (jzero.Monitor, "write"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "__call__"),
     (type(jzero.make_train_step(lambda params, batch: 0.0)), "lower"),
     (type(jzero.make_eval_step(lambda params, batch: 0.0)), "__call__"),
