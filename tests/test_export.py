@@ -222,6 +222,38 @@ def test_other_names_and_missing_tensors(tmp_path):
         jzero.load_params(state, tmp_path / "z.safetensors")
 
 
+@pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
+def test_some_parameters_are_loaded_and_others_stay(wrt, tmp_path):
+    """Where adapters are added to a model whose file has none, and the other way round."""
+
+    def make(layer, **options):
+        model = nnx.Dict(layer=layer(17, 13, rngs=nnx.Rngs(len(options)), **options))
+        return sharded((model, nnx.Optimizer(model, optax.adam(1e-2), wrt=wrt)), 3)
+
+    without_adapters = r"(?!.*/lora_[ab]).*"
+    saved = nnx.Dict(layer=nnx.Linear(17, 13, rngs=nnx.Rngs(5)))
+    kernel = np.asarray(saved.layer.kernel[...])
+    tensors = {"layer.kernel": kernel, "layer.bias": np.ones(13, np.float32)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    state = make(nnx.LoRALinear, lora_rank=2)
+    with pytest.raises(ValueError, match=r"(?s)missing in the checkpoint.*lora_a.*`paths`"):
+        jzero.load_params(state, tmp_path / "x.safetensors")
+    before = np.asarray(state[0].layer.lora.lora_a[...])
+    loaded, _ = jzero.load_params(state, tmp_path / "x.safetensors", paths=without_adapters)
+    np.testing.assert_array_equal(natural(np.asarray(loaded.layer.kernel[...]), (17, 13)), kernel)
+    np.testing.assert_array_equal(loaded.layer.lora.lora_a[...], before)
+    bias, _ = jzero.load_params(state, tmp_path / "x.safetensors", paths="layer/bias")
+    np.testing.assert_array_equal(natural(np.asarray(bias.layer.bias[...]), (13,)), np.ones(13))
+    assert not (natural(np.asarray(bias.layer.kernel[...]), (17, 13)) == kernel).any(), "stays, though it is there"
+
+    save_file({**tensors, "layer.more": np.ones(3, np.float32)}, tmp_path / "y.safetensors")
+    with pytest.raises(ValueError, match=r"no parameters for: \['params/layer/more'\]"):
+        jzero.load_params(state, tmp_path / "y.safetensors", paths=without_adapters)
+    for wrong, message in (("kernel", "matches no parameter: it must match a whole key path.*'layer/"), ("(", "not a re")):
+        with pytest.raises(ValueError, match=message):
+            jzero.load_params(state, tmp_path / "x.safetensors", paths=wrong)
+
+
 def test_files_that_cannot_be_loaded(tmp_path):
     state = sharded(odd_state()[0], 3)
     with pytest.raises(jzero.CheckpointError, match="There is no file"):

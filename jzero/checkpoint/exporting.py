@@ -137,7 +137,13 @@ def export_checkpoint(
 
 
 def load_params(
-    state: Any, path: Any, *, rename: Mapping[str, str] | None = None, strict: bool = True, donate: bool = False
+    state: Any,
+    path: Any,
+    *,
+    paths: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    strict: bool = True,
+    donate: bool = False,
 ) -> Any:
     r"""Returns the state with parameters from safetensors files, masters included; all else stays as it is.
 
@@ -146,6 +152,8 @@ def load_params(
     Args:
       state: A sharded train state with values.
       path: A safetensors file, an index of several, or a directory with either.
+      paths: Regular expression over whole key paths such as `"decoder/.*"`, as for `export_params`: parameters that it
+        does not match stay as they are. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
       rename: Regular expressions over whole names in the files, and what they are here, as for `re.sub`:
         `{r"model\.(.*)": r"\1"}`. Names here are keys joined by dots.
       strict: Whether it is an error if parameters are missing in the files, or if these have others. If not, missing
@@ -157,7 +165,8 @@ def load_params(
 
     Raises:
       CheckpointError: There are no such files, or they are damaged.
-      ValueError: They are of another model, or hold a tied parameter twice with different numbers.
+      ValueError: They are of another model, or hold a tied parameter twice with different numbers; `paths` matches no
+        parameter.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -170,9 +179,12 @@ def load_params(
     check_alive(adapted.state)
     target = Target(adapted)
     choice = Choice(params_only=True, strict=strict, donate=donate)
+    names = _names(target, choice)
+    if paths is not None:
+        choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, names))
     tensors, notes = everywhere(lambda: find_tensors(path))
     named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
-    contents, sources = _as_contents(path, named, _names(target, choice), _same_names(adapted.ties(), notes))
+    contents, sources = _as_contents(path, named, names, _same_names(adapted.ties(), notes))
     found, report = everywhere(lambda: target.match(contents, choice))
     unexpected = [path for path in report.unexpected if path not in {leaf.path for leaf in target.wanted}]
     if strict and unexpected:
@@ -243,6 +255,20 @@ def _names(target: Target, choice: Choice) -> dict[str, Keys]:
     """Returns the keys of each parameter by its name."""
     chosen = choice.selector(target.adapted.state)
     return {_name(leaf.keys): leaf.keys for leaf in target.wanted if chosen(leaf)}
+
+
+def _over_whole_paths(paths: str, names: Mapping[str, Keys]) -> str:
+    """Returns an expression over key paths as one over paths of leaves, which begin with a field of the state."""
+    try:
+        re.compile(paths)
+    except re.error as error:
+        raise ValueError(f"`paths` {paths!r} is not a regular expression: {error}.") from error
+    if not any(_is_chosen(keys, paths) for keys in names.values()):
+        some = ", ".join(repr("/".join(keys[1:])) for keys in list(names.values())[:5])
+        raise ValueError(
+            f"`paths` {paths!r} matches no parameter: it must match a whole key path. The first are {some}."
+        )
+    return f"[^/]*/(?:{paths})"
 
 
 def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> dict[str, str]:
