@@ -18,16 +18,15 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training import train_state
 from sklearn.datasets import load_digits
 
 import jzero
+from cpu_devices import use_virtual_cpu_devices
 from memory_by_stage import bytes_on
 
-NUM_CPU_DEVICES = 8
 NUM_TEST = 360  # of 1797 images, drawn at random
 
 Batch = dict[str, np.ndarray]
@@ -58,7 +57,7 @@ class ConvNet(nn.Module):
 def main() -> None:
     """Trains, and measures the accuracy on images that were held out."""
     args = parse_args()
-    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)  # before anything asks for a device
+    use_virtual_cpu_devices()
     mesh = jzero.make_mesh()
     if args.batch_size % mesh.size:
         raise SystemExit(f"--batch-size must be a multiple of {mesh.size} (devices): got {args.batch_size}.")

@@ -29,11 +29,11 @@ import gpt_linen
 import gpt_nnx
 import jzero
 import memory_by_stage
+from cpu_devices import use_virtual_cpu_devices
 from gpt import GPTConfig
 from text_data import Corpus, load_corpus, sample_batch
 
 FRAMEWORKS = {"linen": gpt_linen, "nnx": gpt_nnx}
-NUM_CPU_DEVICES = 8
 VALIDATION_SEED = 0  # the validation batches are the same in every run
 
 LossFn = Callable[[Any, jax.Array], jax.Array]
@@ -56,7 +56,7 @@ class History:
 def main() -> None:
     """Trains, then compares the memory of the four stages."""
     args = parse_args()
-    jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)  # before anything asks for a device
+    use_virtual_cpu_devices()
     mesh = jzero.make_mesh()
     parts = mesh.size * args.accumulate_steps
     if args.batch_size % parts:

@@ -249,9 +249,10 @@ def test_some_parameters_are_loaded_and_others_stay(wrt, tmp_path):
     save_file({**tensors, "layer.more": np.ones(3, np.float32)}, tmp_path / "y.safetensors")
     with pytest.raises(ValueError, match=r"no parameters for: \['params/layer/more'\]"):
         jzero.load_params(state, tmp_path / "y.safetensors", paths=without_adapters)
-    for wrong, message in (("kernel", "matches no parameter: it must match a whole key path.*'layer/"), ("(", "not a re")):
-        with pytest.raises(ValueError, match=message):
-            jzero.load_params(state, tmp_path / "x.safetensors", paths=wrong)
+    with pytest.raises(ValueError, match=r"matches no parameter: it must match a whole key path.*'layer/"):
+        jzero.load_params(state, tmp_path / "x.safetensors", paths="kernel")
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        jzero.load_params(state, tmp_path / "x.safetensors", paths="(")
 
 
 def test_files_that_cannot_be_loaded(tmp_path):
