@@ -18,15 +18,15 @@ class Corpus:
     validation: np.ndarray
 
 
-def load_corpus(max_bytes: int = MAX_BYTES) -> Corpus:
-    """Reads the top-level modules of the standard library in the order of their names, up to `max_bytes`."""
+def load_corpus(pattern: str = "*.py", *, max_bytes: int = MAX_BYTES) -> Corpus:
+    """Reads files of the standard library, its top-level modules by default, by name and up to `max_bytes` in all."""
     directory = pathlib.Path(sysconfig.get_path("stdlib"))
-    texts = [path.read_bytes() for path in sorted(directory.glob("*.py"))]
+    texts = [path.read_bytes() for path in sorted(directory.glob(pattern))]
     ends = np.cumsum([len(text) for text in texts])
     texts = [text for text, end in zip(texts, ends, strict=True) if end <= max_bytes]
     if len(texts) < HOLD_OUT_EVERY:
         raise FileNotFoundError(
-            f"The standard library must be there as source: found only {len(texts)} .py files in {directory}."
+            f"The standard library must be there as source: found only {len(texts)} files {pattern!r} in {directory}."
         )
     held_out = texts[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
     kept = [text for index, text in enumerate(texts) if (index + 1) % HOLD_OUT_EVERY]

@@ -2,11 +2,9 @@
 
 import importlib
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -14,8 +12,8 @@ import numpy as np
 import pytest
 
 import jzero
+from tests.example_runs import EXAMPLES, run_example
 
-ROOT = pathlib.Path(__file__).parents[1]
 TINY = (
     "--d-model=16 --layers=2 --heads=2 --seq-len=16 --batch-size=16 --steps=20 --lr=1e-2"
     " --eval-batches=1 --persistence-threshold=100"
@@ -25,18 +23,7 @@ DEFAULT_RUN_SECONDS = 300
 
 def run_train_gpt(*args: str, out: pathlib.Path, timeout: float = 120) -> str:
     """Returns what the script prints; its exit status must be 0."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    finished = subprocess.run(
-        [sys.executable, "examples/train_gpt.py", *args, f"--out={out}"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "120", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    return run_example("train_gpt.py", *args, f"--out={out}", timeout=timeout)
 
 
 def validation_losses(output: str) -> tuple[float, float]:
@@ -123,7 +110,7 @@ def test_default_run_beats_the_promised_loss_in_time(tmp_path):
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     """The example's own step at its default sizes, on 8 CPU devices, as its script builds it."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
     train_gpt = importlib.import_module("train_gpt")
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", f"--framework={framework}"])
     args = train_gpt.parse_args()

@@ -1,0 +1,118 @@
+"""Starts several processes of a training script on this machine, each with virtual CPU devices of its own.
+
+    python examples/multi_process/launch_local.py
+    python examples/multi_process/launch_local.py --processes 4 --devices 2 -- --steps 50 --stage 2
+    python examples/multi_process/launch_local.py --script my_train.py -- --option of_my_script
+
+For trying out what a cluster would run. The processes find each other by the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see `start_process` in train.py for how to read them.
+Their output comes with the number of the process in front of each line. If one of them fails, the others are ended, and
+its exit status is that of the launcher. Ctrl-C and SIGTERM are passed on to all; a second one kills them.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+TRAIN = pathlib.Path(__file__).with_name("train.py")
+POLL_SECONDS = 0.05
+
+Process = subprocess.Popen[str]
+
+
+def main() -> None:
+    """Launches, waits, and exits with the status of the processes."""
+    args = parse_args()
+    signals: list[int] = []  # those that came; what they mean is settled in `wait`, one after the other
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    processes = start([sys.executable, str(args.script), *args.args], count=args.processes, devices=args.devices)
+    printers = [threading.Thread(target=print_lines, args=pair) for pair in enumerate(processes)]
+    for printer in printers:
+        printer.start()
+    status = wait(processes, signals, grace_seconds=args.grace_seconds)
+    for printer in printers:
+        printer.join()
+    sys.exit(status if status >= 0 else 128 - status)  # as shells tell that a signal ended it
+
+
+def start(command: list[str], *, count: int, devices: int) -> list[Process]:
+    """Returns the processes, just started."""
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": str(count),
+        "PYTHONUNBUFFERED": "1",
+    }
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # else Ctrl-C would reach them from the terminal, too
+        )
+        for index in range(count)
+    ]
+
+
+def wait(processes: list[Process], signals: list[int], *, grace_seconds: float) -> int:
+    """Returns the exit status of the first process that failed, or 0, when all have ended."""
+    status, passed_on, deadline = 0, 0, float("inf")
+    while running := [process for process in processes if process.poll() is None]:
+        failed = [process.returncode for process in processes if process.returncode]
+        if failed and not status:
+            status, deadline = failed[0], time.monotonic() + grace_seconds
+            if not signals:  # else they are about to end anyway
+                send(running, signal.SIGTERM)
+        if len(signals) > passed_on:
+            send(running, signals[0] if passed_on == 0 else signal.SIGKILL)
+            passed_on += 1
+        if time.monotonic() > deadline:
+            send(running, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    return status or next((process.returncode for process in processes if process.returncode), 0)
+
+
+def send(processes: list[Process], number: int) -> None:
+    """Sends a signal to processes."""
+    for process in processes:
+        process.send_signal(number)
+
+
+def print_lines(index: int, process: Process) -> None:
+    """Prints the output of a process, line by line."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"[{index}] {line.rstrip()}", flush=True)
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads the command line; what comes after `--` is for the script."""
+    parser = argparse.ArgumentParser(description="Start several processes of a training script on this machine.")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices of each process")
+    parser.add_argument("--script", type=pathlib.Path, default=TRAIN)
+    parser.add_argument("--grace-seconds", type=float, default=30, help="from the first failure to SIGKILL")
+    parser.add_argument("args", nargs="*", help="arguments of the script, after --")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

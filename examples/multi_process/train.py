@@ -1,0 +1,110 @@
+"""Trains on scikit-learn's digits in as many processes as the cluster starts, and goes on where it was stopped.
+
+    python examples/multi_process/train.py                 # one process, eight virtual CPU devices or all accelerators
+    python examples/multi_process/launch_local.py          # two processes on this machine
+    sbatch examples/multi_process/slurm.sh                 # SLURM: `srun ... train.py --cluster`
+    kubectl apply -f examples/multi_process/jobset.yaml    # Kubernetes: one pod per node, `train.py --cluster`
+
+A SIGTERM (time limit, preemption, a node that is drained) to any of the processes makes all of them write a checkpoint
+after the same step and end with exit status 75; started again with the same `--checkpoints`, also with another number
+of processes, they go on.
+"""
+
+import argparse
+import os
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from sklearn.datasets import load_digits
+
+import jzero
+
+STOPPED_EXIT_CODE = 75  # "try again later" in sysexits.h: the work is not done, but it is saved
+PRINT_EVERY = 10
+
+
+def main() -> None:
+    """Trains up to a step, from scratch or from the newest checkpoint."""
+    args = parse_args()
+    start_process(args)
+    index, count = jax.process_index(), jax.process_count()
+    print(f"process {index} of {count}: {jax.local_device_count()} of {jax.device_count()} devices", flush=True)
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)  # [1797, 64]
+    model = nn.Sequential([nn.Dense(args.width), nn.relu, nn.Dense(args.width), nn.relu, nn.Dense(10)])
+
+    def make_state(key: jax.Array) -> TrainState:
+        params = model.init(key, images[:1])["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        logits = model.apply({"params": params}, batch["images"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=1000)
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    step = jzero.make_train_step(loss_fn)
+    manager = jzero.CheckpointManager(
+        args.checkpoints,
+        max_to_keep=2,
+        save_interval_steps=args.save_every,
+        preemption_exit_code=STOPPED_EXIT_CODE,
+    )
+    if index == 0:
+        print(jzero.plan_of(state), flush=True)
+    with manager:
+        done = manager.latest_step() or 0
+        if done:
+            state = manager.restore(state, donate=True)
+            done = int(state.step)
+        print(f"process {index} starts after step {done}", flush=True)
+        for number in range(done + 1, args.steps + 1):
+            # Each process has the whole batch at hand, here, and puts the rows of its own devices on them. A batch that
+            # depends on nothing but the step's number needs no place in the checkpoint.
+            rows = np.random.default_rng(number).choice(len(images), args.batch_size, replace=False)
+            state, metrics = step(state, {"images": images[rows], "labels": labels[rows]})
+            # Every process at every step: this is where a SIGTERM is noticed.
+            manager.save(state, step=number, force=number == args.steps)
+            if number % PRINT_EVERY == 0 and index == 0:
+                print(f"step {number}: loss {metrics['loss']:.6f}", flush=True)
+    print(f"process {index} is done after step {args.steps}", flush=True)
+
+
+def start_process(args: argparse.Namespace) -> None:
+    """Makes this process one of several, where it is. Comes before anything that asks for a device."""
+    if args.cluster:
+        # JAX finds out from SLURM, Kubernetes, Open MPI or a TPU pod who the others are. This is asked for, not tried:
+        # processes that do not find each other would train the same model side by side, and nobody would notice.
+        jax.distributed.initialize()
+    elif "JAX_PROCESS_ID" in os.environ:  # from launch_local.py; JAX itself reads JAX_COORDINATOR_ADDRESS alone
+        jax.distributed.initialize(
+            num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
+            process_id=int(os.environ["JAX_PROCESS_ID"]),
+            cluster_detection_method="deactivate",
+        )
+    else:
+        os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once on the virtual devices
+        jax.config.update("jax_num_cpu_devices", 8)  # where there is no accelerator
+
+
+def parse_args() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Train on digits with ZeRO, in one process or in many.")
+    parser.add_argument("--cluster", action="store_true", help="let JAX find the other processes of this job")
+    parser.add_argument("--checkpoints", type=pathlib.Path, default=pathlib.Path("multi_process_checkpoints"))
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step over all devices")
+    parser.add_argument("--steps", type=int, default=200)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
