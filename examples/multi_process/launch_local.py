@@ -92,8 +92,9 @@ def send(processes: list[Process], number: int) -> None:
 def print_lines(index: int, process: Process) -> None:
     """Prints the output of a process, line by line."""
     assert process.stdout is not None
-    for line in process.stdout:
-        print(f"[{index}] {line.rstrip()}", flush=True)
+    with process.stdout as lines:
+        for line in lines:
+            print(f"[{index}] {line.rstrip()}", flush=True)
 
 
 def free_port() -> int:

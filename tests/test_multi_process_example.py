@@ -1,0 +1,340 @@
+"""The example for many processes: launched here, by SLURM's variables, and what Kubernetes would be told."""
+
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import yaml
+
+from tests.example_runs import EXAMPLES, ROOT, environment, run_here
+
+FOLDER = EXAMPLES / "multi_process"
+SLURM_PORTS = range(61440, 65536)  # those that JAX derives from numbers of jobs
+TINY = ("--width=32", "--batch-size=32")
+TIME_LIMIT = 120  # seconds
+
+
+def launch(*args: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts the launcher."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(FOLDER / "launch_local.py"), *args],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def signal_at(launcher: subprocess.Popen[str], *signals: tuple[str, int]) -> str:
+    """Sends each signal to the launcher when a line with its text appears; returns what else is printed."""
+    assert launcher.stdout is not None
+    for text, number in signals:
+        seen = []
+        for line in launcher.stdout:
+            seen.append(line)
+            if text in line:
+                break
+        else:
+            raise AssertionError(f"{text!r} did not appear:\n" + "".join(seen))
+        launcher.send_signal(number)
+    return launcher.communicate(timeout=TIME_LIMIT)[0]
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(n): float(x) for n, x in re.findall(r"^(?:\[0\] )?step (\d+): loss (.*)$", output, re.MULTILINE)}
+
+
+def test_two_processes_are_stopped_and_go_on_under_slurm_like_one(tmp_path, monkeypatch, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    launcher = launch("--", *TINY, "--steps=1000000", "--save-every=1000000", f"--checkpoints={checkpoints}")
+    output = signal_at(launcher, ("step 10: loss", signal.SIGTERM))
+    assert launcher.returncode == 75, output
+    stopped = max(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
+    assert stopped >= 10
+
+    last = stopped - stopped % 10 + 20
+    status, output = run_slurm(tmp_path, FAKE_SRUN, f"--steps={last}", *TINY, CHECKPOINTS=str(checkpoints))
+    assert status == 0, output
+    for index in range(2):
+        assert f"process {index} of 2: 4 of 8 devices" in output
+        assert f"process {index} starts after step {stopped}" in output
+        assert f"process {index} is done after step {last}" in output
+    found = losses(output)
+    assert list(found) == [last - 10, last]
+    whole = (f"--steps={last}", "--save-every=1000000", f"--checkpoints={tmp_path / 'one'}")
+    expected = losses(run_here("multi_process/train.py", *TINY, *whole, monkeypatch=monkeypatch, capsys=capsys))
+    assert found[last] == pytest.approx(expected[last], rel=1e-4), "as if it had never been stopped, in one process"
+    assert expected[last] < 0.9 * expected[10]
+
+
+def test_what_slurm_is_told_when_the_processes_end(tmp_path):
+    script = (
+        f"#!{sys.executable}\nimport os, sys\nprint(sys.argv[1:])\nprint(os.environ['SLURM_JOB_ID'])\nsys.exit(%d)\n"
+    )
+    for code in (0, 1, 75, 137):
+        status, output = run_slurm(tmp_path, script % code, "--steps=7", CHECKPOINTS="somewhere")
+        assert status == code
+        requeued = tmp_path / "requeued"
+        assert requeued.exists() == (code == 75)
+        if code == 75:
+            assert requeued.read_text().split() == ["requeue", output.split()[-1]]
+            requeued.unlink()
+        arguments = ["--cluster", "--checkpoints", "somewhere", "--steps=7"]
+        train = str(ROOT / "examples" / "multi_process" / "train.py")
+        assert output.splitlines()[0] == str(["--wait=60", sys.executable, train, *arguments])
+
+
+FAKE_SRUN = f"""\
+#!{sys.executable}
+# Starts two tasks on this machine, with the variables that SLURM sets; returns the highest status, as srun does.
+import os, subprocess, sys
+
+command = [x for i, x in enumerate(sys.argv[1:]) if not (i == 0 and x.startswith("--"))]
+variables = lambda i: {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_STEP_NODELIST": "localhost"}}
+tasks = [subprocess.Popen(command, env=os.environ | variables(i)) for i in range(int(os.environ["SLURM_NTASKS"]))]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def run_slurm(folder: pathlib.Path, srun: str, *args: str, **variables: str) -> tuple[int, str]:
+    """Runs slurm.sh as SLURM does, with an `srun` of ours; returns its exit status and output."""
+    tools = {"srun": srun, "scontrol": f'#!/bin/sh\necho "$@" > {folder}/requeued\n'}
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in tools.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": job_id(), "SLURM_NTASKS": "2", "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": sys.executable}
+    finished = subprocess.run(
+        ["bash", str(FOLDER / "slurm.sh"), *args],
+        env=environment(
+            JAX_NUM_CPU_DEVICES="4", PATH=f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", **job, **variables
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    return finished.returncode, finished.stdout
+
+
+def job_id() -> str:
+    """Returns a number of a job whose port is free."""
+    for port in reversed(SLURM_PORTS):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return str(7 * len(SLURM_PORTS) + port - SLURM_PORTS[0])
+    raise AssertionError("no port is free")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Makes a script for the launcher; `me` is the number of its process."""
+
+    def make(body: str) -> pathlib.Path:
+        path = tmp_path / "script.py"
+        head = "import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n"
+        path.write_text(head + textwrap.dedent(body))
+        return path
+
+    return make
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = launcher.communicate(timeout=TIME_LIMIT)
+    return launcher.returncode, output
+
+
+def test_launcher_tells_processes_apart(script):
+    path = script("""
+        print(me, os.environ["JAX_NUM_PROCESSES"], os.environ["JAX_NUM_CPU_DEVICES"], *sys.argv[1:])
+        print(os.environ["JAX_COORDINATOR_ADDRESS"], file=sys.stderr)
+    """)
+    status, output = finish(launch("--processes=3", "--devices=2", f"--script={path}", "--", "--its=own", "x"))
+    assert status == 0
+    lines = sorted(output.splitlines())
+    assert [line for line in lines if "--its" in line] == [f"[{i}] {i} 3 2 --its=own x" for i in range(3)]
+    addresses = {line[4:] for line in lines if "localhost:" in line}
+    assert len(addresses) == 1
+    assert len(lines) == 6
+
+
+def test_launcher_ends_all_when_one_fails(script):
+    path = script("""
+        if me == 1:
+            sys.exit(3)
+        print("waiting")
+        time.sleep(100)
+    """)
+    assert finish(launch(f"--script={path}"))[0] == 3
+
+
+def test_launcher_kills_what_does_not_end_by_itself(script):
+    path = script("""
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
+    """)
+    assert finish(launch("--grace-seconds=0.5", f"--script={path}"))[0] == 128 + signal.SIGSEGV
+
+
+def test_launcher_passes_ctrl_c_on(script):
+    path = script("""
+        try:
+            print("ready" * me, flush=True)
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("interrupted")
+            sys.exit(4)
+    """)
+    launcher = launch(f"--script={path}")
+    output = signal_at(launcher, ("[1] ready", signal.SIGINT))
+    assert launcher.returncode == 4
+    assert "[1] interrupted" in output
+
+
+def test_second_ctrl_c_kills(script):
+    path = script("""
+        signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))
+        print("ready" * me, flush=True)
+        while True:
+            time.sleep(100)
+    """)
+    launcher = launch(f"--script={path}", "--processes=2")
+    signal_at(launcher, ("[1] ready", signal.SIGINT), ("[1] not now", signal.SIGINT))
+    assert launcher.returncode == 128 + signal.SIGKILL
+
+
+def manifests() -> dict[str, dict]:
+    with (FOLDER / "jobset.yaml").open() as file:
+        return {document["kind"]: document for document in yaml.safe_load_all(file)}
+
+
+def test_jobset_says_what_training_needs():
+    jobset = manifests()["JobSet"]
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    assert workers["replicas"] == 1, "JAX takes one Job for the whole"
+    job = workers["template"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["parallelism"] == job["completions"] > 1
+    assert job["backoffLimit"] == 0, "one pod alone cannot go on"
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][0] == "python", "no shell that keeps SIGTERM to itself"
+    assert (ROOT / container["command"][1]).exists()
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert pod["terminationGracePeriodSeconds"] > 30, "Kubernetes' default"
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    (checkpoints,) = [x.split("=")[1] for x in container["command"] if x.startswith("--checkpoints=")]
+    assert any(checkpoints.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
+def test_jobset_starts_again_after_a_sigterm():
+    jobset = manifests()["JobSet"]["spec"]
+    (job,) = [workers["template"]["spec"] for workers in jobset["replicatedJobs"]]
+    assert job["template"]["spec"]["restartPolicy"] == "Never", "Kubernetes asks for it beside a podFailurePolicy"
+    codes = [rule["onExitCodes"] for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    names = {container["name"] for container in job["template"]["spec"]["containers"]}
+    (stopped,) = re.findall(r"^STOPPED_EXIT_CODE = (\d+)", (FOLDER / "train.py").read_text(), re.MULTILINE)
+    assert [(c["containerName"] in names, c["operator"], c["values"]) for c in codes] == [(True, "In", [int(stopped)])]
+    assert {rule["action"] for rule in job["podFailurePolicy"]["rules"]} == {"FailJob"}
+    (rule,) = jobset["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+KUBERNETES = """
+import builtins, io, os, pathlib, socket, types, yaml
+
+config = types.SimpleNamespace(load_incluster_config=lambda: None)
+found = list(yaml.safe_load_all(pathlib.Path(os.environ["MANIFESTS"]).read_text()))
+(role,) = [x for x in found if x["kind"] == "Role"]
+(jobset,) = [x for x in found if x["kind"] == "JobSet"]
+(binding,) = [x for x in found if x["kind"] == "RoleBinding"]
+(workers,) = jobset["spec"]["replicatedJobs"]
+name = jobset["metadata"]["name"] + "-" + workers["name"] + "-0"
+account = workers["template"]["spec"]["template"]["spec"]["serviceAccountName"]
+assert [x["name"] for x in binding["subjects"]] == [account] and binding["roleRef"]["name"] == role["metadata"]["name"]
+
+
+class ApiException(Exception):
+    status, reason = 403, "Forbidden"
+
+
+def check(group, resource, verb):
+    if not any(group in r["apiGroups"] and resource in r["resources"] and verb in r["verbs"] for r in role["rules"]):
+        raise ApiException(resource, verb)
+
+
+class CoreV1Api:
+    def list_namespaced_pod(self, namespace, field_selector):
+        check("", "pods", "list")
+        controller = types.SimpleNamespace(controller=True, kind="Job")
+        labels = {"job-name": name}
+        metadata = types.SimpleNamespace(name=name + "-1-abcde", labels=labels, owner_references=[controller])
+        return types.SimpleNamespace(items=[types.SimpleNamespace(metadata=metadata)])
+
+
+class BatchV1Api:
+    def read_namespaced_job(self, name, namespace):
+        check("batch", "jobs", "get")
+        labels = {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}
+        spec = types.SimpleNamespace(parallelism=workers["template"]["spec"]["parallelism"])
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(name=name, labels=labels), spec=spec)
+
+
+exceptions = types.SimpleNamespace(ApiException=ApiException)
+client = types.SimpleNamespace(CoreV1Api=CoreV1Api, BatchV1Api=BatchV1Api, exceptions=exceptions)
+
+
+def look_up(host):
+    print("looked up", host, flush=True)
+    return "127.0.0.1"
+
+
+def open_here(path, *args, real=open, **kwargs):
+    return io.StringIO("training") if str(path).endswith("serviceaccount/namespace") else real(path, *args, **kwargs)
+
+
+socket.gethostbyname, builtins.open = look_up, open_here
+"""
+
+
+def test_jax_finds_the_pods_of_the_jobset(tmp_path):
+    """JAX's own detection, given what the API server would answer of the manifest, within what the Role allows."""
+    (tmp_path / "kubernetes.py").write_text(KUBERNETES)
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    finished = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.distributed.initialize()"],
+        env=environment(
+            PYTHONPATH=path,
+            MANIFESTS=str(FOLDER / "jobset.yaml"),
+            KUBERNETES_SERVICE_HOST="10.0.0.1",
+            HOSTNAME="digits-workers-0-1",
+            JOB_COMPLETION_INDEX="2",  # one too many, so that JAX says what it has found and stops
+        ),
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    jobset = manifests()["JobSet"]
+    assert "subdomain" not in jobset["spec"]["network"], "else its name, and not the JobSet's, were that of the service"
+    first_pod = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0-0"
+    assert finished.stdout.splitlines() == [
+        "looked up digits-workers-0-1",
+        f"looked up {first_pod}.{jobset['metadata']['name']}",
+    ]
+    assert "Got process_id=2, num_processes=2" in finished.stderr
