@@ -136,14 +136,26 @@ def job_id() -> str:
     raise AssertionError("no port is free")
 
 
+SCRIPT_HEAD = """\
+import os, signal, sys, time
+
+me, count = int(os.environ["JAX_PROCESS_ID"]), int(os.environ["JAX_NUM_PROCESSES"])
+
+def wait_for_all():
+    open(f"{__file__}.{me}", "w").close()
+    while not all(os.path.exists(f"{__file__}.{i}") for i in range(count)):
+        time.sleep(0.01)
+    print("all ready" * (me == 0), flush=True)
+"""
+
+
 @pytest.fixture
 def script(tmp_path):
     """Makes a script for the launcher; `me` is the number of its process."""
 
     def make(body: str) -> pathlib.Path:
         path = tmp_path / "script.py"
-        head = "import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n"
-        path.write_text(head + textwrap.dedent(body))
+        path.write_text(SCRIPT_HEAD + textwrap.dedent(body))
         return path
 
     return make
@@ -170,48 +182,57 @@ def test_launcher_tells_processes_apart(script):
 
 def test_launcher_ends_all_when_one_fails(script):
     path = script("""
+        def end(*_):
+            print("told to end")
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        wait_for_all()
         if me == 1:
             sys.exit(3)
-        print("waiting")
         time.sleep(100)
     """)
-    assert finish(launch(f"--script={path}"))[0] == 3
+    status, output = finish(launch(f"--script={path}"))
+    assert status == 3
+    assert "[0] told to end" in output
 
 
 def test_launcher_kills_what_does_not_end_by_itself(script):
     path = script("""
-        if me == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        wait_for_all()
+        if me == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(100)
     """)
-    assert finish(launch("--grace-seconds=0.5", f"--script={path}"))[0] == 128 + signal.SIGSEGV
+    assert finish(launch("--grace-seconds=0.5", f"--script={path}"))[0] == 128 + signal.SIGUSR1
 
 
 def test_launcher_passes_ctrl_c_on(script):
     path = script("""
         try:
-            print("ready" * me, flush=True)
+            wait_for_all()
             time.sleep(100)
         except KeyboardInterrupt:
-            print("interrupted")
+            print("interrupted", flush=True)
             sys.exit(4)
     """)
     launcher = launch(f"--script={path}")
-    output = signal_at(launcher, ("[1] ready", signal.SIGINT))
+    output = signal_at(launcher, ("all ready", signal.SIGINT))
     assert launcher.returncode == 4
+    assert "[0] interrupted" in output
     assert "[1] interrupted" in output
 
 
 def test_second_ctrl_c_kills(script):
     path = script("""
         signal.signal(signal.SIGINT, lambda *_: print("not now", flush=True))
-        print("ready" * me, flush=True)
+        wait_for_all()
         while True:
             time.sleep(100)
     """)
-    launcher = launch(f"--script={path}", "--processes=2")
-    signal_at(launcher, ("[1] ready", signal.SIGINT), ("[1] not now", signal.SIGINT))
+    launcher = launch(f"--script={path}")
+    signal_at(launcher, ("all ready", signal.SIGINT), ("not now", signal.SIGINT))
     assert launcher.returncode == 128 + signal.SIGKILL
 
 

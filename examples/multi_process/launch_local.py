@@ -22,6 +22,7 @@ import time
 
 TRAIN = pathlib.Path(__file__).with_name("train.py")
 POLL_SECONDS = 0.05
+THREADS = {"PJRT_NPROC": "32"}  # for two steps at once on the virtual devices; see ../cpu_devices.py
 
 Process = subprocess.Popen[str]
 
@@ -54,7 +55,7 @@ def start(command: list[str], *, count: int, devices: int) -> list[Process]:
     return [
         subprocess.Popen(
             command,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
+            env=THREADS | os.environ | common | {"JAX_PROCESS_ID": str(index)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -82,14 +82,14 @@ def start_process(args: argparse.Namespace) -> None:
         # JAX finds out from SLURM, Kubernetes, Open MPI or a TPU pod who the others are. This is asked for, not tried:
         # processes that do not find each other would train the same model side by side, and nobody would notice.
         jax.distributed.initialize()
-    elif "JAX_PROCESS_ID" in os.environ:  # from launch_local.py; JAX itself reads JAX_COORDINATOR_ADDRESS alone
+    elif "JAX_PROCESS_ID" in os.environ:  # from launch_local.py, with JAX_COORDINATOR_ADDRESS, which JAX reads itself
         jax.distributed.initialize(
             num_processes=int(os.environ["JAX_NUM_PROCESSES"]),
             process_id=int(os.environ["JAX_PROCESS_ID"]),
             cluster_detection_method="deactivate",
         )
     else:
-        os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once on the virtual devices
+        os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
         jax.config.update("jax_num_cpu_devices", 8)  # where there is no accelerator
 
 
