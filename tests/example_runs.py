@@ -16,7 +16,7 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "COLUMNS": "120", "JAX_PLATFORMS": "cpu"} | variables
 
 
-def run_example(script: str, *args: str, timeout: float = 120) -> str:
+def run_example(script: str, *args: str, timeout: float = 300) -> str:
     """Returns what a script prints; its exit status must be 0."""
     finished = subprocess.run(
         [sys.executable, "-W", "error", f"examples/{script}", *args],

@@ -21,7 +21,7 @@ TINY = (
 DEFAULT_RUN_SECONDS = 300
 
 
-def run_train_gpt(*args: str, out: pathlib.Path, timeout: float = 120) -> str:
+def run_train_gpt(*args: str, out: pathlib.Path, timeout: float = 300) -> str:
     """Returns what the script prints; its exit status must be 0."""
     return run_example("train_gpt.py", *args, f"--out={out}", timeout=timeout)
 

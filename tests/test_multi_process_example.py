@@ -17,7 +17,7 @@ from tests.example_runs import EXAMPLES, ROOT, environment, run_here
 FOLDER = EXAMPLES / "multi_process"
 SLURM_PORTS = range(61440, 65536)  # those that JAX derives from numbers of jobs
 TINY = ("--width=32", "--batch-size=32")
-TIME_LIMIT = 120  # seconds
+TIME_LIMIT = 300  # seconds
 
 
 def launch(*args: str, **variables: str) -> subprocess.Popen[str]:
