@@ -530,9 +530,11 @@ def test_readme_commands_run(run, checkpoint, tmp_path):
     """Except that the model is a small one, and that machines which are not there are left out."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
-    assert {line.split()[1] for line in lines} == {"estimate", "plan", "analyze", "fit", "export", "inspect", "doctor"}
+    commands = {"estimate", "plan", "analyze", "fit", "deepspeed", "export", "inspect", "doctor"}
+    assert {line.split()[1] for line in lines} == commands
     for line in lines:
         here = line.replace("checkpoints/run1", str(checkpoint[0])).replace("model.safetensors", str(tmp_path / "m"))
+        here = here.replace("ds_config.json", str(ROOT / "tests/data/ds_configs/zero2_fp16.json"))
         here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", here.removeprefix("jzero "), count=1))
         memory = " --hbm-bytes 1e9" if here.startswith("fit") else ""
         assert run(here + memory).exit_code == 0, line

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jzero._precision import DtypeName, DynamicLossScale, Precision
 from jzero.deepspeed.settings import Settings
-from jzero.deepspeed.zero_keys import HAS_PREFETCH_BYTES, NO_CAP
+from jzero.deepspeed.zero_keys import NO_CAP
 
 __all__ = ["ConfigFields", "config_fields"]
 
@@ -106,8 +106,12 @@ def _thresholds(settings: Settings) -> dict[str, Any]:
 
 
 def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
-    size = settings.values.get(f"{ZERO}.prefetch_bucket_size")
-    if not HAS_PREFETCH_BYTES or size is None:
+    path = f"{ZERO}.prefetch_bucket_size"
+    size = settings.values.get(path)
+    if size is None:
+        return {}
+    if _device(settings, "offload_param", "cpu_offload_param") == "host":
+        settings.judge(path, "compiler", "parameters on the host are fetched where they are gathered")
         return {}
     return {"prefetch_bytes": size * _itemsize(precision.compute_dtype)}
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from jzero.deepspeed.key import NVME, Key
 
-__all__ = ["HAS_PREFETCH_BYTES", "NO_CAP", "OFFLOAD", "ZERO"]
-
-HAS_PREFETCH_BYTES = False  # MERGE: True once there is `ZeroConfig.prefetch_bytes`
+__all__ = ["NO_CAP", "OFFLOAD", "ZERO"]
 
 NO_CAP = 2**63 - 1
 """What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
@@ -64,10 +62,8 @@ ZERO = (
         "zero_optimization.prefetch_bucket_size",
         "int",
         50_000_000,
-        "honoured" if HAS_PREFETCH_BYTES else "compiler",
-        "`ZeroConfig.prefetch_bytes`: elements times the bytes of the dtype that is gathered"
-        if HAS_PREFETCH_BYTES
-        else "it schedules gathers ahead of their use; see `make_train_step(compiler_options='recommended')`",
+        "honoured",
+        "`ZeroConfig.prefetch_bytes`: elements times the bytes of the dtype that is gathered",
         old_names=(STAGE3 + "prefetch_bucket_size",),
     ),
     Key(
