@@ -181,9 +181,12 @@ def check_in_place(state: Any, plan: ZeroPlan, *, opt_state: bool = True) -> Non
       plan: Its plan.
       opt_state: Whether the optimizer state is looked at, too.
     """
+    looked_at = (state.params, other_fields(state), state.opt_state if opt_state else None)
+    check_alive(looked_at)
+    if not any(plan.host_bytes_per_device) and not any(map(is_on_host, jax.tree.leaves(looked_at))):
+        return  # the usual case, in each call of a step
     away: list[StateLeaf] = []
     near: list[StateLeaf] = []
-    check_alive((state.params, other_fields(state), state.opt_state if opt_state else None))
 
     def check(x: Any, leaf: StateLeaf) -> Any:
         if isinstance(x, jax.Array) and is_on_host(x) != leaf.on_host:
