@@ -1,0 +1,227 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: -all
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: jupytext,kernelspec,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Will it fit?
+#
+# How many devices does a model need, and at which stage? The questions below are asked of models of 7 and 70 billion
+# parameters and of machines that you may not have. Nothing is allocated: shapes are enough. The answers come in three
+# degrees of care:
+#
+# 1. formulas over the number of parameters, which are DeepSpeed's estimators;
+# 2. the plan, which knows every array, and a reckoning of activations from the trace of the step;
+# 3. the compiler of the machine.
+#
+# The models are those of `examples/decoder_models.py`: Flax Linen, scanned layers, recomputed in the backward pass.
+
+# %%
+import os
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+
+import sys
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import AbstractMesh
+
+sys.path.append("../examples")
+
+import decoder_models
+import jzero
+
+GIB = 2**30
+print(f"{jax.device_count()} {jax.devices()[0].platform} devices, for the last section")
+
+# %% [markdown]
+# ## Shapes of a model
+#
+# Each function of `decoder_models` returns what training needs: a function from a key to a Flax `TrainState`, a loss,
+# and the shape of a batch. `jax.eval_shape` makes the state of it without its numbers.
+
+# %%
+make_state, loss_fn, batch = decoder_models.llama_7b()
+state = jax.eval_shape(make_state, jax.random.key(0))
+num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+print(f"{num_params / 1e9:.2f} billion parameters, batch {batch.shape}")
+print(f"replicated in fp32, with gradients and Adam: {16 * num_params / GIB:.0f} GiB on every device")
+
+# %% [markdown]
+# ## Formulas
+#
+# The estimators have DeepSpeed's names, arguments and tables. They print their table unless told not to, and return the
+# numbers.
+
+# %%
+for estimate in (
+    jzero.estimate_zero2_model_states_mem_needs_all_live,
+    jzero.estimate_zero3_model_states_mem_needs_all_live,
+):
+    table = estimate(state.params, num_gpus_per_node=8, verbose=False)
+    print(table, end="\n\n")
+
+# %% [markdown]
+# The last table without offload is 18 bytes per parameter over 8 devices, and the largest layer whole in fp32:
+# DeepSpeed counts 16-bit training, with the gradient in fp32 as well.
+
+# %%
+(row,) = (row for row in table.rows if not row.cpu_offload and row.zero_init)
+assert row.gpu_bytes == 4 * table.largest_layer_params + 18 * num_params // 8
+print(f"{row.options.strip()}: {row.gpu_bytes / GIB:.2f} GiB")
+
+# %% [markdown]
+# ## Plans
+#
+# A plan knows each array: what is cut and where, what is padded, what stays whole. It needs a mesh, and an
+# `AbstractMesh` will do, so 64 devices need not be there.
+
+# %%
+bf16 = jzero.ZeroConfig(stage=3, precision="bf16")
+plan = jzero.plan_train_state(state, config=bf16, mesh=AbstractMesh((64,), ("data",)))
+print(plan)
+
+# %% [markdown]
+# With `precision="bf16"` jzero keeps, per parameter at stage 3, an fp32 master and two fp32 moments, and a 16-bit
+# gradient while a step runs: 14 bytes, over N devices. At stage 0 there is a 16-bit parameter on top of that, 16 bytes
+# in all. The plans agree with this arithmetic, and deviate from it by what stays whole.
+#
+# Here are the plans of all stages for 70 billion parameters.
+
+
+# %%
+BYTES = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 14)}  # per parameter: whole, and divided by N
+COUNTS = 2 ** np.arange(3, 11)  # 8 to 1024 devices
+
+large = jax.eval_shape(decoder_models.llama_70b()[0], jax.random.key(0))
+size = sum(leaf.size for leaf in jax.tree.leaves(large.params))
+
+figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+for (stage, (whole, cut)), color in zip(BYTES.items(), ("#D55E00", "#E69F00", "#0072B2", "#009E73"), strict=True):
+    config = jzero.ZeroConfig(stage=stage, precision="bf16")
+    totals = []
+    for count in COUNTS:
+        mesh = AbstractMesh((int(count),), ("data",))
+        totals.append(jzero.plan_train_state(large, config=config, mesh=mesh).bytes_per_device.total)
+    np.testing.assert_allclose(totals, whole * size + cut * size / COUNTS, rtol=0.01)
+    axes.loglog(COUNTS, np.array(totals) / GIB, marker="o", markersize=4, color=color, label=f"stage {stage}")
+axes.axhline(80e9 / GIB, color="#999999", linestyle="--")
+axes.text(COUNTS[-1], 70e9 / GIB, "80 GB", ha="right", va="top", color="#666666")
+axes.set_xticks(COUNTS, COUNTS, minor=False)
+axes.minorticks_off()
+axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+axes.set_xlabel("devices")
+axes.set_ylabel("GiB of states per device")
+axes.set_title(f"{size / 1e9:.0f} billion parameters in bf16")
+axes.legend(frameon=False, loc="lower left")
+axes.spines[["top", "right"]].set_visible(False)
+
+# %% [markdown]
+# ## Activations
+#
+# States are one part. `estimate_step_memory` traces the step and adds what the forward pass leaves to the backward
+# pass, what is gathered, and what is being worked on when memory is at its peak. The states are exact; the rest follows
+# a model of the compilers.
+
+# %%
+step = jzero.make_train_step(loss_fn)
+memories = {
+    stage: jzero.estimate_step_memory(
+        step, state, batch, topology="h200:8", config=jzero.ZeroConfig(stage=stage, precision="bf16")
+    )
+    for stage in range(4)
+}
+print(memories[3])
+
+# %%
+terms = {f"stage {stage}": {"states": m.arguments, **m.at_peak} for stage, m in memories.items()}
+names = list(dict.fromkeys(name for sizes in terms.values() for name in sizes))
+colors = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#BBBBBB", "#56B4E9")
+
+figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+left = np.zeros(len(terms))
+for name, color in zip(names, colors, strict=False):
+    sizes = np.array([sizes.get(name, 0) for sizes in terms.values()]) / GIB
+    axes.barh(list(terms), sizes, left=left, color=color, label=name)
+    left += sizes
+np.testing.assert_allclose(left * GIB, [m.peak for m in memories.values()], rtol=0.01)
+for row, total in enumerate(left):
+    axes.text(total, row, f" {total:.0f}", va="center")
+figure.legend(loc="outside upper center", ncols=len(names), frameon=False)
+axes.axvline(80e9 / GIB, color="#999999", linestyle="--")
+axes.margins(x=0.08)
+axes.set_xlabel("GiB per device: 7 billion parameters in bf16 on 8 devices (dashed: 80 GB)")
+axes.spines[["top", "right"]].set_visible(False)
+axes.invert_yaxis()
+
+# %% [markdown]
+# ## The cheapest layout that fits
+#
+# `fit` searches stages, replicas, micro-batches and recomputation, and takes what communicates least among all that
+# fits. With `confirm=False` it reckons only; else it compiles its choice.
+
+# %%
+choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, confirm=False)
+print(choice)
+
+# %% [markdown]
+# The result is what the calls of a training script take.
+#
+# ```python
+# mesh = jzero.make_mesh(**choice.mesh_shape)
+# state = jzero.init_train_state(make_state, key, config=choice.config, mesh=mesh)
+# step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
+# ```
+#
+# With 20 GB of each device's memory another choice is made. Look at how much room it leaves: if that is less than a
+# tenth, compile before you trust it.
+
+# %%
+small = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, hbm_bytes=20e9, confirm=False)
+print(small)
+assert choice.chosen.peak <= choice.limit
+assert small.chosen is None or small.chosen.peak <= 20e9
+assert small.chosen is None or small.config.stage >= choice.config.stage
+
+# %% [markdown]
+# ## Asking the compiler
+#
+# `analyze` compiles the step for a machine that is not there. It needs that machine's compiler, which
+# `pip install 'jzero[gpu]'` or `'jzero[tpu]'` brings. Without it, the cell says so and compiles for the devices here.
+
+# %%
+try:
+    report = jzero.analyze(step, state, batch, topology="h200:8", config=bf16)
+except (ImportError, RuntimeError) as error:  # no such compiler, or jax has refused it
+    print(f"{error}\n\nThis machine's compiler in its place:\n")
+    shape = jax.ShapeDtypeStruct((jax.device_count(), batch.shape[1]), batch.dtype)
+    report = jzero.analyze(step, state, shape, config=bf16)
+print(report)
+
+# %% [markdown]
+# What was reckoned stands beside what was compiled. The state and the batch are the same. The peak is within 15 % for
+# eight H200, and can be further off for CPUs, whose compiler the reckoning is no model of.
+
+# %%
+report.verify()
+np.testing.assert_allclose(report.reckoned.arguments, report.memory.arguments, rtol=0.01)
+assert report.machine != "h200:8" or abs(report.reckoned.peak / report.memory.peak - 1) < 0.15
+for name, peak in {"reckoned": report.reckoned.peak, "compiled": report.memory.peak}.items():
+    print(f"{name}: {peak / GIB:.1f} GiB, {'fits' if peak < 20e9 else 'does not fit'} in 20 GB")
+
+# %% [markdown]
+# Next: [checkpoints across world sizes](03_checkpoints_across_world_sizes.ipynb).

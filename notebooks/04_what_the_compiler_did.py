@@ -1,0 +1,246 @@
+# ---
+# jupyter:
+#   jupytext:
+#     cell_metadata_filter: -all
+#     formats: ipynb,py:percent
+#     notebook_metadata_filter: jupytext,kernelspec,-jupytext.text_representation.jupytext_version
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#       format_version: '1.3'
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What the compiler did
+#
+# ZeRO is a promise about communication: stages 1 and 2 send no more than plain data parallel training, and stage 3 half
+# as much again. It is the compiler that decides what is sent. `jzero.analyze` compiles a step, runs nothing, and reads
+# the program. This notebook compares it with ZeRO's arithmetic, and then writes a loss that breaks the promise.
+
+# %%
+import os
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+
+import pathlib
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import jzero
+
+NUM_DEVICES = jax.device_count()
+assert NUM_DEVICES > 1, "ZeRO needs two devices. Start Jupyter with JAX_PLATFORMS=cpu to get eight virtual ones."
+print(f"{NUM_DEVICES} {jax.devices()[0].platform} devices")
+
+# %% [markdown]
+# The model is one array, a stack of square matrices that a `lax.scan` runs over. So all numbers can be checked by hand.
+# Its parameters are a plain pytree, and `jzero.TrainState` is a train state for those. In what follows Ψ is the number
+# of parameters.
+
+# %%
+NUM_LAYERS, WIDTH = 8, 240
+SIZE = NUM_LAYERS * WIDTH**2  # Ψ
+
+
+def block(x, w):
+    return x + jnp.tanh(x @ w), None
+
+
+def loss_fn(params, batch):
+    x, _ = jax.lax.scan(block, batch, params["stack"])
+    return jnp.square(x).mean()
+
+
+stack = 0.02 * jax.random.normal(jax.random.key(0), (NUM_LAYERS, WIDTH, WIDTH))
+plain = jzero.TrainState.create(params={"stack": stack}, tx=optax.adam(1e-3))
+batch = np.random.default_rng(0).normal(size=(16 * NUM_DEVICES, WIDTH)).astype(np.float32)
+step = jzero.make_train_step(loss_fn)
+print(f"Ψ = {SIZE:,} parameters in {NUM_LAYERS} layers")
+
+# %% [markdown]
+# ## One report
+#
+# At stage 3 each layer is gathered inside the loop, once in the forward pass and once in the backward pass, and its
+# gradient is reduced and scattered as soon as it is there.
+
+# %%
+state = jzero.shard_train_state(plain, stage=3)
+report = jzero.analyze(step, state, batch)
+print(report)
+
+# %% [markdown]
+# The table counts *elements* as the ZeRO paper does: a gather or a reduce-scatter of Ψ elements counts Ψ, an all-reduce
+# 2Ψ, since it is a reduce-scatter and a gather in one. What a device really sends in a ring is (N-1)/N of that, in the
+# last column. `per step` has the trip counts of loops multiplied in.
+#
+# `verify` compares the program with the plan. It says nothing here, so there is nothing to complain of.
+
+# %%
+report.verify()
+
+# %% [markdown]
+# ## The arithmetic, stage by stage
+
+# %%
+EXPECTED = {0: 2, 1: 2, 2: 2, 3: 3}  # in units of Ψ
+KINDS = {"all-reduce": "#D55E00", "reduce-scatter": "#009E73", "all-gather": "#E69F00"}
+
+reports = {}
+for stage, expected in EXPECTED.items():
+    reports[stage] = jzero.analyze(step, jzero.shard_train_state(plain, stage=stage), batch)
+    reports[stage].verify()
+    assert abs(reports[stage].communication_elements / SIZE - expected) < 0.1
+
+figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
+left = np.zeros(len(reports))
+for kind, color in KINDS.items():
+    sizes = [sum(row.elements for row in r.collectives if row.kind == kind) / SIZE for r in reports.values()]
+    axes.barh([f"stage {stage}" for stage in reports], sizes, left=left, color=color, label=kind)
+    left += np.array(sizes)
+figure.legend(loc="outside upper center", ncols=3, frameon=False)
+axes.set_xlabel("elements per step, in units of the parameters Ψ")
+axes.set_xlim(0, 3.2)
+axes.spines[["top", "right"]].set_visible(False)
+axes.invert_yaxis()
+
+# %% [markdown]
+# Stage 0 sums gradients with an all-reduce. Stages 1 and 2 do the two halves of that apart: they scatter the sum,
+# update one part of the parameters, and gather the parameters. Stage 3 leaves out the gather after the update, and
+# gathers twice while it computes.
+#
+# ## Trading memory for communication
+#
+# `reshard_after_forward=False` keeps the gathered parameters until the backward pass. That saves the second gather, and
+# costs the memory that stage 3 was there to save.
+
+# %%
+keeping = jzero.ZeroConfig(stage=3, reshard_after_forward=False)
+kept = jzero.analyze(step, jzero.shard_train_state(plain, config=keeping), batch)
+kept.verify()
+
+print(kept)
+assert abs(kept.communication_elements / SIZE - 2) < 0.1
+assert kept.memory.temporaries - report.memory.temporaries > 4 * SIZE * (1 - 2 / NUM_LAYERS)
+
+# %% [markdown]
+# `remat=True` recomputes what each pass of a scan has computed, in place of keeping it. It takes memory away and adds
+# arithmetic; what is sent stays the same, because stage 3 gathers each layer for the backward pass anyway.
+
+# %%
+wide = np.tile(batch, (32, 1))  # a larger batch, so that activations are what counts
+keep, recompute = (jzero.analyze(jzero.make_train_step(loss_fn, remat=remat), state, wide) for remat in (None, True))
+for name, r in {"kept": keep, "recomputed": recompute}.items():
+    print(
+        f"{name:12}{r.memory.temporaries / 2**20:6.1f} MiB of temporaries, {r.communication_elements / SIZE:.2f} Ψ sent"
+    )
+assert recompute.memory.temporaries < keep.memory.temporaries
+assert recompute.communication_elements == keep.communication_elements
+
+# %% [markdown]
+# ## A loss that departs from the plan
+#
+# Say each matrix is to be normalized before it is used. Written like this, the norms are taken of the whole stack ahead
+# of the loop, so all layers are gathered at once. The result is right and the memory of stage 3 is gone. `verify` says
+# so, and names the array.
+
+
+# %%
+def normalized(w):
+    return w / jnp.linalg.norm(w, axis=-2, keepdims=True)
+
+
+def loss_ahead(params, batch):
+    x, _ = jax.lax.scan(block, batch, normalized(params["stack"]))
+    return jnp.square(x).mean()
+
+
+def loss_inside(params, batch):
+    x, _ = jax.lax.scan(lambda x, w: block(x, normalized(w)), batch, params["stack"])
+    return jnp.square(x).mean()
+
+
+ahead = jzero.analyze(jzero.make_train_step(loss_ahead), state, batch)
+try:
+    ahead.verify()
+except jzero.PlanViolation as violation:
+    print(violation)
+else:
+    raise AssertionError("the stack is gathered ahead of the loop, and nobody said so")
+
+# %% [markdown]
+# Inside the loop the same norms are taken one layer at a time.
+
+# %%
+inside = jzero.analyze(jzero.make_train_step(loss_inside), state, batch)
+inside.verify()
+for name, r in {"ahead of the loop": ahead, "inside the loop": inside}.items():
+    print(f"{name:18}{r.memory.temporaries / 2**20:6.2f} MiB of temporaries")
+assert inside.memory.temporaries < ahead.memory.temporaries
+
+np.testing.assert_allclose(loss_inside(plain.params, batch), loss_ahead(plain.params, batch), rtol=1e-5)
+
+# %% [markdown]
+# ## When things happen
+#
+# Whether communication costs time depends on what runs beside it. With `topology=` the program is compiled for another
+# machine, here one host of eight H200, and its schedule is played through at that machine's peak rates. It needs the
+# compiler of that machine, though not the machine: `pip install 'jzero[gpu]'`. `save_figure` draws memory and timeline.
+#
+# For the picture the layers are those of a larger model. Shapes are enough, so nothing is allocated.
+
+# %%
+TOPOLOGY = "h200:8"
+layers = {"stack": jax.ShapeDtypeStruct((4, 8192, 8192), jnp.float32)}
+large = jax.eval_shape(lambda params: jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), layers)
+tokens = jax.ShapeDtypeStruct((8 * 4096, 8192), jnp.bfloat16)
+config = jzero.ZeroConfig(stage=3, precision="bf16")
+
+
+def show_figure(report):
+    """Shows what `save_figure` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "report.png")
+        report.save_figure(str(path))
+        image = plt.imread(path)
+    figure = plt.figure(figsize=(9, 9 * image.shape[0] / image.shape[1]))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.imshow(image)
+    axes.set_axis_off()
+
+
+try:
+    timed = {
+        name: jzero.analyze(
+            jzero.make_train_step(loss_fn, compiler_options=options), large, tokens, topology=TOPOLOGY, config=config
+        )
+        for name, options in {"as it is": None, "recommended": "recommended"}.items()
+    }
+except (ImportError, RuntimeError) as error:  # no such compiler, or jax has refused it
+    print(f"No timeline here. {error}")
+    timed = {}
+
+for name, r in timed.items():
+    r.verify()
+    print(f"{name:12} {r.exposed_communication:.0%} of the time of collectives has no computation beside it")
+show_figure(timed.get("as it is", report))
+
+# %% [markdown]
+# `compiler_options="recommended"` asks the GPU compiler to gather each scanned layer one ahead, while the layer before
+# it computes.
+
+# %%
+show_figure(timed.get("recommended", kept))
+
+# %% [markdown]
+# Where there is no such compiler the figures above show memory alone, of the reports from this machine. A modelled
+# timeline is no measurement: for that, profile the step on the machine itself.

@@ -1,0 +1,132 @@
+"""The notebooks: paired with text, committed with their outputs, and run from top to bottom."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jupytext
+import jupytext.compare
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+MAX_BYTES = 300 * 1024
+MACHINE_PATH = re.compile(r"(?<![\w.])(?:/(?:home|root|tmp|usr|opt|var|work|mnt|Users|private)/|[A-Z]:\\)")
+
+# Runs each script named on the command line in one process, which imports jax once.
+RUN_SCRIPTS = """
+import runpy, sys
+import matplotlib
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+for script in sys.argv[1:]:
+    runpy.run_path(script, run_name="__main__")
+    plt.close("all")
+    print(f"ran {script}")
+"""
+
+
+def run_python(*args: str, num_devices: int = 8, timeout: float = 300) -> str:
+    """Runs Python in the notebooks' folder, as a reader without accelerators would; returns what it prints."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # most of the time goes into compiling
+    }
+    environment.pop("MPLBACKEND", None)  # in a kernel it would keep figures out of the outputs
+    finished = subprocess.run(
+        [sys.executable, *args],
+        cwd=FOLDER,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr
+    return finished.stdout
+
+
+def outputs_of(path: pathlib.Path) -> list[dict]:
+    """Returns all outputs that are committed in a notebook."""
+    cells = json.loads(path.read_text())["cells"]
+    return [output for cell in cells if cell["cell_type"] == "code" for output in cell["outputs"]]
+
+
+def text_of(output: dict) -> str:
+    """Returns what an output says; pictures left out, whose base64 looks like paths at times."""
+    data = {kind: value for kind, value in output.get("data", {}).items() if not kind.startswith("image/")}
+    return "\n".join(["".join(output.get("text", [])), *("".join(value) for value in data.values())])
+
+
+def test_there_are_four_and_each_is_paired():
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
+    assert [path.with_suffix(".py") for path in NOTEBOOKS] == sorted(FOLDER.glob("*.py"))
+    for path in NOTEBOOKS:
+        for file in (path, path.with_suffix(".py")):
+            assert jupytext.read(file).metadata["jupytext"]["formats"] == "ipynb,py:percent", file
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_and_text_say_the_same(path):
+    text = path.with_suffix(".py").read_text()
+    jupytext.compare.compare_notebooks(jupytext.reads(text, fmt="py:percent"), jupytext.read(path), "py:percent")
+    assert jupytext.writes(jupytext.read(path), fmt="py:percent") == text, "run `jupytext --sync` on it"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_outputs_are_whole_and_name_no_machine(path):
+    code = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "not run from top to bottom"
+    assert not any(cell["metadata"] for cell in code), "times of day and the like: use tests/execute_notebooks.py"
+    assert path.stat().st_size < MAX_BYTES
+    outputs = outputs_of(path)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    for output in outputs:
+        assert output["output_type"] != "error"
+        assert output.get("name") != "stderr", text_of(output)
+        assert not MACHINE_PATH.search(text_of(output)), text_of(output)
+        assert " at 0x" not in text_of(output), "the value of an expression that is not meant to be shown"
+
+
+def test_machine_paths_are_recognized():
+    for text in ("in /home/me/x", "'/tmp/run'", "(/usr/lib)", "C:\\Users"):
+        assert MACHINE_PATH.search(text), text
+    for text in (".../run/15/default", "blocks/tmp/kernel", "MiB/s"):
+        assert not MACHINE_PATH.search(text), text
+
+
+@pytest.mark.parametrize("numbers", [("01",), ("02", "03", "04")], ids="-".join)
+def test_notebooks_run_as_scripts(numbers):
+    """Every claim of theirs that can be an assertion is one, so that to run is to pass."""
+    scripts = [path.with_suffix(".py").name for path in NOTEBOOKS if path.stem.startswith(numbers)]
+    assert len(scripts) == len(numbers)
+    output = run_python("-W", "error", "-c", RUN_SCRIPTS, *scripts)
+    assert [line for line in output.splitlines() if line.startswith("ran ")] == [f"ran {script}" for script in scripts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 3, 6])
+def test_notebooks_run_on_other_numbers_of_devices(num_devices):
+    run_python("-c", RUN_SCRIPTS, *(path.with_suffix(".py").name for path in NOTEBOOKS), num_devices=num_devices)
+
+
+@pytest.mark.slow
+def test_notebooks_run_in_a_kernel(tmp_path):
+    """As `tests.execute_notebooks` runs them; needs the extra `notebooks`."""
+    for folder in ("notebooks", "examples"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.ipynb"))
+    main = "import pathlib, sys; from tests import execute_notebooks as x; x.main(pathlib.Path(sys.argv[1]))"
+    run_python("-c", main, str(tmp_path / "notebooks"))
+    for path in NOTEBOOKS:
+        committed, new = (
+            [kind for output in outputs_of(file) for kind in output.get("data", {})]
+            for file in (path, tmp_path / "notebooks" / path.name)
+        )
+        assert committed == new, path
