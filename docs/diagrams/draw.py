@@ -1,0 +1,112 @@
+"""Draws the diagrams of the documentation: `python docs/diagrams/draw.py` writes the SVG files beside this script.
+
+They are included in the pages as they are, so that `docs/stylesheets/extra.css` colors them for both palettes. Narrow,
+with large letters, they can be read on a phone.
+"""
+
+import pathlib
+
+DEVICES = 4
+WIDTH = 440
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "label") -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>'
+
+
+def _svg(height: float, label: str, parts: list[str]) -> str:
+    head = f'<svg class="diagram" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">'
+    return "\n".join([head, *parts, "</svg>", ""])
+
+
+def draw_stages() -> str:
+    """Returns what each of four devices holds, by stage: bars of parameters, gradients and optimizer state."""
+    # Widths are as the bytes of fp32 with Adam: 4, 4 and 8.
+    widths = {"params": 18, "grads": 18, "opt": 36}
+    parts = []
+    names = {"params": "parameters", "grads": "gradients", "opt": "optimizer"}
+    for x, (kind, name) in zip((62, 178, 278), names.items(), strict=True):
+        parts += [_rect(x, 6, 12, 12, kind), _text(x + 18, 17, name)]
+    for device in range(DEVICES):
+        parts.append(_text(62 + 96 * device, 42, f"device {device}", "small"))
+    for stage in range(4):
+        top = 52 + 68 * stage
+        parts.append(_text(0, top + 34, f"stage {stage}"))
+        for device in range(DEVICES):
+            x = 62 + 96 * device
+            for position, (kind, width) in enumerate(widths.items()):
+                is_cut = stage >= 3 - position
+                parts.append(_rect(x, top, width, 56, "empty" if is_cut else kind))
+                if is_cut:
+                    parts.append(_rect(x, top + 14 * device, width, 14, kind))
+                x += width + 4
+    return _svg(
+        52 + 68 * 4,
+        "What four devices hold of parameters, gradients and optimizer state at stages 0 to 3",
+        parts,
+    )
+
+
+def draw_step() -> str:
+    """Returns the order of one step at stage 3 for a model of three layers."""
+    slot, left, layers = 41, 68, (1, 2, 3)
+    parts = [
+        _text(left + slot, 16, "forward", "small"),
+        _text(left + 4 * slot, 16, "backward", "small"),
+    ]
+    lanes = {"gather": 26, "compute": 66, "reduce": 106}
+    parts += [_text(0, top + 20, name) for name, top in lanes.items()]
+
+    def box(lane: str, position: int, name: object, kind: str) -> None:
+        x, top = left + slot * position, lanes[lane]
+        parts.append(_rect(x, top, slot - 4, 30, kind))
+        parts.append(_text(x + slot / 2 - 2, top + 20, f"{name}", "inside"))
+
+    for position, layer in enumerate((*layers, *reversed(layers))):
+        box("gather", position, layer, "params")
+        box("compute", position + 1, layer, "work")
+    for position, layer in enumerate(reversed(layers)):
+        box("reduce", position + 5, layer, "grads")
+    box("compute", 8, "tx", "opt")
+    return _svg(
+        140,
+        "One step at stage 3: gathers before each layer, again in the backward pass, then reductions",
+        parts,
+    )
+
+
+def draw_padding() -> str:
+    """Returns fifteen rows over four devices: sixteen are stored, the last is padding."""
+    parts = [_text(0, 16, "a leaf of 15 rows, as the model sees it")]
+    parts += [_rect(27 * row, 26, 25, 22, "params") for row in range(15)]
+    parts.append(_text(0, 78, "as it is stored, 4 rows on each of 4 devices"))
+    for row in range(16):
+        x, kind = 27 * row + row // 4 * 2, "params" if row < 15 else "empty"
+        parts.append(_rect(x, 88, 25, 22, kind))
+    parts += [
+        _text(110 * device, 130, f"device {device}", "small")
+        for device in range(DEVICES)
+    ]
+    return _svg(
+        136,
+        "Fifteen rows stored as sixteen over four devices, the last of them padding",
+        parts,
+    )
+
+
+def drawings() -> dict[str, str]:
+    """Returns the text of each file by its name."""
+    return {
+        "stages.svg": draw_stages(),
+        "step.svg": draw_step(),
+        "padding.svg": draw_padding(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in drawings().items():
+        (pathlib.Path(__file__).parent / name).write_text(text)

@@ -1,0 +1,240 @@
+"""The documentation: its code runs, prints what it says, and leaves out no name, no message and no note."""
+
+import ast
+import contextlib
+import doctest
+import importlib.util
+import io
+import os
+import pathlib
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import jzero
+from jzero.cli import app
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")) if "results" not in path.parts}
+IN_TWO_PROCESSES = "guides/multi_host.md"
+BLOCK = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room for them
+OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks(page):
+    """Returns language, title and text of each fenced block."""
+    return BLOCK.findall(PAGES[page].read_text())
+
+
+def run_python(text, name, namespace):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(text, name, "exec"), namespace)
+    return output.getvalue()
+
+
+def run_commands(text):
+    """Runs the lines that call jzero in this process; machines that are not there are left out where they compile."""
+    output = ""
+    for line in text.splitlines():
+        if line.startswith("jzero "):
+            words = shlex.split(line, comments=True)[1:]
+            if words[0] == "analyze":
+                words = shlex.split(re.sub(r"--topology \S+", "", shlex.join(words)))
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, (line, result.output)
+            output += result.stdout
+    return output
+
+
+def run_page(page):
+    """Runs the blocks of a page in their order and in one namespace, in the current directory."""
+    namespace = {"__name__": "page"}
+    output = None
+    for number, (language, title, text) in enumerate(blocks(page)):
+        name = f"{page}, block {number}"
+        if title:
+            pathlib.Path(title).write_text(text)
+        elif language == "python":
+            output = run_python(text, name, namespace)
+        elif language == "bash":
+            output = run_commands(text)
+        elif language == "text" and output is not None:
+            assert doctest.OutputChecker().check_output(text, output, OUTPUT), f"{name}: it printed\n{output}"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != IN_TWO_PROCESSES and "```" in PAGES[page].read_text()]
+)
+def test_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for title in filter(None, (title for _, title, _ in blocks(page))):
+        monkeypatch.delitem(sys.modules, title.removesuffix(".py"), raising=False)
+    run_page(page)
+
+
+def wait_for(processes, *, seconds):
+    """Waits until all have ended, or one has failed, since the others would wait for that one; ends what is left."""
+    deadline = time.monotonic() + seconds
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_page_about_several_hosts_runs_in_two_processes(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(text for language, _, text in blocks(IN_TWO_PROCESSES) if language == "python"))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    here = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    outputs = [tmp_path / f"output_{index}" for index in range(2)]
+    processes = []
+    for index, output in enumerate(outputs):
+        who = {"COORDINATOR": address, "NUM_PROCESSES": "2", "PROCESS_ID": str(index)}
+        with output.open("w") as file:
+            command = [sys.executable, "-W", "error", script]
+            processes.append(subprocess.Popen(command, env=os.environ | here | who, stdout=file, stderr=file))
+    wait_for(processes, seconds=120)
+    text = [output.read_text() for output in outputs]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(text)
+    assert "4 devices in 2 processes" in text[0]
+
+
+def test_every_python_block_is_one_that_is_run():
+    for page, path in PAGES.items():
+        fences = re.findall(r"^([ \t]*)```(\w+)", path.read_text(), re.MULTILINE)
+        odd = [
+            (space, name)
+            for space, name in fences
+            if name in {"py", "pycon", "python3"} or (space and name == "python")
+        ]
+        assert not odd, (page, odd)
+        assert path.read_text().count("```python") == sum(language == "python" for language, _, _ in blocks(page)), page
+
+
+def test_code_fits_beside_the_table_of_contents():
+    for page in PAGES:
+        lines = [line for language, _, text in blocks(page) if language != "text" for line in text.splitlines()]
+        assert not [line for line in lines if len(line) > CODE_WIDTH], page
+
+
+def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
+    (tmp_path / "odd.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
+    monkeypatch.setitem(PAGES, "odd.md", tmp_path / "odd.md")
+    with pytest.raises(AssertionError, match=r"block 1: it printed\s+1\s"):
+        run_page("odd.md")
+
+
+def test_every_public_name_is_in_the_reference_once():
+    reference = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    found = re.findall(r"^::: jzero\.(\w+)$", reference, re.MULTILINE)
+    assert sorted(found) == jzero.__all__
+    assert reference.count("::: ") == len(found), "nothing in another form"
+
+
+def template(node):
+    """Returns the text of a message as it is written in the source, with an ellipsis for what varies."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(template, parts))
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return template(left) + template(right)
+    return "…"
+
+
+def head(message):
+    """Returns how a message begins: up to the end of a clause that has three words or more."""
+    line = re.sub(r"^…\. ", "… ", re.sub("…+", "…", message.strip().splitlines()[0]))
+    for end in re.finditer(r"[:;.](?=\s|$)", line):
+        text = line[: end.start()]
+        if len(re.findall(r"[A-Za-z]\w*", text)) >= 3 and text.count("(") == text.count(")"):
+            return text
+    return line
+
+
+def messages():
+    """Returns the heads of all errors and warnings that the sources make, by where they are."""
+    found = {}
+    for path in sorted((ROOT / "jzero").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and not isinstance(node.func, ast.Call):
+                name = ast.unparse(node.func)
+                if re.fullmatch(r"[A-Z]\w*Error|warnings\.warn", name):
+                    text = head(template(node.args[0]))
+                    if re.search("[a-z]", text):  # else it is put together elsewhere
+                        found[text] = f"{path.relative_to(ROOT)}:{node.lineno}"
+    return found
+
+
+def test_every_message_is_under_troubleshooting():
+    text = PAGES["troubleshooting.md"].read_text()
+    terms = re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", text, re.MULTILINE)
+    assert len(terms) == len(set(terms)), [term for term in terms if terms.count(term) > 1]
+    found = messages()
+    missing = {place: message for message, place in found.items() if message not in terms}
+    stale = [term for term in terms if term not in found]
+    assert not missing, "\n".join(f"{place}: {message}" for place, message in missing.items())
+    assert not stale, "\n".join(stale)
+
+
+def test_heads_of_messages():
+    call = 'ValueError(f"`x` must be {a}{b} (or so: {c}): got {d!r}. Do" + what(" more") + " of it.")'
+    assert head(template(ast.parse(call, mode="eval").body.args[0])) == "`x` must be … (or so: …)"
+    assert head("Step …: all is lost. Stop.") == "Step …: all is lost"
+    assert head("…") == "…"
+
+
+def test_every_note_is_under_design():
+    listed = re.findall(r"^\*\*(.+)\*\* \(`(.+)`\)\n:   \S", PAGES["design.md"].read_text(), re.MULTILINE)
+    written = [
+        (title, str(path.relative_to(ROOT)))
+        for path in sorted((ROOT / "jzero").rglob("*.py"))
+        for title in re.findall(r"^\[Note: (.+)\]$", path.read_text(), re.MULTILINE)
+    ]
+    assert len(written) > 20
+    assert sorted(listed) == sorted(written)
+
+
+def test_diagrams_are_those_that_the_script_draws():
+    folder = DOCS / "diagrams"
+    spec = importlib.util.spec_from_file_location("draw", folder / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    drawn = draw.drawings()
+    assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawn
+    pages = "\n".join(path.read_text() for path in PAGES.values())
+    assert all(f'--8<-- "docs/diagrams/{name}"' in pages for name in drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra `docs`")
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*?src=\"?([^\s\">]+)", text)
+        loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=\"?([^\s\">]+)", text)
+        assert not [url for url in loaded if url.startswith(("http", "//"))], page
+        assert "--8<--" not in text, page
