@@ -44,8 +44,10 @@ def size(plan, wanted=lambda leaf: True):
 SCALARS = 2 * 2  # loss and norm of the gradient are summed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(1, "bf16"), (2, "fp32"), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, "fp32"), (2, "bf16")))],
+)
 def test_stages_1_and_2_are_clean_and_move_two_psi(stage, precision):
     report = report_of(stage, precision=precision)
     report.verify()

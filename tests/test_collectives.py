@@ -46,8 +46,10 @@ def _of(collectives, kind):
     return [c for c in collectives if c.kind == kind]
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "scan"),
+    [(1, True), (2, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, False), (2, True)))],
+)
 def test_stages_1_and_2_send_two_psi(stage, scan):
     plan, _, collectives = _compiled(stage, scan=scan)
     psi = _size(plan)
@@ -144,7 +146,7 @@ def test_scan_keeps_no_stack_of_gathered_weights():
     assert saved >= 0.6 * stack  # 2 of 3 layers: at least one is whole at any time
 
 
-@pytest.mark.parametrize("tx", ["lion", "sgd"])
+@pytest.mark.parametrize("tx", ["lion", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_elementwise_optimizers_add_no_collective(tx):
     _, _, adam = _compiled(3)
     _, _, other = _compiled(3, tx=tx)
@@ -166,7 +168,7 @@ def test_muon_gathers_each_matrix_at_most_once():
     assert not [c for c in muon if c.kind in ("all-to-all", "collective-permute")]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, 2, 3])
 def test_donated_state_is_reused(stage):
     """Every buffer of the state is aliased to an output: no second copy of the state exists during a step."""
     plan, compiled, _ = _compiled(stage)
@@ -175,7 +177,7 @@ def test_donated_state_is_reused(stage):
     assert memory.alias_size_in_bytes >= state_bytes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_no_recompilation_after_the_first_step(stage):
     model = models.GPT(layers=1)
     tx = optax.adamw(1e-3)
@@ -209,7 +211,7 @@ class NoCompilation:
         assert self.count == 0 or exc[0], f"{self.count} programs were compiled"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
 def test_all_copies_of_replicated_values_are_equal(stage):
     model = models.GPT(layers=1)
     state = models.gpt_state(model, optax.adamw(1e-3))
