@@ -173,7 +173,7 @@ class _Loop:
             found, of_carry, of_row = turn.pull(closed, x, saved, of_carry, of_y)
             return (of_carry, jax.tree.map(jnp.add, of_closed, found)), of_row
 
-        fence = list(of_end.values())
+        fence = [*of_end.values(), *of_ys.values()]
         (of_init, of_closed), of_xs = self._run(one, (of_end, none_yet), xs, not self.reverse, fence, kept, of_ys)
         return of_closed, of_init, of_xs
 
@@ -310,10 +310,10 @@ def _origins(jaxpr: Any, kinds: Sequence[str], first: int) -> tuple[list[tuple[s
     kept: dict[Any, int] = {}
     outputs: list[int] = []
     for i, v in list(enumerate(jaxpr.outvars))[first:]:
-        if v in index and kinds[index[v]] != "carry":
-            origin.append(("input", index[v]))
-        elif depends[i] <= {"free"}:
+        if depends[i] <= {"free"}:  # literals, too
             origin.append(("made", i))
+        elif v in index and kinds[index[v]] == "row":
+            origin.append(("input", index[v]))
         else:
             if v not in kept:
                 kept[v] = len(kept)

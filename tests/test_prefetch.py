@@ -77,6 +77,22 @@ def scan_of_remat_with_policy(p, batch):
     return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
 
+def scan_of_remat_with_keys(p, batch):
+    """What the loop keeps by turn may be keys, made in the turn."""
+
+    @jax.checkpoint
+    def dropped(h, w, key):
+        return jnp.tanh(h @ w["w"] + w["b"][None]) * jax.random.bernoulli(key, 0.9, (1, D))
+
+    def layer(carry, row):
+        h, i = carry
+        w, key = row
+        return (dropped(h, w, jax.random.fold_in(key, i)) * 2.0, i + 1), None
+
+    rows = (p["stack"], jax.random.split(jax.random.key(3), 6))
+    return test_engine._out(p, lax.scan(layer, (batch["x"], jnp.int32(0)), rows)[0][0], batch)
+
+
 def scan_within_remat(p, batch):
     @jax.checkpoint
     def layers(h, stack):
@@ -93,7 +109,7 @@ def scan_of_a_call(p, batch):
 @pytest.mark.parametrize("limit", [AMPLE, D * D * 4, 0])
 @pytest.mark.parametrize(
     "loss_fn",
-    [scan_with_everything, scan_of_remat_with_policy, scan_within_remat, scan_of_a_call],
+    [scan_with_everything, scan_of_remat_with_policy, scan_of_remat_with_keys, scan_within_remat, scan_of_a_call],
     ids=lambda f: f.__name__,
 )
 def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
