@@ -167,7 +167,15 @@ class Walk:
         regathers = self.regather and not all(is_free(x) for x in hoisted)
         inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
 
-        ahead = self._ahead(jaxpr, xs, num_consts + num_carry) if eqn.params["length"] > 1 and not regathers else {}
+        ahead = self._ahead(jaxpr, xs, num_consts + num_carry) if eqn.params["length"] > 1 else {}
+        if ahead and regathers:
+            ahead = {}
+            warnings.warn(
+                "A scan in the loss uses a partitioned parameter of the outside whole in each turn, and is recomputed "
+                "with its gather. `prefetch_bytes` has no effect on it. Scan the parameter, too, or keep it whole: "
+                "`ZeroConfig(rules={'path/of/the/parameter': LeafRule(persistent=True)})`.",
+                stacklevel=2,
+            )
 
         def loop(leaves: list[Any]) -> list[Any]:
             """The loop, given what the constants and carried values are made of that are gathered before it."""

@@ -46,13 +46,14 @@ def test_gradients_equal_plain_jax(loss_fn):
 
 
 def scan_with_everything(p, batch):
-    """Constants with gradients, an integer carry, integers and keys among the rows, results of both kinds."""
+    """A constant with a gradient, an integer carry, integers and keys among the rows, results of both kinds."""
     keys = jax.random.split(jax.random.key(3), 6)
+    constant = jnp.cos(p["b"][None] * batch["x"])
 
     def layer(carry, row):
         h, count, total = carry
         w, i, key, scale = row
-        h = jnp.tanh(h @ w["w"] + w["b"][None] * scale) + p["b"][None] * h
+        h = jnp.tanh(h @ w["w"] + w["b"][None] * scale) + constant * h
         h = h * (jax.random.bernoulli(key, 0.9, (1, D)) * (i >= 0))
         return (h, count + i, total + h.mean()), (h.mean() * count, i * 2)
 
@@ -114,6 +115,19 @@ def scan_of_a_call(p, batch):
 )
 def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
     test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=limit), loss_fn, test_engine._batch())
+
+
+def scan_with_a_parameter_of_the_outside(p, batch):
+    layer = lambda h, w: (jnp.tanh(h @ w["w"] + h @ p["w"]), None)
+    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+
+
+def test_a_scan_that_cannot_gather_ahead_is_warned_about():
+    state, batch = test_engine._sharded(3, 8, prefetch_bytes=AMPLE), test_engine._batch()
+    with pytest.warns(UserWarning, match="`prefetch_bytes` has no effect on it"):
+        test_engine._assert_equal(state, scan_with_a_parameter_of_the_outside, batch)
+    without = test_engine._sharded(3, 8)  # where a warning would be an error
+    jzero.make_train_step(scan_with_a_parameter_of_the_outside).lower(without, batch)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

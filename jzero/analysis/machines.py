@@ -322,7 +322,7 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...]]:
     chip, _, text = name.partition(":")
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text) or chip not in (*GPUS, *TPUS):
         raise ValueError(
-            "`name` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
+            "`topology` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
             f"'v5e:2x4': got {name!r}. GPUs: {', '.join(GPUS)}. TPUs: {', '.join(TPUS)}."
         )
     shape = tuple(int(size) for size in text.split("x"))
