@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax import lax
 from jax.interpreters import partial_eval as pe
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero import _compat
@@ -246,6 +247,22 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
         losses.append(run)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"replica": 2, "data": 4}], ids=lambda x: "-".join(x))
+def test_beside_other_axes(axes):
+    mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
+    params = jzero.gather_params(stack_state(None))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(two_products)(params, batch))
+    specs = {"up": PartitionSpec(None, None, "model"), "down": PartitionSpec(None, "model", None)}
+    if "model" in axes:
+        params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    replica = "replica" if "replica" in axes else None
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=AMPLE, replica_axis=replica)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state, _ = jzero.make_train_step(two_products)(jzero.shard_train_state(plain, config=config, mesh=mesh), batch)
+    for name, x in jzero.gather_params(state).items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=1e-6)
 
 
 # Outside of loops: what each gather waits for, read from the program.
