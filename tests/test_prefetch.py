@@ -249,7 +249,7 @@ def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
     np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"replica": 2, "data": 4}], ids=lambda x: "-".join(x))
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"replica": 2, "data": 4}], ids="-".join)
 def test_beside_other_axes(axes):
     mesh, batch = jzero.make_mesh(**axes), jnp.asarray(np.random.default_rng(1).normal(size=(16, 32)), jnp.float32)
     params = jzero.gather_params(stack_state(None))
