@@ -22,6 +22,7 @@ import time
 
 TRAIN = pathlib.Path(__file__).with_name("train.py")
 POLL_SECONDS = 0.05
+PRINTING = threading.Lock()
 THREADS = {"PJRT_NPROC": "32"}  # for two steps at once on the virtual devices; see ../cpu_devices.py
 
 Process = subprocess.Popen[str]
@@ -95,7 +96,8 @@ def print_lines(index: int, process: Process) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            print(f"[{index}] {line.rstrip()}", flush=True)
+            with PRINTING:  # `print` writes a line and its end apart
+                print(f"[{index}] {line.rstrip()}", flush=True)
 
 
 def free_port() -> int:
