@@ -146,7 +146,8 @@ def wait_for_all():
     open(f"{__file__}.{me}", "w").close()
     while not all(os.path.exists(f"{__file__}.{i}") for i in range(count)):
         time.sleep(0.01)
-    print("all ready" * (me == 0), flush=True)
+    if me == 0:
+        print("all ready", flush=True)
 """
 
 
