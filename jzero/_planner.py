@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,19 @@ def _make_plan(
     plan = ZeroPlan(
         config, mesh, tuple(leaves), tuple(inner), tuple(other_leaves), params_treedef, inner_treedef, inner_treedef
     )
-    return _with_own_state(plan)
+    return _first_of_equal(_with_own_state(plan))
+
+
+_PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.WeakKeyDictionary()
+
+
+def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
+    """Returns the plan that was made first of those that are equal: jax compares plans in each call of a step."""
+    first = _PLANS.get(plan)
+    known = None if first is None else first()
+    if known is None:
+        _PLANS[plan] = weakref.ref(plan)
+    return known or plan
 
 
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
+from jzero._mesh import HOST_MEMORY
 from jzero._opt_state import ZeroOptState
 from jzero._optimizer import ZeroTransformation, edited_master
 from jzero._placement import is_on_host
@@ -163,27 +164,32 @@ def adapt_sharded(state: Any) -> Adapted:
 
 def check_alive(tree: Any) -> None:
     """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
-    if any(
-        isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
-        for x in jax.tree.leaves(tree)
-    ):
+    _check_not_deleted(_arrays(jax.tree.leaves(tree)))
+
+
+def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
+    return [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+
+
+def _check_not_deleted(arrays: Sequence[jax.Array]) -> None:
+    if any([x.is_deleted() for x in arrays]):  # noqa: C419  # a list is made twice as fast, in each step
         raise RuntimeError(
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
             "state that the step returned (`state, metrics = step(state, batch)`)."
         )
 
 
-def check_in_place(state: Any, plan: ZeroPlan, *, opt_state: bool = True) -> None:
+def check_in_place(state: Any, plan: ZeroPlan, leaves: Sequence[Any] | None = None) -> None:
     """Raises unless the arrays of a state are there, in the memory where the plan has them.
 
     Args:
       state: A sharded train state.
       plan: Its plan.
-      opt_state: Whether the optimizer state is looked at, too.
+      leaves: Its leaves; without them the optimizer state is not looked at.
     """
-    looked_at = (state.params, other_fields(state), state.opt_state if opt_state else None)
-    check_alive(looked_at)
-    if not any(plan.host_bytes_per_device) and not any(map(is_on_host, jax.tree.leaves(looked_at))):
+    arrays = _arrays(jax.tree.leaves((state.params, other_fields(state))) if leaves is None else leaves)
+    _check_not_deleted(arrays)
+    if not any(plan.host_bytes_per_device) and HOST_MEMORY not in {x.sharding.memory_kind for x in arrays}:
         return  # the usual case, in each call of a step
     away: list[StateLeaf] = []
     near: list[StateLeaf] = []
@@ -194,7 +200,7 @@ def check_in_place(state: Any, plan: ZeroPlan, *, opt_state: bool = True) -> Non
         return x
 
     map_state(check, plan, state)
-    wrong = [leaf.path for leaf in (*away, *near) if opt_state or leaf not in plan.opt_leaves]
+    wrong = [leaf.path for leaf in (*away, *near) if leaves is not None or leaf not in plan.opt_leaves]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         where = "are in host memory" if away else "are on the devices, but the plan keeps them in host memory"

@@ -66,9 +66,9 @@ class _Step:
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         raise NotImplementedError
 
-    def _jit(self, plan: ZeroPlan, state: Any) -> Any:
+    def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
         """Returns the jitted function for states of this plan and structure."""
-        key = (plan, jax.tree.structure(state))
+        key = (plan, jax.tree.structure(state) if structure is None else structure)
         if key not in self._jits:
             shardings = self._out_shardings(plan, state)
             self._jits[key] = jax.jit(
@@ -84,11 +84,12 @@ class _Step:
 
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
         plan = state.tx.plan
-        if in_trace((state, batch, rng)):
+        leaves, structure = jax.tree.flatten(state)  # once: each pass over a large state takes as long as a dispatch
+        if in_trace((leaves, batch, rng)):
             return self._compute(state, batch, rng=rng)
-        check_in_place(state, plan, opt_state=self.uses_opt_state)
+        check_in_place(state, plan, leaves if self.uses_opt_state else None)
         batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
-        return self._jit(plan, state)(state, batch, **optional_rng(rng))
+        return self._jit(plan, state, structure)(state, batch, **optional_rng(rng))
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
