@@ -56,7 +56,7 @@ def plan_train_state(
       state: A train state in natural shapes, concrete or abstract (`jax.ShapeDtypeStruct` leaves), or one
         already sharded by jzero.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how.
+      config: What to partition, and how. By default as a state that is sharded already.
       mesh: Over which devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
         machine that is not there.
       trainable: Which parameters are trained, as for `shard_train_state`.
@@ -73,7 +73,7 @@ def plan_train_state(
       >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
       512
     """
-    config = resolve_config(stage, config)
+    config = resolve_config(stage, config, state)
     natural, tx, _ = _natural(adapt(state).state)
     mesh = resolve_mesh(mesh, config, state)
     return make_plan(*restrict(natural, tx, trainable), config, mesh)
@@ -97,7 +97,7 @@ def shard_train_state(
       state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
         `jzero.TrainState`. One that jzero has sharded before is laid out anew.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how.
+      config: What to partition, and how. By default as a state that is sharded already.
       mesh: Over which devices. By default all of them, or those of an already sharded state.
       trainable: Which parameters are trained: a tree of booleans of the structure of `params` (or of its upper
         part), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
@@ -120,7 +120,7 @@ def shard_train_state(
     References:
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
-    config = resolve_config(stage, config)
+    config = resolve_config(stage, config, state)
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
@@ -173,7 +173,7 @@ def abstract_train_state(
     Args:
       state: A train state, plain or sharded before, concrete or abstract (`jax.eval_shape(make_state, key)`).
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how.
+      config: What to partition, and how. By default as a state that is sharded already.
       mesh: Over which devices; they may be of a machine that is not there.
       trainable: Which parameters are trained, as for `shard_train_state`.
 
@@ -189,7 +189,7 @@ def abstract_train_state(
       >>> like.params["w"].sharding.shard_shape(like.params["w"].shape)
       (64, 512)
     """
-    config = resolve_config(stage, config)
+    config = resolve_config(stage, config, state)
     adapted = adapt(state)
     natural, tx, _ = _natural(adapted.state)
     mesh = resolve_mesh(mesh, config, state)
@@ -415,10 +415,13 @@ def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
     return chosen
 
 
-def resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
-    """Returns the configuration that `stage=` or `config=` asks for."""
+def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
+    """Returns the configuration that `stage=` or `config=` asks for, or else that of an already sharded state."""
     if config is None:
         if stage is None:
+            plan = _plan_if_any(state)
+            if plan is not None:
+                return plan.config
             raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
         return ZeroConfig(stage=stage)  # type: ignore[arg-type]  # checked by ZeroConfig
     if not isinstance(config, ZeroConfig):
@@ -428,14 +431,18 @@ def resolve_config(stage: int | None, config: ZeroConfig | None) -> ZeroConfig:
     return config
 
 
+def _plan_if_any(state: Any) -> ZeroPlan | None:
+    tx = None if state is None else adapt(state).state.tx
+    return tx.plan if isinstance(tx, ZeroTransformation) else None
+
+
 def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
     """Returns the mesh given, or that of an already sharded state, or one of all devices."""
     if mesh is not None:
         return mesh
-    if state is not None:
-        tx = adapt(state).state.tx
-        if isinstance(tx, ZeroTransformation):
-            return tx.plan.mesh
+    plan = _plan_if_any(state)
+    if plan is not None:
+        return plan.mesh
     if config.replica_axis is not None:
         raise ValueError(
             f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "

@@ -81,6 +81,20 @@ def test_stage_3_stores_shards_of_everything_that_follows_a_parameter():
     assert any(leaf.path == "batch_stats/mean" for leaf in plan.replicated)
 
 
+def test_a_sharded_state_keeps_its_configuration_on_another_mesh():
+    config = _config(3, precision="bf16")
+    sharded = jzero.shard_train_state(_rich_state(), config=config)
+    mesh = jzero.make_mesh(devices=jax.devices()[:4])
+    moved = jzero.shard_train_state(sharded, mesh=mesh)
+    assert jzero.plan_of(moved).config == config
+    assert jzero.plan_of(moved).mesh == mesh
+    _assert_same_values(jzero.unshard_train_state(moved), jzero.unshard_train_state(sharded))
+    assert jzero.plan_train_state(sharded, mesh=mesh) == jzero.plan_of(moved)
+    assert jzero.plan_of(jzero.abstract_train_state(sharded, mesh=mesh)) == jzero.plan_of(moved)
+    with pytest.raises(ValueError, match="Say what to partition"):
+        jzero.shard_train_state(_rich_state(), mesh=mesh)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_below_3_never_pad_parameters(stage):
     sharded = jzero.shard_train_state(_rich_state(), config=_config(stage))
