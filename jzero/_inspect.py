@@ -12,6 +12,7 @@ import numpy as np
 
 from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
+from jzero._planner import other_fields
 from jzero._rounding import with_edits
 from jzero._state import adapt_sharded, check_alive
 from jzero._train_state import write_params
@@ -31,7 +32,7 @@ def get_full_param(state: State, path: str) -> jax.Array:
 
     Args:
       state: A sharded train state.
-      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`, trained or frozen.
 
     Returns:
       The master copy where the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
@@ -50,6 +51,9 @@ def get_full_param(state: State, path: str) -> jax.Array:
     """
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
+    frozen = _frozen_index(plan, path)
+    if frozen is not None:
+        return _gather(jax.tree.leaves(other_fields(train_state))[frozen], plan.other_leaves[frozen], plan)
     i = _index(plan, path)
     leaf = plan.leaves[i]
     param = plan.params_treedef.flatten_up_to(train_state.params)[i]
@@ -64,7 +68,7 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
 
     Args:
       state: A sharded train state.
-      path: The key path of the parameter.
+      path: The key path of the parameter, trained or frozen.
       value: Its new value in its natural shape, cast to the dtype of the master; in several processes each must pass
         the same.
 
@@ -84,6 +88,13 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
     """
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
+    frozen = _frozen_index(plan, path)
+    if frozen is not None:
+        check_alive(adapted.state)
+        leaf = plan.other_leaves[frozen]
+        leaves, treedef = jax.tree.flatten(other_fields(adapted.state))
+        leaves[frozen] = place_leaf(_as_leaf(value, leaf), leaf, plan)
+        return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
     i = _index(plan, path)
     check_alive(adapted.state)
     # First to the master's dtype: a parameter that is not the rounded master counts as edited.
@@ -202,9 +213,20 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
     return whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
 
 
+def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
+    """Returns which leaf beside `params` is the parameter with this path, with or without the field it lies in."""
+    if any(leaf.path == path for leaf in plan.leaves):
+        return None
+    return next(
+        (i for i, x in enumerate(plan.other_leaves) if x.is_param and path in (x.path, x.path.partition("/")[2])), None
+    )
+
+
 def _index(plan: ZeroPlan, path: str) -> int:
     """Returns which parameter has this path."""
     paths = [leaf.path for leaf in plan.leaves]
+    if _frozen_index(plan, path) is not None:
+        raise ValueError(f"{path!r} is not trained: it has no gradient and no optimizer state.")
     if path not in paths:
         near = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
         listed = f"The nearest are {near}." if near else f"The first paths are {paths[:5]}."

@@ -46,6 +46,8 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     ]
     if not plan.hosted:
         params = [row[:-1] for row in params]
+    told = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
+    params = [[row[i] for i in told] for row in params]
     kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
     kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]

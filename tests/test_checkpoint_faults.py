@@ -126,6 +126,11 @@ def test_the_error_names_leaf_and_file(damage, state, two_steps):
     info = jzero.inspect_checkpoint(two_steps / "2", verify=True)
     assert info.damaged
     assert all("odd" in path for path in info.damaged)
+    assert str(largest) in " ".join(info.damaged.values())
+    assert "Restore an earlier step" not in str(info)
+    assert len(str(info).splitlines()) == len(jzero.inspect_checkpoint(two_steps / "2").table().splitlines()) + 1 + len(
+        info.damaged
+    )
     with pytest.raises(jzero.CheckpointError, match="odd"):
         jzero.export_checkpoint(two_steps / "2", two_steps / "out")
     assert not files(two_steps / "out"), "nothing is left of an export that failed"

@@ -76,6 +76,15 @@ def test_the_less_memory_the_more_is_given_up():
     assert all(a[0] <= 1.01 * b[0] for a, b in itertools.pairwise(costs)), costs
 
 
+def test_near_the_limit_a_reckoned_choice_says_so():
+    peak = fitted(40, confirm=False).chosen.peak
+    near, far = (fitted(share * peak / 1e6, confirm=False) for share in (1.05, 1.2))
+    assert [x.chosen.peak for x in (near, far)] == [peak, peak]
+    assert any("reckoned to take 95% of the limit" in note for note in near.notes)
+    assert not any("of the limit" in note for note in far.notes)
+    assert not any("of the limit" in note for note in fitted(1.05 * peak / 1e6).notes)
+
+
 def test_nothing_fits():
     """Less than an eighth of the states: no layout can do."""
     choice = fitted(0.9 * STATE_BYTES / 8 / 1e6)

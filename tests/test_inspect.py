@@ -228,6 +228,34 @@ def test_a_parameter_that_is_not_trained():
         jzero.get_full_opt_state(state, KERNEL, name="mu")
 
 
+@pytest.mark.parametrize("prefix", ["", "frozen/"])
+def test_a_parameter_that_no_optimizer_knows(prefix):
+    """A frozen NNX parameter lies beside `params`; its path in the plan begins with the field."""
+    model = Model()
+    is_trained = lambda path, x: isinstance(x, nnx.Param) and path[0] == "b"
+    state = (model, nnx.Optimizer(model, optax.adam(1e-3), wrt=is_trained))
+    state = jzero.shard_train_state(state, config=make_config(3))
+    path = f"{prefix}a/kernel"
+    kept = np.asarray(model.a.kernel[...])
+    assert_whole(jzero.get_full_param(state, path), shape=(37, 61))
+    np.testing.assert_array_equal(jzero.get_full_param(state, path), kept)
+    edited = jzero.set_full_param(state, path, value=np.full((37, 61), 0.5))
+    np.testing.assert_array_equal(jzero.get_full_param(edited, "a/kernel"), np.full((37, 61), 0.5))
+    np.testing.assert_array_equal(jzero.get_full_param(state, path), kept)
+    np.testing.assert_array_equal(jzero.get_full_param(edited, "b/kernel"), model.b.kernel[...])
+    assert edited[0].a.kernel.sharding == state[0].a.kernel.sharding
+    with pytest.raises(ValueError, match=r"a/kernel' is not trained: it has no gradient and no optimizer state\."):
+        jzero.get_full_opt_state(state, path, name="mu")
+    with pytest.raises(ValueError, match=r"`value` has shape \(3,\), but 'frozen/a/kernel' has shape \(37, 61\)"):
+        jzero.set_full_param(state, path, value=np.zeros(3))
+    batch = models.mlp_batch(ROWS)
+    graphdef, variables = nnx.split(model)
+    variables["a"]["kernel"][...] = jnp.full((37, 61), 0.5)
+    want = nnx_loss(nnx.merge(graphdef, variables), batch)
+    _, metrics = jzero.make_train_step(nnx_loss)(edited, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
 def test_names_of_a_chain_of_two():
     tx = optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam(), optax.scale(-1e-3))
     state = train(sharded(make_config(3), tx=tx), 1)

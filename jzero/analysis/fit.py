@@ -31,6 +31,12 @@ Stage: TypeAlias = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 USABLE = 0.9
 """Share of a machine's memory that is planned with: its runtime, its collectives and fragmentation take some, too."""
+NEAR = 0.9
+"""Share of the limit above which a reckoned peak may not fit: it can be 10 % low, and more."""
+CLOSE = (
+    "What was chosen is reckoned to take {share:.0%} of the limit, and what is reckoned can be 10 % low: compile it "
+    "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
+)
 RECKONED = "Nothing was compiled: the figures are reckoned."
 FRACTION = (
     f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
@@ -120,6 +126,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         tried = search.confirmed(tried)
     chosen = next((x for x in tried if x.fits(limit)), None)
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
+    if chosen is not None and not chosen.is_compiled and chosen.peak > NEAR * limit:
+        notes.append(CLOSE.format(share=chosen.peak / limit))
     found = tuple(judged(tried, chosen, limit))
     return Fit(name, limit, found, next((x for x in found if x.fits(limit)), None), tuple(notes))
 

@@ -10,7 +10,7 @@ from typing import Any
 from jzero._plan_table import format_bytes
 from jzero._table import format_rows
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
-from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.exporting import read_whole
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
 from jzero.checkpoint.restoring import read_extra
@@ -136,7 +136,7 @@ def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
             try:
                 read_whole(contents, leaf)
             except CheckpointError as error:
-                damaged[leaf.path] = str(error).splitlines()[0]
+                damaged[leaf.path] = " ".join(str(error).removesuffix(REMEDY).split())
     steps = find_steps(contents.directory.parent)
     return CheckpointInfo(
         directory=str(contents.directory),
