@@ -248,6 +248,7 @@ class _LocalStep:
         walk = Walk(
             frozenset(wire.batch_axes),
             regather=self.differentiate and config.reshard_after_forward,
+            fence="light" if mesh_platform(self.plan.mesh) == "tpu" else "whole",
             prefetch_bytes=config.prefetch_bytes,
         )
 

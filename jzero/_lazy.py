@@ -16,7 +16,18 @@ from jzero._layout import Cut
 from jzero._placement import is_on_host, on_device
 from jzero._rounding import narrow
 
-__all__ = ["Deferred", "Lazy", "after", "defer", "is_free", "is_lazy", "make_whole", "on_shard", "share"]
+__all__ = [
+    "Deferred",
+    "Lazy",
+    "after",
+    "defer",
+    "first_elements",
+    "is_free",
+    "is_lazy",
+    "make_whole",
+    "on_shard",
+    "share",
+]
 
 Equation = Any
 
@@ -215,6 +226,12 @@ def after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], 
     for i, x in zip(real, fenced, strict=True):
         leaves[i] = x
     return lazy, treedef.unflatten(leaves)
+
+
+def first_elements(values: Any) -> list[jax.Array]:
+    """Returns one element of each array of a tree: what waits for them waits for the arrays, or for what makes them."""
+    real = [x for x in jax.tree.leaves(values) if x.dtype != jax.dtypes.float0]
+    return [lax.slice(x, (0,) * x.ndim, [min(1, size) for size in x.shape]) for x in real]
 
 
 def is_free(x: Any) -> bool:
