@@ -1,7 +1,11 @@
 """Where each leaf is cut, padded or kept whole. Pure arithmetic on shapes; touches no device.
 
 [Note: Which dimension is cut]
-A leaf is cut on the largest dimension that N divides (the earliest among equals); dimensions that
+A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest:
+there a shard of one layer lies in memory as one piece, which is what collectives on GPUs want. Cut elsewhere, XLA
+transposes whole stacks of fp32 masters before the loop: of GPTs of 1.4B and 7B on 8 H200 that took 5205 and 17194 MiB
+in place of 4869 and 15400. What is no stack gains nothing from it, and a stack of vectors that was taken for a matrix
+would be cut on its layers. Dimensions that
 another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
 divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than
 `MAX_PADDING` of it, all of its dimensions (those behind a scan dimension) are flattened into one and
@@ -141,7 +145,7 @@ def choose_cut(
         return None, "no free dimension"
     # Largest first; Python's sort is stable, so the earliest among equals.
     by_size = sorted(free, key=lambda d: -shape[d])
-    even = choose_even_cut(shape, num_shards, by_size)
+    even = choose_even_cut(shape, num_shards, by_size if scan_dim is None else free)
     if even is not None:
         return even, ""
     cut = min((Cut(d, shape, num_shards) for d in by_size), key=lambda c: c.padding)
