@@ -7,6 +7,8 @@ differently in jax 0.10 and 0.12, and `ClosedJaxpr` merged into `Jaxpr` in betwe
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,10 +34,25 @@ __all__ = [
     "pipelined_gathers",
     "scan_groups",
     "shard_map_axes",
+    "starves_steps",
 ]
 
 Jaxpr = Any
 Equation = Any
+
+
+@functools.cache
+def starves_steps(mesh: jax.sharding.Mesh) -> bool:
+    """Whether programs in flight on the devices of a mesh can wait for each other's threads for ever.
+
+    XLA's client for CPUs runs each device's part of a program in a thread of one pool, and a collective holds its
+    thread until all others are there. In jax 0.10 two programs may share the pool such that neither gets all of its
+    threads.
+    """
+    local = len(mesh.local_devices)
+    threads = max(int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1), local)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return jax.__version_info__ < (0, 12) and is_cpu and local > 1 and threads < 2 * local
 
 
 def is_literal(atom: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from jzero._mesh import batch_axes
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         f"ZeRO stage {config.stage} over {config.axis!r} (N={plan.num_shards}), mesh ({axes}), "
         f"batch over {batch_axes(config)}"
     )
+    idle = _idle_axes(plan)
+    if idle:
+        head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
     ours, whole = plan.bytes_per_device, plan.replicated_bytes
     memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
     memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
@@ -55,6 +60,13 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         sections.append(_columns(_cap(kept, max_rows)))
     sections.append(f"gathered per step: {format_bytes(plan.gathered_bytes)}")
     return "\n\n".join(sections)
+
+
+def _idle_axes(plan: ZeroPlan) -> list[str]:
+    """The mesh axes that nothing is split over, unless the loss shards activations."""
+    leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
+    used = {*batch_axes(plan.config), *jax.tree.leaves([tuple(x.base) for x in leaves])}
+    return [f"{name!r} ({size})" for name, size in plan.mesh.shape.items() if size > 1 and name not in used]
 
 
 def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
@@ -90,7 +102,7 @@ def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
 def _columns(rows: Sequence[Row]) -> str:
     widths = [max(len(row[i]) for row in rows if len(row[i]) < 60 or i == 0) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * min(max(len(line) for line in lines), 110), *lines[1:]])
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
 def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:

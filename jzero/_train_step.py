@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jzero import _compat
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._compiler_options import CompilerOptions, check_compiler_options
 from jzero._compiler_options import compiler_options as make_compiler_options
@@ -89,7 +91,8 @@ class _Step:
             return self._compute(state, batch, rng=rng)
         check_in_place(state, plan, leaves if self.uses_opt_state else None)
         batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
-        return self._jit(plan, state, structure)(state, batch, **optional_rng(rng))
+        results = self._jit(plan, state, structure)(state, batch, **optional_rng(rng))
+        return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -127,6 +130,7 @@ class _Step:
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
     ) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and what it is evaluated on."""
+        _check_third_argument(self.loss_fn, self.mutable, rng)
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)
         traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
@@ -171,7 +175,7 @@ class _Step:
 class ValueAndGrad(_Step):
     """The callable that `value_and_grad` returns."""
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> Any:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
         value, aux, changed, grads = self._call(adapted.state, batch, rng)
@@ -205,7 +209,7 @@ class TrainStep(_Step):
             raise ValueError(f"`clip_norm` must be None or a number > 0: got {clip_norm!r}.")
         self.clip_norm = clip_norm
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
         new, metrics = self._call(adapted.state, batch, rng)
@@ -251,7 +255,7 @@ class EvalStep(_Step):
 
     uses_opt_state = False
 
-    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
         return self._call(adapt_sharded(state).state, batch, rng)
 
@@ -270,6 +274,21 @@ class EvalStep(_Step):
         traced, inputs = self._traced(state, batch, rng)
         metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
+
+
+def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
+    """Raises unless a key is there if and only if the loss takes one; says nothing of losses without a signature."""
+    try:
+        taken = [x for x in inspect.signature(loss_fn).parameters.values() if x.name not in mutable]
+    except (TypeError, ValueError):
+        return
+    positional = [x for x in taken if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+        )
+    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in taken):
+        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
 
 
 def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[str] = ()) -> ValueAndGrad:

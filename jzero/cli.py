@@ -346,6 +346,7 @@ def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:
     if cpu_devices is not None:
         _use_cpu(cpu_devices)
     elif topology is not None:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA calls a program that does not fit its own error
         _use_cpu(None)
         topology_devices(topology)  # raises, if need be, before a model is made
 

@@ -582,3 +582,30 @@ def test_optimizer_that_mixes_elements_takes_empty_leaves():
     updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
     got, _ = jzero.make_train_step(loss)(state, x)
     np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] + updates["w"], atol=1e-6)
+
+
+def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
+    state = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(state, stage=1)
+    batch, key = jnp.ones((8, 8)), jax.random.key(0)
+
+    def noisy(params, batch, rng):
+        return (batch @ params["w"] + jax.random.normal(rng, batch.shape)).mean()
+
+    def scaled(params, batch, scale=2.0):
+        return scale * (batch @ params["w"]).mean()
+
+    def silent(params, batch):
+        return (batch @ params["w"]).mean()
+
+    value_and_grad = jzero.value_and_grad(noisy)
+    by_position, by_name = value_and_grad(state, batch, key), value_and_grad(state, batch, rng=key)
+    assert float(by_position[0]) == float(by_name[0])
+    with pytest.raises(
+        TypeError, match=r"The loss takes a third argument, 'rng': pass a key, `step\(state, batch, rng="
+    ):
+        value_and_grad(state, batch)
+    with pytest.raises(TypeError, match=r"A key was passed as `rng`, but the loss takes none"):
+        jzero.value_and_grad(silent)(state, batch, rng=key)
+    assert float(jzero.value_and_grad(scaled)(state, batch)[0]) == 16.0
+    assert jzero.value_and_grad(lambda *args: silent(*args[:2]))(state, batch, rng=key)[0].shape == ()

@@ -10,6 +10,7 @@ import pytest
 
 import jzero
 from jzero import _compat
+from jzero._lazy import first_elements
 from tests import models
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
@@ -87,7 +88,5 @@ def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
 
 def test_results_without_elements_and_of_whole_numbers():
     """A light fence takes what is there of each gradient."""
-    from jzero._lazy import first_elements
-
     values = [jnp.ones((3, 4)), jnp.zeros((0, 2)), jnp.float32(5), np.zeros((2,), jax.dtypes.float0)]
     assert [x.shape for x in first_elements(values)] == [(1, 1), (0, 1), ()]

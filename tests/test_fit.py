@@ -234,6 +234,9 @@ def test_json_and_table():
     assert data["chosen"]["stage"] == choice.config.stage
     assert len(data["tried"]) == len(choice.tried)
     assert "chosen" in str(choice)
+    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(make_state, jax.random.key(0)).params))
+    assert data["workload"].startswith(f"{size:,} parameters; global batch ")
+    assert str(choice).splitlines()[1] == data["workload"]
 
 
 def test_errors():

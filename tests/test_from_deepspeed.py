@@ -530,3 +530,21 @@ def test_offload_fields_place_a_state():
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), config=config)
     plan = jzero.plan_of(state)
     assert plan.host_bytes_per_device.total == 12 * 64 * 64 // 8, "master and two moments"
+
+
+def test_what_is_not_made_says_for_want_of_what():
+    source = {
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    }
+    _, report = jzero.ZeroConfig.from_deepspeed(source)
+    assert report.optimizer is None
+    assert report.schedule is None
+    notes = {row.key: row.note for row in report.rows}
+    assert notes["optimizer.type"].endswith("none is made, for want of `optimizer.params.lr`")
+    assert notes["scheduler.type"].endswith("none is made, for want of `scheduler.params.total_num_steps`")
+    assert notes["scheduler.params.total_num_steps"].endswith("here: not known")
+    source["optimizer"]["params"]["lr"] = 1e-3
+    source["scheduler"]["params"]["total_num_steps"] = 100
+    assert "none is made" not in str(jzero.ZeroConfig.from_deepspeed(source)[1])

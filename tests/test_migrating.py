@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import jzero
+import jzero.data
 from tests.deepspeed_tables import GUIDE, table_in, tables
 
 TEXT = GUIDE.read_text()

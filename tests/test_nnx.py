@@ -171,3 +171,12 @@ def test_editing_gathered_parameters():
     state = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="b/kernel")
     assert not jzero.gather_params(state, paths="b/kernel")["b"]["kernel"].any()
     assert jzero.gather_params(state, paths="a/kernel")["a"]["kernel"].any()
+
+
+def test_a_swapped_pair_and_a_model_alone_are_refused_by_name():
+    model = MLP(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"The order of the pair is `\(model, optimizer\)`"):
+        jzero.shard_train_state((optimizer, model), stage=3)
+    with pytest.raises(TypeError, match=r"MLP alone has no optimizer: pass the pair `\(model, optimizer\)`"):
+        jzero.shard_train_state(model, stage=3)

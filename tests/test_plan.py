@@ -527,3 +527,17 @@ def test_numbers_and_numpy_arrays_are_leaves_too():
     plan = jzero.plan_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
     assert plan.params == {"w": P("data")}
     assert [leaf.path for leaf in plan.other_leaves] == ["step"]
+
+
+def test_a_mesh_axis_that_nothing_is_split_over_is_told():
+    state = jzero.TrainState.create(params={"w": np.zeros((64, 64), np.float32)}, tx=optax.sgd(0.1, momentum=0.9))
+    mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "data"))
+    idle = "neither batch nor state is split over 'replica' (2)"
+    assert idle in str(jzero.plan_train_state(state, stage=3, mesh=mesh))
+    config = jzero.ZeroConfig(stage=3, replica_axis="replica")
+    assert "neither" not in str(jzero.plan_train_state(state, config=config, mesh=mesh))
+    mesh = jzero.make_mesh(model=2, data=4)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    params = {"w": jax.device_put(state.params["w"], split)}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    assert "neither" not in str(jzero.plan_train_state(state, stage=3, mesh=mesh))

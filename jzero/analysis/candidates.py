@@ -89,6 +89,7 @@ class Fit:
       tried: Every candidate, the cheapest in communication first.
       chosen: The first of them that fits, or `None`.
       notes: What could not be done.
+      workload: The model and the batch that it is for.
 
     Example:
       >>> make_state = lambda key: plain_state
@@ -103,6 +104,7 @@ class Fit:
     tried: tuple[Candidate, ...]
     chosen: Candidate | None
     notes: tuple[str, ...]
+    workload: str = ""
 
     @property
     def _choice(self) -> Candidate:
@@ -134,6 +136,7 @@ class Fit:
         """Returns all of it as JSON."""
         data = {
             "machine": self.machine,
+            "workload": self.workload,
             "limit": self.limit,
             "chosen": self.chosen and self.chosen.to_dict(),
             "tried": [candidate.to_dict() for candidate in self.tried],
@@ -170,7 +173,7 @@ class Fit:
             for x in self.tried
         ]
         table = format_rows([header, *rows], left=4, last_left=True)
-        return "\n".join([self._headline(), "", *table, *([""] if self.notes else []), *self.notes])
+        return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 
 def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:

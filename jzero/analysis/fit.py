@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jzero._config import ZeroConfig
@@ -129,7 +130,15 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     if chosen is not None and not chosen.is_compiled and chosen.peak > NEAR * limit:
         notes.append(CLOSE.format(share=chosen.peak / limit))
     found = tuple(judged(tried, chosen, limit))
-    return Fit(name, limit, found, next((x for x in found if x.fits(limit)), None), tuple(notes))
+    chosen = next((x for x in found if x.fits(limit)), None)
+    return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
+
+
+def _workload(state: Any, batch: Any) -> str:
+    size = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(state.params))
+    arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(batch)]
+    more = f" and {len(arrays) - 3} more" if len(arrays) > 3 else ""
+    return f"{size:,} parameters; global batch {', '.join(arrays[:3])}{more}"
 
 
 def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -> None:

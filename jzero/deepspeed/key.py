@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["NVME", "Key", "Kind", "Verdict"]
+__all__ = ["NVME", "REQUIRED", "Key", "Kind", "Verdict"]
 
 Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "refused"]
 Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "rate", "block", "any"]
+
+REQUIRED = "required"
+"""The default of a key that has none."""
 
 NVME = "for NVMe, which jzero does not use"
 

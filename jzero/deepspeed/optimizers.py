@@ -193,7 +193,14 @@ def read_optimizer(settings: Settings) -> OptimizerBlock:
     params = _with_torch_default(settings, kind, name.lower())
     settings.judge("optimizer.type", "honoured", kind.note)
     lr = None if f"{PATH}.lr" in settings.autos else params["lr"]
-    return OptimizerBlock(lr, kind.has_betas, lambda schedule: _make(kind, params, schedule))
+
+    def make(schedule: Scheduled) -> optax.GradientTransformation | None:
+        made = _make(kind, params, schedule)
+        if made is None:
+            settings.judge_unmade("optimizer.type", PATH, params.open)
+        return made
+
+    return OptimizerBlock(lr, kind.has_betas, make)
 
 
 def _with_torch_default(settings: Settings, kind: OptimizerKind, name: str) -> Params:

@@ -107,15 +107,17 @@ OPTIMIZER = (
     Key("zero_force_ds_cpu_optimizer", "bool", True, "ignored", "any optax transformation works"),
 )
 
-_LOGGING = "jzero logs nothing: a step returns its metrics"
-_MEASURING = "see `jzero.analyze` and `jax.profiler`"
+_LOGGING = (
+    "a step returns its metrics; `jzero.Monitor` writes them to `JsonLines`, `TensorBoard` or a function of yours"
+)
+_MEASURING = "see `jzero.analyze` and `jzero.Monitor(profile_dir=)`"
 _CHECKPOINTS = "see `jzero.CheckpointManager`"
 _CHANGES_DATA = "it changes what is trained on: do it in the input pipeline"
 _OTHER_PARALLEL = "jzero partitions over data-parallel devices: give the mesh a further axis and shard over it"
 _COMPRESSION = "it changes the model: do it in the model"
 
 REST = (
-    Key("steps_per_print", "int", None, "ignored", _LOGGING),
+    Key("steps_per_print", "int", None, "ignored", "see `jzero.Monitor(every=)`"),
     Key("wall_clock_breakdown", "bool", False, "ignored", _MEASURING),
     Key("memory_breakdown", "bool", False, "ignored", _MEASURING),
     Key("dump_state", "bool", False, "ignored", "`print(jzero.plan_of(state))` shows the state"),
@@ -129,7 +131,7 @@ REST = (
     Key("comet", "block", None, "ignored", _LOGGING),
     Key("disable_python_gc", "bool", False, "ignored", "about DeepSpeed's engine"),
     Key("vocabulary_size", "int", None, "ignored", "DeepSpeed only warns if 8 does not divide it"),
-    Key("dataloader_drop_last", "bool", False, "ignored", "jzero loads no data"),
+    Key("dataloader_drop_last", "bool", False, "ignored", "see `jzero.data.make_loader(drop_remainder=)`"),
     Key("aio", "block", None, "ignored", NVME),
     Key("checkpoint", "block", None, "ignored", _CHECKPOINTS),
     Key("datastates_ckpt", "block", None, "ignored", _CHECKPOINTS),

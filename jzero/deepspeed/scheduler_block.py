@@ -57,6 +57,8 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
         made = kind.make(params, lr) if params.is_complete() else None
         if made is None and params.is_complete() and "optimizer.params.lr" not in settings.autos:
             settings.judge("scheduler.type", "refused", "it scales the rate of an optimizer, and there is none")
+        if not params.is_complete():
+            settings.judge_unmade("scheduler.type", PATH, params.open)
         momentum = cycled_momentum(params) if cycles and has_betas and made is not None else None
         if made is not None and not _scales_lr(name, params):
             settings.judge("optimizer.params.lr", "ignored", f"{name} has rates of its own")

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jzero.deepspeed.key import Key
-from jzero.deepspeed.params import REQUIRED, Params
+from jzero.deepspeed.key import REQUIRED, Key
+from jzero.deepspeed.params import Params
 
 __all__ = ["SCHEDULES", "Schedule", "cycled_momentum"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jzero.deepspeed.key import Key, Verdict
+from jzero.deepspeed.key import REQUIRED, Key, Verdict
 from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
@@ -79,6 +79,13 @@ class Settings:
         if path not in self.rows:
             self.rows[path] = KeyVerdict(path, NOT_SET, verdict, note)
 
+    def judge_unmade(self, path: str, block: str, open_names: Iterable[str]) -> None:
+        """Says of an optimizer or a schedule that none is made for want of numbers, unless it is refused."""
+        row = self.rows.get(path)
+        if row is not None and row.verdict != "refused":
+            names = ", ".join(f"`{block}.{name}`" for name in sorted(open_names))
+            self.judge(path, row.verdict, f"{row.note}; none is made, for want of {names or 'its schedule'}")
+
     def skip(self, path: str, value: Any, note: str) -> None:
         """Takes in a key that nothing reads."""
         self._add(path, path, value, "ignored", note)
@@ -89,7 +96,7 @@ class Settings:
             self.problems.append(f"`{written}` and `{self.rows[path].key}` are the same key: keep one.")
         elif value == AUTO:
             self.autos.add(path)
-            default = "not known" if key.default in (None, AUTO) else f"DeepSpeed's default, {key.default}"
+            default = "not known" if key.default in (None, AUTO, REQUIRED) else f"DeepSpeed's default, {key.default}"
             self._add(path, written, value, "ignored", f"{AUTO_NOTE}; here: {default}")
         elif value is None and key.default is None:
             self._add(path, written, value, "ignored", "null, as by default")

@@ -108,6 +108,11 @@ def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def adapt_nnx(state: Any) -> Adapted | None:
     """Sees an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair as a train state; `None` for anything else."""
+    if isinstance(state, nnx.Module):
+        raise TypeError(
+            f"{type(state).__name__} alone has no optimizer: pass the pair `(model, optimizer)` or an "
+            "`nnx.ModelAndOptimizer`."
+        )
     model, optimizer = _parts(state)
     if optimizer is None:
         return None
@@ -165,6 +170,8 @@ def _parts(state: Any) -> tuple[Any, Any]:
         raise TypeError(
             "An `nnx.Optimizer` does not hold its model: pass the pair `(model, optimizer)` or a `ModelAndOptimizer`."
         )
+    if isinstance(state, tuple | list) and len(state) == 2 and isinstance(state[0], nnx.Optimizer):
+        raise TypeError("The order of the pair is `(model, optimizer)`: got the optimizer first.")
     if not (isinstance(state, tuple | list) and len(state) == 2 and isinstance(state[1], nnx.Optimizer)):
         return None, None
     model, optimizer = state
