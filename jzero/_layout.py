@@ -1,17 +1,18 @@
 """Where each leaf is cut, padded or kept whole. Pure arithmetic on shapes; touches no device.
 
 [Note: Which dimension is cut]
-A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest:
-there a shard of one layer lies in memory as one piece, which is what collectives on GPUs want. Cut elsewhere, XLA
-transposes whole stacks of fp32 masters before the loop: of GPTs of 1.4B and 7B on 8 H200 that took 5205 and 17194 MiB
-in place of 4869 and 15400. What is no stack gains nothing from it, and a stack of vectors that was taken for a matrix
-would be cut on its layers. Dimensions that
-another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
-divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than
-`MAX_PADDING` of it, all of its dimensions (those behind a scan dimension) are flattened into one and
-that is padded. A leaf of fewer elements than devices stays whole: some devices would hold nothing but padding, and
-whole it costs each device at most N elements. Above that line everything is cut: at N=512 the biases and norms of a
-model kept whole would cost as much as its matrices cut, and the compiler merges their small collectives into few.
+A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest.
+Dimensions that another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
+divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than `MAX_PADDING` of it,
+all of its dimensions (those behind a scan dimension) are flattened into one and that is padded. A leaf of fewer
+elements than devices stays whole: some devices would hold nothing but padding, and whole it costs each device at most
+N elements. Above that line everything is cut: at N=512 the biases and norms of a model kept whole would cost as much as
+its matrices cut, and the compiler merges their small collectives into few.
+
+Why stacks differ: cut on its first dimension, a shard of one layer is one piece of memory, which is what collectives on
+GPUs want. Cut on another, XLA transposes whole stacks of fp32 masters before the loop: GPTs of 1.4B and 7B on 8 H200
+took 5205 and 17194 MiB in place of 4869 and 15402. Other leaves gain nothing, and a stack of vectors that was not
+recognized would be cut on its layers.
 
 [Note: Scanned stacks]
 A scan slices its inputs on one dimension; cut there, each step would need another device's data and

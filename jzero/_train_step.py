@@ -279,9 +279,10 @@ class EvalStep(_Step):
 def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
     """Raises unless a key is there if and only if the loss takes one; says nothing of losses without a signature."""
     try:
-        taken = [x for x in inspect.signature(loss_fn).parameters.values() if x.name not in mutable]
+        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
     except (TypeError, ValueError):
         return
+    taken = [x for x in signature.parameters.values() if x.name not in mutable]
     positional = [x for x in taken if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
         raise TypeError(
