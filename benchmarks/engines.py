@@ -3,7 +3,7 @@
 Every engine trains the same loss on the same batch with the layout of parameters and optimizer state of jzero's plan
 (but see `gspmd`), so that what differs is who decides about communication:
 
-* `jzero`: `make_train_step`; `jzero recommended` with `compiler_options="recommended"`; `jzero tuned` with
+* `jzero`: `make_train_step`; `jzero cheap` with `remat="cheap"`; `jzero recommended` with `compiler_options="recommended"`; `jzero tuned` with
   `prefetch_bytes` of twice the largest piece (a layer or the head) and `reduce_bucket_bytes` of 4 MiB.
 * `replicated`: `jax.jit`, everything on every device. The stage does not matter.
 * `gspmd`: `jax.jit` with jzero's layout as sharding constraints on parameters, gradients (from stage 2 on) and
@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jzero
 from benchmarks.gpt import AXIS, GPT, init_of, loss_of
 
-ENGINES = ("jzero", "jzero recommended", "jzero tuned", "replicated", "gspmd", "map_variables")
+ENGINES = ("jzero", "jzero cheap", "jzero recommended", "jzero tuned", "replicated", "gspmd", "map_variables")
 TX = optax.adamw(1e-4)
 
 
@@ -57,6 +57,8 @@ def make_engine(name: str, model: GPT, stage: int, mesh: Mesh) -> Engine:
         layer, head = 12 * model.size.width**2, model.size.vocab * model.size.width
         ahead = 2 * 2 * max(layer, head)  # two of them, bf16
         return _jzero(model, stage, mesh, prefetch_bytes=ahead, reduce_bucket_bytes=4 * 2**20)
+    if name == "jzero cheap":
+        return _jzero(model, stage, mesh, remat="cheap")
     if name == "jzero":
         return _jzero(model, stage, mesh)
     if name == "map_variables":
@@ -69,9 +71,11 @@ def _plain(model: GPT) -> Callable[[jax.Array], Any]:
     return lambda key: jzero.TrainState.create(params=init(key), tx=TX)
 
 
-def _jzero(model: GPT, stage: int, mesh: Mesh, compiler_options: Any = None, **fields: Any) -> Engine:
+def _jzero(
+    model: GPT, stage: int, mesh: Mesh, compiler_options: Any = None, remat: Any = None, **fields: Any
+) -> Engine:
     config = jzero.ZeroConfig(stage=stage, precision="bf16", **fields)
-    step = jzero.make_train_step(loss_of(model), compiler_options=compiler_options)
+    step = jzero.make_train_step(loss_of(model), compiler_options=compiler_options, remat=remat)
     make = lambda key: jzero.init_train_state(_plain(model), key, config=config, mesh=mesh)
     shapes = jax.eval_shape(_plain(model), jax.random.key(0))
     return Engine(step, make, jzero.abstract_train_state(shapes, config=config, mesh=mesh))

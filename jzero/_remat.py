@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -12,12 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero import _compat
+from jzero._blocks import Part, keeps_heavy, parts_of
 from jzero._mesh import HOST_MEMORY
 
 __all__ = ["REMAT", "Remat", "offload_activations", "recomputes", "with_remat"]
 
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
-Remat: TypeAlias = bool | Literal["offload"]
+Remat: TypeAlias = bool | Literal["cheap", "offload"]
 BOUNDARY = "jzero_block_boundary"
 
 
@@ -75,7 +77,8 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
     Args:
       jaxpr: A closed jaxpr.
       inputs: Its inputs.
-      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "offload": so
+      remat: "cheap": every pass of every scan that recomputes nothing yet keeps the results of heavy operations, and so
+        does every block of equations that repeat, see [Note: Blocks of unrolled models]. True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "offload": so
         does every pass of the outermost scans, whatever the code says, and what it gets from the pass before is kept in
         host memory. False: nothing is recomputed, whatever the code says.
 
@@ -93,11 +96,23 @@ class _Rewrite:
     calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        if self.remat == "cheap":
+            return self._in_blocks(jaxpr, inputs)
         return _compat.evaluate(jaxpr, inputs, self._apply)
+
+    def _in_blocks(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        for part in parts_of(jaxpr):
+            is_new = part.is_block and not any(map(recomputes, part.eqns))
+            run = functools.partial(_compat.evaluate, part, apply=_compat.bind if is_new else self._apply)
+            body = jax.checkpoint(run, policy=keeps_heavy) if is_new else run
+            env |= zip(part.outvars, body([env[v] for v in part.invars]), strict=True)
+        return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         kind = eqn.primitive.name
-        if kind in REMAT:
+        if kind in REMAT and self.remat != "cheap":
             return self._checkpoint(eqn, inputs)
         if kind in ("jit", "pjit"):
             return list(self._call(eqn)(*inputs))
@@ -136,7 +151,10 @@ class _Rewrite:
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
         stays = list(itertools.islice(fixed, num_carry))
 
+        inner: Callable[[Any, Sequence[Any]], list[Any]]
         inner = _Rewrite(remat=False) if self.remat == "offload" else self
+        if self.remat == "cheap":  # one checkpoint is enough: its policy is asked about loops inside, too
+            inner = functools.partial(_compat.evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
             if self.remat == "offload":
@@ -147,7 +165,8 @@ class _Rewrite:
             return inner(eqn.params["jaxpr"], [*consts, *carry, *x])
 
         if self.remat:
-            policy = offload_activations(BOUNDARY) if self.remat == "offload" else None
+            policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}
+            policy = policies.get(str(self.remat))
             run = jax.checkpoint(run, prevent_cse=False, policy=policy)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -249,7 +249,7 @@ def test_one_function_per_block_however_often_it_is_called():
 
 
 def test_remat_is_checked():
-    with pytest.raises(ValueError, match="`remat` must be None, True, False or 'offload': got 'all'"):
+    with pytest.raises(ValueError, match="`remat` must be None, True, False, 'cheap' or 'offload': got 'all'"):
         jzero.make_train_step(mlp_loss, remat="all")
 
 
