@@ -3,8 +3,9 @@
 Every engine trains the same loss on the same batch with the layout of parameters and optimizer state of jzero's plan
 (but see `gspmd`), so that what differs is who decides about communication:
 
-* `jzero`: `make_train_step`; `jzero cheap` with `remat="cheap"`; `jzero recommended` with `compiler_options="recommended"`; `jzero tuned` with
-  `prefetch_bytes` of twice the largest piece (a layer or the head) and `reduce_bucket_bytes` of 4 MiB.
+* `jzero`: `make_train_step`; `jzero cheap` with `remat="cheap"`; `jzero recommended` with
+  `compiler_options="recommended"`; `jzero tuned` with `prefetch_bytes` of twice the largest piece (a layer or the head)
+  and `reduce_bucket_bytes` of 4 MiB.
 * `replicated`: `jax.jit`, everything on every device. The stage does not matter.
 * `gspmd`: `jax.jit` with jzero's layout as sharding constraints on parameters, gradients (from stage 2 on) and
   optimizer state, but for stacks of layers, which are cut on their largest dimension: with jzero's choice GSPMD takes

@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 def keeps_heavy(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The policy for `jax.checkpoint` that keeps the results of heavy operations: products, random numbers, loops …"""
+    """The policy for `jax.checkpoint` that keeps the results of heavy operations: products, random numbers, loops."""
     return primitive.name not in RECOMPUTED
 
 

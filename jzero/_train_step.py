@@ -175,7 +175,7 @@ class _Step:
 class ValueAndGrad(_Step):
     """The callable that `value_and_grad` returns."""
 
-    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
         value, aux, changed, grads = self._call(adapted.state, batch, rng)
@@ -209,7 +209,7 @@ class TrainStep(_Step):
             raise ValueError(f"`clip_norm` must be None or a number > 0: got {clip_norm!r}.")
         self.clip_norm = clip_norm
 
-    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
         new, metrics = self._call(adapted.state, batch, rng)
@@ -255,7 +255,7 @@ class EvalStep(_Step):
 
     uses_opt_state = False
 
-    def __call__(self, state: State, batch: PyTree, rng: jax.Array | None = None) -> Any:
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
         return self._call(adapt_sharded(state).state, batch, rng)
 
@@ -305,7 +305,7 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
         keyword argument, and `aux` must be a dictionary with its new value; floating values are averaged over devices.
 
     Returns:
-      `fn(state, batch, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
+      `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
       outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
       the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
       scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
@@ -359,7 +359,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         the step is called inside of another `jax.jit`, which compiles it.
 
     Returns:
-      `step(state, batch, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
+      `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
       `grad_norm` (before clipping, over all parameters), `step_applied`, with a loss scale `loss_scale` (what this
       step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
       weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
@@ -403,7 +403,7 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
       mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
 
     Returns:
-      `eval_step(state, batch, rng=None)`, which returns the metrics of the whole batch.
+      `eval_step(state, batch, *, rng=None)`, which returns the metrics of the whole batch.
 
     Example:
       >>> eval_step = jzero.make_eval_step(lambda params, batch: {"size": jnp.square(batch @ params["w"]).mean()})

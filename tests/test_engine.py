@@ -599,8 +599,7 @@ def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
         return (batch @ params["w"]).mean()
 
     value_and_grad = jzero.value_and_grad(noisy)
-    by_position, by_name = value_and_grad(state, batch, key), value_and_grad(state, batch, rng=key)
-    assert float(by_position[0]) == float(by_name[0])
+    assert value_and_grad(state, batch, rng=key)[0].shape == ()
     with pytest.raises(
         TypeError, match=r"The loss takes a third argument, 'rng': pass a key, `step\(state, batch, rng="
     ):

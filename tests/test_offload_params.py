@@ -84,7 +84,7 @@ def test_scanned_layers_are_fetched_one_by_one():
     step = jzero.make_train_step(models.gpt_loss(model))
     for fn, passes in ((evaluate, 1), (step, 2)):
         moved = list(device_puts(fn.trace(state, models.tokens(8, vocab=128)).jaxpr.jaxpr))
-        shards_of_a_layer = [(5, 40)] * 4 + [(40, 20), (20, 40)]  # query, key, value and out; up and down
+        shards_of_a_layer = [(5, 40)] * 4 + [(5, 160), (20, 40)]  # query, key, value and out; up and down
         found = {"Device": [], "Host": []}
         for shape, where, inside in moved:
             if "scan" in inside and shape in shards_of_a_layer:
@@ -121,7 +121,7 @@ def test_a_matrix_that_a_layer_uses_twice_sends_one_gradient():
         return moved, float(metrics["grad_norm"]), jzero.gather_params(state)["w"]
 
     (moved, norm, w), (_, expected, same) = run(ALL), run(NONE)
-    assert [where for shape, where, inside in moved if shape == (24, 4) and "scan" in inside].count("Host") == 1
+    assert [where for shape, where, inside in moved if shape == (3, 32) and "scan" in inside].count("Host") == 1
     assert norm == pytest.approx(expected, rel=1e-6)
     np.testing.assert_allclose(w, same, rtol=1e-5, atol=1e-6)
 

@@ -66,10 +66,9 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
 
 
 def _regathered_bytes(sizes: list[int], limit: float) -> int:
-    """Bytes at the end of a step: what has been gathered, and the largest once more in its own layout."""
-    largest = max(sizes, default=0)
-    together = sum(sizes) + largest
-    return together if together <= limit else 2 * largest
+    """Bytes at the end of a step: what has been gathered; where that is too much, one after the other."""
+    together = sum(sizes)
+    return together if together <= limit else max(sizes, default=0)
 
 
 def _no_bytes() -> dict[Kind, int]:

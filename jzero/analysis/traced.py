@@ -17,8 +17,7 @@ its compilers for GPUs and TPUs share are enough to tell:
 * On GPUs a stack of layers that is cut behind the first dimension of a layer is copied into another layout for as long
   as loops gather from it.
 * On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
-  donated argument there. The largest exists once more while it is brought into its layout. Where that would take more
-  than the scheduler plans with, they are gathered one by one.
+  donated argument there. Where that would take more than the scheduler plans with, they are gathered one by one.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
 `unroll` of loops; mesh axes other than ZeRO's (tensor parallelism), whose collectives are the compiler's and whose
