@@ -144,21 +144,22 @@ def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
 
     engines = ("jzero", "jzero cheap", "jzero recommended", "jzero tuned", "gspmd", "map_variables")
     found = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
-    models = [key for key in dict.fromkeys(k[:3] for k in found) if (*key, "gspmd", "3") in found]
-    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.6 * len(models)), sharey=True)
+    order = lambda model: (model[0], list(SIZES).index(model[1]), model[2])
+    models = sorted({k[:3] for k in found if (*k[:3], "gspmd", "3") in found}, key=order)
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1 + 0.8 * len(models)), sharey=True)
     for i, engine in enumerate(engines):
         rows = [(m, found.get((*model, engine, "3"))) for m, model in enumerate(models)]
-        places = [m + 0.16 * (i - 2) for m, x in rows if x]
+        places = [m + 0.13 * (i - 2.5) for m, x in rows if x]
         peaks = [x["peak"] / found[(*models[m], "gspmd", "3")]["peak"] for m, x in rows if x]
-        axes[0].barh(places, peaks, 0.15, label=engine)
-        axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.15)
+        axes[0].barh(places, peaks, 0.12, label=engine)
+        axes[1].barh(places, [100 * (x["exposed"] or 0) for _, x in rows if x], 0.12)
     axes[0].set_yticks(range(len(models)), [" ".join(model) for model in models])
     axes[0].invert_yaxis()
     axes[0].axvline(1, color="gray", linewidth=0.8)
     axes[0].set_xlabel("peak memory per device at stage 3, of GSPMD's")
     axes[1].set_xlabel("communication that no computation covers, %")
-    axes[0].legend(loc="lower left", fontsize="small")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.96))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncols=len(engines), frameon=False)
     figure.savefig(path)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jzero import _compat
-from jzero._blocks import Part, keeps_heavy, parts_of
+from jzero._blocks import keeps_heavy, parts_of
 from jzero._mesh import HOST_MEMORY
 
 __all__ = ["REMAT", "Remat", "offload_activations", "recomputes", "with_remat"]
@@ -77,10 +77,10 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
     Args:
       jaxpr: A closed jaxpr.
       inputs: Its inputs.
-      remat: "cheap": every pass of every scan that recomputes nothing yet keeps the results of heavy operations, and so
-        does every block of equations that repeat, see [Note: Blocks of unrolled models]. True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "offload": so
-        does every pass of the outermost scans, whatever the code says, and what it gets from the pass before is kept in
-        host memory. False: nothing is recomputed, whatever the code says.
+      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "cheap": it
+        also keeps the results of heavy operations, and so does every block of equations that repeat, see [Note: Blocks
+        of unrolled models]. "offload": every pass of the outermost scans is recomputed, whatever the code says, and
+        what it gets from the pass before is kept in host memory. False: nothing is recomputed, whatever the code says.
 
     Returns:
       Its outputs.

@@ -154,9 +154,9 @@ def test_dropout_draws_once():
     model, batch, key = Model(), make_batch(), jax.random.key(3)
     params = model.init({"params": key, "dropout": key}, batch)["params"]
     loss = lambda params, batch, rng: jnp.square(model.apply({"params": params}, batch, rngs={"dropout": rng})).mean()
-    jaxpr, shape = jax.make_jaxpr(jax.value_and_grad(loss), return_shape=True)(params, batch, key)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(params, batch, key)
     plain = jax.make_jaxpr(loss)(params, batch, key)
-    leaves, treedef = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
     fn = lambda leaves: with_remat(plain, [*leaves, batch, key], remat="cheap")[0]
     want = jax.tree.leaves(jax.value_and_grad(loss)(params, batch, key))
     found = jax.tree.leaves(jax.value_and_grad(fn)(leaves))
