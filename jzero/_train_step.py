@@ -351,8 +351,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         of unrolled models. True recomputes every pass of the loss's scans (scanned layers) in the backward pass, in
         place of keeping what it computed, unless the scan says itself what to recompute. "offload" does so whatever
         the scan says, and keeps what goes from pass to pass, in place of on the device, in host memory. False
-        recomputes nothing, whatever `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of `while_loop`, `custom_vjp` and
-        `shard_map` stays as it is.
+        recomputes nothing, whatever `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of
+        `while_loop`, `custom_vjp` and `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
         to be worth their memory (stage 3 on GPUs gathers scanned layers one ahead; nothing elsewhere). Not used where
