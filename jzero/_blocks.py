@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,23 +59,21 @@ def keeps_heavy(primitive: Any, *_: Any, **__: Any) -> bool:
 
 def parts_of(jaxpr: Any) -> list[Part]:
     """Returns the equations of a jaxpr in parts: its repeated blocks, each a part, and what lies around them."""
-    eqns = jaxpr.eqns
-    bounds = _block_bounds(jaxpr)
-    if len(bounds) < 3:  # nothing that comes twice
-        return [_part(jaxpr, 0, len(eqns), is_block=False)]
-    inner = [_part(jaxpr, a, b, is_block=True) for a, b in itertools.pairwise(bounds)]
-    first, last = _part(jaxpr, 0, bounds[0], is_block=False), _part(jaxpr, bounds[-1], len(eqns), is_block=False)
-    return [first, *inner, last]
+    last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
+    last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
+    bounds = _block_bounds(jaxpr, last_read)
+    ends = sorted({0, *bounds, len(jaxpr.eqns)})
+    return [_part(jaxpr, a, b, last_read, is_block=a in bounds[:-1]) for a, b in itertools.pairwise(ends)]
 
 
-def _block_bounds(jaxpr: Any) -> list[int]:
+def _block_bounds(jaxpr: Any, last_read: Mapping[Any, int]) -> list[int]:
     """Returns where each block begins, and where the last one ends; none if nothing heavy comes again."""
     eqns = jaxpr.eqns
     heavy = np.array([_is_heavy(eqn) for eqn in eqns], bool)
     start, period, length = _longest_repetition([_signature(eqn) for eqn in eqns])
     if not period or not heavy[start : start + period].any():
         return []
-    crossing = _bytes_across(jaxpr)
+    crossing = _bytes_across(jaxpr, last_read)
     choices = []
     for offset in range(period):
         num_blocks = (length - offset) // period
@@ -119,17 +117,15 @@ def _longest_repetition(signatures: Sequence[Any]) -> tuple[int, int, int]:
     return best
 
 
-def _bytes_across(jaxpr: Any) -> np.ndarray:
+def _bytes_across(jaxpr: Any, last_read: Mapping[Any, int]) -> np.ndarray:
     """Returns for each equation how many bytes made before it are read from there on."""
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
-    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
     change = np.zeros(len(jaxpr.eqns) + 2, np.int64)
     for v, i in made.items():
-        if v in last and hasattr(v.aval, "dtype"):
+        if v in last_read and hasattr(v.aval, "dtype"):
             size = math.prod(v.aval.shape) * getattr(v.aval.dtype, "itemsize", 4)
             change[i + 1] += size
-            change[last[v] + 1] -= size
+            change[last_read[v] + 1] -= size
     return np.cumsum(change)[: len(jaxpr.eqns) + 1]
 
 
@@ -137,11 +133,9 @@ def _read(eqn: Any) -> Iterator[Any]:
     return (v for v in eqn.invars if not _compat.is_literal(v))
 
 
-def _part(jaxpr: Any, begin: int, end: int, *, is_block: bool) -> Part:
+def _part(jaxpr: Any, begin: int, end: int, last_read: Mapping[Any, int], *, is_block: bool) -> Part:
     eqns = jaxpr.eqns[begin:end]
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in made)
-    later = {v for eqn in jaxpr.eqns[end:] for v in _read(eqn)}
-    later |= {v for v in jaxpr.outvars if not _compat.is_literal(v)}
-    outvars = dict.fromkeys(v for eqn in eqns for v in eqn.outvars if v in later)
-    return Part(list(reads), list(outvars), eqns, is_block)
+    outvars = [v for eqn in eqns for v in eqn.outvars if last_read.get(v, -1) >= end]
+    return Part(list(reads), outvars, eqns, is_block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -85,7 +86,15 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
     Returns:
       Its outputs.
     """
-    return _Rewrite(remat)(jaxpr, inputs)
+    rewrite = _Rewrite(remat)
+    outputs = rewrite(jaxpr, inputs)
+    if remat == "cheap" and not rewrite.num_checkpoints:
+        warnings.warn(
+            "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does not "
+            "say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
+            stacklevel=2,
+        )
+    return outputs
 
 
 @dataclasses.dataclass
@@ -94,6 +103,7 @@ class _Rewrite:
 
     remat: Remat
     calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    num_checkpoints: int = 0
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if self.remat == "cheap":
@@ -106,6 +116,7 @@ class _Rewrite:
         for part in parts_of(jaxpr):
             is_new = part.is_block and not any(map(recomputes, part.eqns))
             run = functools.partial(_compat.evaluate, part, apply=_compat.bind if is_new else self._apply)
+            self.num_checkpoints += is_new
             body = jax.checkpoint(run, policy=keeps_heavy) if is_new else run
             env |= zip(part.outvars, body([env[v] for v in part.invars]), strict=True)
         return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
@@ -167,6 +178,7 @@ class _Rewrite:
         if self.remat:
             policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}
             policy = policies.get(str(self.remat))
+            self.num_checkpoints += 1
             run = jax.checkpoint(run, prevent_cse=False, policy=policy)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -118,7 +118,8 @@ def test_what_the_loss_recomputes_itself_stays_as_it_is():
 
     params, batch = make_params(), make_batch()
     jaxpr = jax.make_jaxpr(own)(params, batch)
-    rewritten = jax.make_jaxpr(lambda *xs: with_remat(jaxpr, xs, remat="cheap"))(*jax.tree.leaves((params, batch)))
+    with pytest.warns(UserWarning, match="changes nothing"):
+        rewritten = jax.make_jaxpr(lambda *xs: with_remat(jaxpr, xs, remat="cheap"))(*jax.tree.leaves((params, batch)))
     found = list(remats(_compat.open_jaxpr(rewritten)[0]))
     assert [eqn.params["policy"] for eqn in found] == [None] * LAYERS
 
@@ -164,3 +165,15 @@ def test_dropout_draws_once():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     counts = [str(x).count("random_bits") for x in (jaxpr, jax.make_jaxpr(jax.value_and_grad(fn))(leaves))]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_option_that_changes_nothing_says_so():
+    params, batch = make_params(1), make_batch()
+    jaxpr = jax.make_jaxpr(loss_fn)(params, batch)
+    leaves = jax.tree.leaves((params, batch))
+    with pytest.warns(UserWarning, match="`remat='cheap'` changes nothing: the loss has no scan and no repeated block"):
+        jax.make_jaxpr(lambda *xs: with_remat(jaxpr, xs, remat="cheap"))(*leaves)
+    with_remat(jaxpr, leaves, remat=True)
+    stack = jax.make_jaxpr(lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+    with_remat(stack(jnp.ones((2, 16, 16)), batch), [jnp.ones((2, 16, 16)), batch], remat="cheap")

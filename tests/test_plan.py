@@ -1,7 +1,9 @@
 """Plans: what is cut at each stage, who owns an optimizer leaf, bytes per device, and what stays whole."""
 
 import dataclasses
+import gc
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -541,3 +543,14 @@ def test_a_mesh_axis_that_nothing_is_split_over_is_told():
     params = {"w": jax.device_put(state.params["w"], split)}
     state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     assert "neither" not in str(jzero.plan_train_state(state, stage=3, mesh=mesh))
+
+
+def test_equal_plans_are_one_object_as_long_as_one_is_held():
+    make = lambda size: jzero.TrainState.create(params={"w": np.zeros((size, 64), np.float32)}, tx=optax.sgd(0.1))
+    first, second = (jzero.plan_train_state(make(64), stage=3) for _ in range(2))
+    assert first is second
+    assert jzero.plan_of(jzero.shard_train_state(make(64), stage=3)) is first
+    assert jzero.plan_train_state(make(72), stage=3) != first
+    gone = weakref.ref(jzero.plan_train_state(make(80), stage=3))
+    gc.collect()
+    assert gone() is None
