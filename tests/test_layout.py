@@ -109,6 +109,23 @@ def test_largest_dimension_that_divides_or_the_first_of_a_stack_is_cut_without_p
     assert cut.dim == (largest if scan_dim is None else even[0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "scan_dim", "dim"),
+    [
+        ((24, 2048, 6144), 0, 1),  # a stack of layers: the first dimension of a layer, though the second is larger
+        ((24, 8192, 2048), 0, 1),
+        ((2048, 24, 6144), 1, 0),
+        ((24, 12, 6144), 0, 2),  # unless N does not divide it
+        ((2048, 6144), None, 1),  # no stack: the largest
+        ((24, 768), None, 1),  # perhaps a stack of vectors that was not recognized
+    ],
+)
+def test_stacks_are_cut_on_their_first_dimension(shape, scan_dim, dim):
+    cut, _ = choose(shape, 8, scan_dim, frozenset())
+    assert cut is not None
+    assert cut.dim == dim
+
+
 @pure
 @given(constrained_leaves())
 def test_no_other_layout_wastes_less_than_one_that_wastes_much(leaf):
