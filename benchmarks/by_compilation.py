@@ -29,7 +29,7 @@ from jzero.analysis.topologies import topology_devices
 MIB = 2**20
 STAGES = {
     "replicated": (0,),
-    "jzero cheap": (3,),
+    "jzero as written": (3,),
     "map_variables": (3,),
     "jzero recommended": (3,),
     "jzero tuned": (3,),
@@ -61,7 +61,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
         Case(options.topology, size, scan, remat, engine, stage)
         for size, scan, remat in models
         for engine in ENGINES
-        if not (remat and engine == "jzero cheap")  # the model says itself what to recompute
+        if not (remat and engine == "jzero as written")  # the model says itself what to recompute
         for stage in STAGES.get(engine, (3, 2, 1))
     ]
     wanted = [c for c in found if all(w in c.key for w in options.only) and not any(w in c.key for w in options.skip)]
@@ -142,7 +142,7 @@ def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    engines = ("jzero", "jzero cheap", "jzero recommended", "jzero tuned", "gspmd", "map_variables")
+    engines = ("jzero", "jzero as written", "jzero recommended", "jzero tuned", "gspmd", "map_variables")
     found = {tuple(x["key"].split("/")): x for x in lines if "peak" in x}
     order = lambda model: (model[0], list(SIZES).index(model[1]), model[2])
     models = sorted({k[:3] for k in found if (*k[:3], "gspmd", "3") in found}, key=order)

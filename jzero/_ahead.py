@@ -48,13 +48,9 @@ def chosen_ahead(jaxpr: Any, variables: Sequence[Any], xs: Sequence[Any], limit:
       xs: Scanned values: stacks, lazy or not.
       limit: The most, in bytes of whole parameters as they travel, that may be gathered ahead.
     """
-    first_use: dict[Any, int] = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        for v in eqn.invars:
-            if not _compat.is_literal(v):
-                first_use.setdefault(v, i)
+    first_use = _first_uses(jaxpr)
     found: dict[int, Lazy] = {}
-    for i in sorted(range(len(xs)), key=lambda i: first_use.get(variables[i], len(jaxpr.eqns))):
+    for i in sorted(range(len(xs)), key=lambda i: first_use.get(variables[i], (len(jaxpr.eqns),))):
         x = xs[i]
         if not isinstance(x, Lazy) or x.shard is None or variables[i] not in first_use:
             continue
@@ -66,6 +62,22 @@ def chosen_ahead(jaxpr: Any, variables: Sequence[Any], xs: Sequence[Any], limit:
             limit -= size
             found[i] = x
     return found
+
+
+def _first_uses(jaxpr: Any) -> dict[Any, tuple[int, ...]]:
+    """Returns for each variable where it is used first: in which equation, and where in what that calls."""
+    first: dict[Any, tuple[int, ...]] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        inside: dict[Any, tuple[int, ...]] = {}
+        if eqn.primitive.name in CALLS | REMAT:
+            called = next(_compat.contained_jaxprs(eqn))
+            uses = _first_uses(called)
+            pairs = zip(eqn.invars, called.invars, strict=True)
+            inside = {v: uses.get(w, ()) for v, w in pairs if not _compat.is_literal(v)}
+        for v in eqn.invars:
+            if not _compat.is_literal(v):
+                first.setdefault(v, (i, *inside.get(v, ())))
+    return first
 
 
 def _cast_to(jaxpr: Any, var: Any) -> Any:
@@ -203,7 +215,7 @@ class _Loop:
         first, last = at(0), at(self.length - 1)
         shards = {i: _shard(xs[i], first) for i in self.ahead}
         if fence is not None:
-            shards, _ = after(shards, fence)
+            shards = after(shards, fence)
         whole = {i: x.make_whole() for i, x in shards.items()}
         _, shapes = jax.eval_shape(one, carry, first, whole, (xs, more))
         rows = jax.tree.map(lambda x: jnp.zeros((self.length, *x.shape), x.dtype), shapes)

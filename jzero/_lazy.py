@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ __all__ = [
     "Lazy",
     "after",
     "defer",
+    "fenced",
     "first_elements",
     "is_free",
     "is_lazy",
@@ -214,24 +216,55 @@ def share(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], l
     return leaves, whole
 
 
-def after(lazy: dict[int, Any], cotangents: list[Any]) -> tuple[dict[int, Any], list[Any]]:
-    """Makes `lazy` depend on `cotangents`, so that it is not gathered before they are there."""
-    # What is in host memory may not go through a barrier with what is not: XLA would take all of it for the host's.
-    lazy = {
-        i: dataclasses.replace(x, shard=x.shard if x.shard is None else on_device(x.shard)) for i, x in lazy.items()
-    }
-    leaves, treedef = jax.tree.flatten(cotangents)
-    real = [i for i, x in enumerate(leaves) if x.dtype != jax.dtypes.float0]
-    lazy, fenced = lax.optimization_barrier((lazy, [leaves[i] for i in real]))
-    for i, x in zip(real, fenced, strict=True):
-        leaves[i] = x
-    return lazy, treedef.unflatten(leaves)
+def after(params: dict[int, Any], values: Sequence[jax.Array]) -> dict[int, Any]:
+    """Returns lazy parameters, or shards, that are not gathered before `values` are there.
+
+    See [Note: Holding gathers back].
+    """
+    never = _never(values)
+
+    def held(shard: jax.Array) -> jax.Array:
+        if never is None:
+            return shard
+        return lax.select(jnp.broadcast_to(never, shard.shape), jnp.zeros_like(shard), shard)
+
+    return fenced(_map_shards(held, params), [])[0]
 
 
-def first_elements(values: Any) -> list[jax.Array]:
-    """Returns one element of each array of a tree: what waits for them waits for the arrays, or for what makes them."""
-    real = [x for x in jax.tree.leaves(values) if x.dtype != jax.dtypes.float0]
-    return [lax.slice(x, (0,) * x.ndim, [min(1, size) for size in x.shape]) for x in real]
+def fenced(params: dict[int, Any], cotangents: Sequence[jax.Array]) -> tuple[dict[int, Any], list[jax.Array]]:
+    """Returns lazy parameters, or shards, and cotangents behind a barrier, so that no gather is merged with another."""
+    params, cotangents = _map_shards(lambda x: x, params), list(cotangents)
+    real = [i for i, x in enumerate(cotangents) if x.dtype != jax.dtypes.float0]
+    params, beside = lax.optimization_barrier((params, [cotangents[i] for i in real]))
+    for i, x in zip(real, beside, strict=True):
+        cotangents[i] = x
+    return params, cotangents
+
+
+def _map_shards(fn: Callable[[jax.Array], jax.Array], params: dict[int, Any]) -> dict[int, Any]:
+    """Maps shards on the device: XLA would take for the host's what is mixed with something that is there."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Lazy):
+            return fn(on_device(x))
+        return x if x.shard is None else dataclasses.replace(x, shard=fn(on_device(x.shard)))
+
+    return {i: one(x) for i, x in params.items()}
+
+
+def _never(values: Sequence[jax.Array]) -> jax.Array | None:
+    """Returns a boolean that is always false, once the first elements of `values` are there."""
+    firsts = [first.astype(jnp.float32) for first in first_elements(values)]
+    if not firsts:
+        return None
+    bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x.reshape(()), jnp.uint32) for x in firsts])
+    return lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
+
+
+def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns one element of each array of numbers: what waits for them waits for the arrays, or what makes them."""
+    real = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    return [lax.stop_gradient(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)) for x in real]
 
 
 def is_free(x: Any) -> bool:

@@ -185,6 +185,12 @@ class ZeroPlan:
         return bool(self.opt_treedef != self.inner_treedef)
 
     @property
+    def regathers(self) -> bool:
+        """Whether parameters are gathered again in the backward pass."""
+        cut = any(leaf.param.cut for leaf in self.leaves) or any(x.is_param and x.cut for x in self.other_leaves)
+        return self.config.reshard_after_forward and cut
+
+    @property
     def rounds_stochastically(self) -> bool:
         """Whether anything is rounded stochastically when it is stored."""
         return any(leaf.wide is not None for leaf in self.opt_leaves) or any(

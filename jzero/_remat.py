@@ -1,11 +1,10 @@
-"""Recomputation of a traced loss: loops whose passes are recomputed in the backward pass, or no recomputation."""
+"""Recomputation of a traced loss: what of its loops and blocks is computed again in the backward pass."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -17,10 +16,10 @@ from jzero import _compat
 from jzero._blocks import keeps_heavy, parts_of
 from jzero._mesh import HOST_MEMORY
 
-__all__ = ["REMAT", "Remat", "offload_activations", "recomputes", "with_remat"]
+__all__ = ["REMAT", "Remat", "has_parts_to_recompute", "offload_activations", "recomputes", "with_remat"]
 
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
-Remat: TypeAlias = bool | Literal["cheap", "offload"]
+Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
 BOUNDARY = "jzero_block_boundary"
 
 
@@ -80,21 +79,38 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
       inputs: Its inputs.
       remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "cheap": it
         also keeps the results of heavy operations, and so does every block of equations that repeat, see [Note: Blocks
-        of unrolled models]. "offload": every pass of the outermost scans is recomputed, whatever the code says, and
-        what it gets from the pass before is kept in host memory. False: nothing is recomputed, whatever the code says.
+        of unrolled models]; what does more than return its results, such as printing, is left as it is. "offload":
+        every pass of the outermost scans is recomputed, whatever the code says, and what it gets from the pass before
+        is kept in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
 
     Returns:
       Its outputs.
     """
-    rewrite = _Rewrite(remat)
-    outputs = rewrite(jaxpr, inputs)
-    if remat == "cheap" and not rewrite.num_checkpoints:
-        warnings.warn(
-            "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does not "
-            "say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
-            stacklevel=2,
-        )
-    return outputs
+    return _Rewrite(remat)(jaxpr, inputs)
+
+
+def has_parts_to_recompute(jaxpr: Any) -> bool:
+    """Whether `with_remat(remat="cheap")` changes anything: a scan, or a block that repeats, says nothing itself."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    parts = parts_of(opened)
+    if any(part.is_block and _is_free(part.eqns) for part in parts):
+        return True
+    return any(
+        _is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _entered(eqn)))
+        for part in parts
+        for eqn in part.eqns
+    )
+
+
+def _is_free(eqns: Sequence[Any]) -> bool:
+    """Whether equations may be recomputed, and say nothing about that themselves."""
+    return not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
+
+
+def _entered(eqn: Any) -> Sequence[Any]:
+    """The jaxprs of an equation that are looked into."""
+    kind = eqn.primitive.name
+    return eqn.params["branches"] if kind == "cond" else [eqn.params["jaxpr"]] if kind in ("jit", "pjit") else []
 
 
 @dataclasses.dataclass
@@ -103,20 +119,18 @@ class _Rewrite:
 
     remat: Remat
     calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    num_checkpoints: int = 0
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if self.remat == "cheap":
             return self._in_blocks(jaxpr, inputs)
-        return _compat.evaluate(jaxpr, inputs, self._apply)
+        return _compat.evaluate(jaxpr, inputs, _compat.bind if self.remat == "as_written" else self._apply)
 
     def _in_blocks(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for part in parts_of(jaxpr):
-            is_new = part.is_block and not any(map(recomputes, part.eqns))
+            is_new = part.is_block and _is_free(part.eqns)
             run = functools.partial(_compat.evaluate, part, apply=_compat.bind if is_new else self._apply)
-            self.num_checkpoints += is_new
             body = jax.checkpoint(run, policy=keeps_heavy) if is_new else run
             env |= zip(part.outvars, body([env[v] for v in part.invars]), strict=True)
         return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
@@ -130,9 +144,15 @@ class _Rewrite:
         if kind == "cond":
             branches = [lambda *xs, branch=branch: self(branch, xs) for branch in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
-        if kind == "scan" and (self.remat == "offload" or not (self.remat and recomputes(eqn))):
+        if kind == "scan" and self._changes(eqn):
             return self._scan(eqn, inputs)
         return _compat.bind(eqn, inputs)
+
+    def _changes(self, scan: Any) -> bool:
+        """Whether a scan is changed."""
+        if self.remat == "cheap":
+            return _is_free([scan])
+        return self.remat == "offload" or not (self.remat and recomputes(scan))
 
     def _call(self, eqn: Any) -> Callable[..., Any]:
         jaxpr = eqn.params["jaxpr"]
@@ -178,7 +198,6 @@ class _Rewrite:
         if self.remat:
             policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}
             policy = policies.get(str(self.remat))
-            self.num_checkpoints += 1
             run = jax.checkpoint(run, prevent_cse=False, policy=policy)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -16,7 +16,7 @@ from jzero import _compat
 from jzero._aux import Weighted, check_aux
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import StateLeaf, ZeroPlan, itemsize
-from jzero._remat import Remat, with_remat
+from jzero._remat import Remat, has_parts_to_recompute, with_remat
 from jzero._tree import path_str
 
 __all__ = [
@@ -128,7 +128,8 @@ def trace_loss(
     axis_env = [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
     trace = jax.make_jaxpr(call, axis_env=axis_env, return_shape=True)
     jaxpr, out_shape = trace(params, carried, local, key)
-    if remat is not None:
+    remat = _chosen_remat(remat, plan, jaxpr)
+    if remat != "as_written":
         leaves = jax.tree.leaves((params, carried, local, key))
         jaxpr = jax.make_jaxpr(functools.partial(_with_remat, jaxpr, remat), axis_env=axis_env)(*leaves)
     ordered = _compat.ordered_effects(jaxpr)
@@ -140,6 +141,21 @@ def trace_loss(
     specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
     return TracedLoss(jaxpr, out_shape, sizes, specs)
+
+
+def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
+    """Returns what is done about recomputation, which by default goes with gathering again."""
+    if remat is None and not plan.regathers:
+        return "as_written"
+    if remat not in (None, "cheap") or has_parts_to_recompute(jaxpr):
+        return "cheap" if remat is None else remat
+    if remat is not None:
+        warnings.warn(
+            "`remat='cheap'` changes nothing: the loss has no scan and no repeated block of equations that does not "
+            "say itself what to recompute. Put `jax.checkpoint` around its parts, or drop the option.",
+            stacklevel=2,
+        )
+    return "as_written"
 
 
 def _with_remat(jaxpr: Any, remat: Remat, *inputs: Any) -> list[Any]:

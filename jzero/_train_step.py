@@ -346,12 +346,13 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
-      remat: "cheap" keeps of each layer what is heavy to compute (products, convolutions, loops, random numbers) and
-        recomputes the rest in the backward pass: of scans that say nothing else themselves, and of the repeated blocks
-        of unrolled models. True recomputes every pass of the loss's scans (scanned layers) in the backward pass, in
-        place of keeping what it computed, unless the scan says itself what to recompute. "offload" does so whatever
-        the scan says, and keeps what goes from pass to pass, in place of on the device, in host memory. False
-        recomputes nothing, whatever `jax.checkpoint` in the loss says. None leaves the loss as it is. Code inside of
+      remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
+        convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
+        that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters
+        are gathered again (stage 3), else nothing. "as_written" leaves the loss as it is. True recomputes every pass
+        of the loss's scans (scanned layers), in place of keeping what it computed, unless the scan says itself what to
+        recompute. "offload" does so whatever the scan says, and keeps what goes from pass to pass, in place of on the
+        device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
         `while_loop`, `custom_vjp` and `shard_map` stays as it is.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
@@ -379,8 +380,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     """
     if reduce not in ("each", "last"):
         raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
-    if remat not in (None, True, False, "cheap", "offload"):
-        raise ValueError(f"`remat` must be None, True, False, 'cheap' or 'offload': got {remat!r}.")
+    if remat not in (None, True, False, "cheap", "offload", "as_written"):
+        raise ValueError(f"`remat` must be None, True, False, 'cheap', 'offload' or 'as_written': got {remat!r}.")
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
     return TrainStep(
         loss_fn,
@@ -410,7 +411,7 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
       >>> sorted(eval_step(state, jnp.ones((8, 512))))
       ['size']
     """
-    return EvalStep(metric_fn, has_aux=True, mutable=mutable)
+    return EvalStep(metric_fn, has_aux=True, mutable=mutable, remat="as_written")
 
 
 def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jzero._lazy import Deferred, Lazy, after, is_free, is_lazy
+from jzero._lazy import Deferred, Lazy, after, first_elements, is_free, is_lazy
 
-__all__ = ["Use", "Uses", "arrived_tokens"]
+__all__ = ["Block", "Blocks", "Use", "Uses", "arrived_tokens"]
 
 
 @dataclasses.dataclass
@@ -60,13 +59,13 @@ class Uses:
         self._all.append(Use(size))
         if not fence:
             return list(inputs)
-        waiting, _ = after(dict(enumerate(found.values())), fence)
+        waiting = after(dict(enumerate(found.values())), fence)
         new = dict(zip(found, waiting.values(), strict=True))
         return [_replaced(x, new) for x in inputs]
 
     def finish(self, results: Sequence[Any]) -> None:
         """Notes what the last use has computed."""
-        self._all[-1].results = [x for x in results if not is_lazy(x)]
+        self._all[-1].results = [x for x in results if not is_lazy(x) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def last_with_tokens(self) -> tuple[Use, list[jax.Array]]:
         """Returns the last use and the tokens of those that may gather again once the gradient has passed it."""
@@ -95,7 +94,53 @@ class Uses:
         for use in reversed(self._all):
             ahead += use.size
             if ahead > self.limit:
-                return [lax.stop_gradient(x) for x in use.results[:1]]
+                return list(use.results[:1])
+        return []
+
+
+@dataclasses.dataclass
+class Block:
+    """A recomputed block.
+
+    Attributes:
+      size: What it gathers, in bytes.
+      token: The number that it hands on.
+      is_taken: Whether a later block takes the token.
+    """
+
+    size: int
+    token: jax.Array | None = None
+    is_taken: bool = False
+
+
+class Blocks:
+    """The recomputed blocks so far of one sequence of equations.
+
+    Attributes:
+      limit: The most that is gathered ahead, in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._all: list[Block] = []
+
+    def add(self, block: Block) -> None:
+        """Notes a block."""
+        self._all.append(block)
+
+    def taken(self) -> list[jax.Array]:
+        """Returns the token of the block before the last, or of one before it by as much as may be gathered ahead.
+
+        Its gradient arrives when whoever takes the token has reduced its gradients; only then that block gathers.
+        """
+        ahead = 0
+        for block in self._all[-2::-1]:
+            ahead += block.size
+            if ahead > self.limit:
+                if block.token is None or block.is_taken:
+                    return []
+                block.is_taken = True
+                return [block.token]
         return []
 
 
@@ -104,13 +149,16 @@ def _with_tokens(x: jax.Array, tokens: list[jax.Array]) -> jax.Array:
     return x
 
 
-_with_tokens.defvjp(lambda x, tokens: (x, len(tokens)), lambda n, grad: (grad, arrived_tokens(n, [grad])))
+# The value beside its gradient, which may be known in advance: that of a loss is 1.
+_with_tokens.defvjp(
+    lambda x, tokens: (x, (x, len(tokens))), lambda kept, grad: (grad, arrived_tokens(kept[1], [grad, kept[0]]))
+)
 
 
 def arrived_tokens(num_tokens: int, cotangents: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the gradients of tokens, which are there when `cotangents` are."""
-    real = [x for x in cotangents if x.dtype != jax.dtypes.float0]
-    return [lax.optimization_barrier((jnp.zeros(()), real))[0] for _ in range(num_tokens)]
+    """Returns the gradients of tokens, which are there when `cotangents` are; what they are does not matter."""
+    firsts = [x.reshape(()).astype(jnp.float32) for x in first_elements(cotangents)]
+    return [sum(firsts, jnp.zeros(()))] * num_tokens
 
 
 def _parameters(x: Any) -> list[Lazy]:

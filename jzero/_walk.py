@@ -4,12 +4,11 @@
 Left alone, differentiation keeps every gathered parameter that the backward pass will want, and stage 3
 would hold the whole model. With `regather`, an equation that uses a lazy parameter becomes a function
 with a gradient of its own, which keeps the *shard*, gathers again and applies the equation's own gradient
-rule. Nothing else is recomputed and no other residual changes. Outside loops a data dependence on the
-incoming gradient holds the second gather back until it is wanted: it keeps the compiler from merging it with
-the first and from starting all of them at once. A loop body needs no such fence: it is its own program.
-Equations that hold jaxprs which cannot be walked (`cond`, `while`, `custom_vjp` …) get `jax.checkpoint` with a
-policy that refuses gathers alone. Inside a user's own `remat` plain gathers are used: the whole body is
-evaluated again anyway, and the user's policy is asked about everything but gathers and changes of layout.
+rule. Nothing else is recomputed and no other residual changes. Outside loops a barrier with the incoming gradient
+keeps the compiler from merging the second gather with the first. A loop body needs no such fence: it is its own
+program. Equations that hold jaxprs which cannot be walked (`cond`, `while`, `custom_vjp` …) get `jax.checkpoint` with a
+policy that refuses gathers alone. Inside a `remat`, of the loss or of `make_train_step`, plain gathers are used: the
+body is evaluated again anyway, and its policy is asked about everything but gathers and changes of layout.
 
 [Note: Light fences]
 What holds a gather back is an operand of a barrier, and XLA writes that to memory as a whole. On TPUs, where products
@@ -18,6 +17,14 @@ are, would otherwise never be written. There one element of a gradient is the op
 the parameters that wait (else these, gathered a little earlier, would take more than is saved): of a GPT of 124M on
 8 v5p that takes the peak from 1096 to 851 MiB. On GPUs products read their operands from memory anyway, and early
 gathers cost (1.4B on 8 H200: 5205 MiB with whole fences, 5461 with light ones).
+
+[Note: Holding gathers back]
+Compilers drop barriers before they schedule. Where the order itself matters, for bounds of what is gathered ahead and
+for recomputed blocks, the shard is made to depend on what it waits for: it is selected by a comparison whose result is
+always the same, which no compiler finds out. A recomputed block gathers when the block after the next has reduced its
+gradients, but on TPUs: compilers for GPUs put off the products that make these, and keep what they are made of (124M
+unrolled and recomputed on 8 H200: 1920 MiB without, 1122 with; on 8 v5p 852 without, 946 with). Every use waiting for
+its own gradient in this way would hide nothing (the same, not recomputed: the modelled step is 16 % longer).
 
 [Note: Branches and loops]
 Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
@@ -40,14 +47,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._ahead import chosen_ahead, scan_ahead
-from jzero._lazy import Lazy, after, defer, first_elements, is_free, is_lazy, make_whole, on_shard, share
+from jzero._lazy import Lazy, after, defer, fenced, first_elements, is_free, is_lazy, make_whole, on_shard, share
+from jzero._placement import is_on_host
 from jzero._remat import REMAT, recomputes
-from jzero._uses import Uses, arrived_tokens
+from jzero._uses import Block, Blocks, Uses, arrived_tokens
 
 __all__ = ["Walk"]
 
 Equation = Any
 Jaxpr = Any
+Tokens: TypeAlias = list[jax.Array]
 Fence: TypeAlias = Literal["whole", "light"]
 
 LAYOUT_ONLY = frozenset(
@@ -67,10 +76,12 @@ class Walk:
         pass, see [Note: Gathering again in the backward pass].
       in_loop: Whether this is the body of a loop.
       sealing: Whether this is inside of a `jax.checkpoint` of jzero's own, which must not undo those of the loss.
-      fence: How a second gather outside of loops is held back, see [Note: Light fences].
+      fence: How a second gather outside of loops is kept apart, see [Note: Light fences].
       prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
         outside of loops]; `None`: it is left to the compiler.
+      loops_ahead: Whether loops may do so: a policy of the loss around them would be asked about what they carry.
       uses: What has used parameters in the current sequence of equations, if that is bounded.
+      blocks: The recomputed blocks of that sequence, see [Note: Holding gathers back].
       cache: What has been found out about the jaxprs of this trace; lives as long as the trace.
     """
 
@@ -80,13 +91,16 @@ class Walk:
     sealing: bool = False
     fence: Fence = "whole"
     prefetch_bytes: int | None = None
+    loops_ahead: bool = True
     uses: Uses | None = dataclasses.field(default=None, compare=False, repr=False)
+    blocks: Blocks | None = dataclasses.field(default=None, compare=False, repr=False)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates `jaxpr`; inputs and outputs are arrays or lazy values."""
         uses = None if self.prefetch_bytes is None or self.in_loop else Uses(self.prefetch_bytes)
-        outputs = _compat.evaluate(jaxpr, inputs, dataclasses.replace(self, uses=uses)._apply)
+        blocks = None if self.in_loop or self.fence == "light" else Blocks(self.prefetch_bytes or 0)
+        outputs = _compat.evaluate(jaxpr, inputs, dataclasses.replace(self, uses=uses, blocks=blocks)._apply)
         return outputs if uses is None else uses.end(outputs)
 
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
@@ -137,7 +151,7 @@ class Walk:
         if opaque:
             return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
         fence = None if self.in_loop else self.fence
-        return _regathered(call, leaves, fence=fence, uses=self.uses)
+        return _regathered(call, leaves, fence=fence, uses=self.uses, blocks=self.blocks)
 
     # Equations that hold jaxprs.
 
@@ -156,16 +170,16 @@ class Walk:
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
-        # A policy would be asked about what a loop that gathers ahead carries.
-        ahead = self.prefetch_bytes if policy is None else None
-        inner = dataclasses.replace(self, regather=False, sealing=False, prefetch_bytes=ahead)
+        inner = dataclasses.replace(self, regather=False, sealing=False, loops_ahead=policy is None)
         # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
         body = jax.checkpoint(
             lambda xs: [make_whole(y) for y in inner(eqn.params["jaxpr"], xs)],
             prevent_cse=eqn.params["prevent_cse"],
             policy=policy,
         )
-        return list((_sealed(body) if self.sealing else body)(inputs))
+        if self.regather and not self.in_loop and not all(map(is_free, inputs)):
+            return _settled(body, inputs, held=True, uses=self.uses, blocks=self.blocks)
+        return _settled(body, inputs) if self.sealing else list(body(inputs))
 
     def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
@@ -219,7 +233,7 @@ class Walk:
 
     def _ahead(self, jaxpr: Jaxpr, xs: list[Any], first: int) -> dict[int, Lazy]:
         """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""
-        if not self.prefetch_bytes or self.sealing:
+        if not self.prefetch_bytes or self.sealing or not self.loops_ahead:
             return {}
         return chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes)
 
@@ -307,15 +321,85 @@ def _checkpointed(fn: Callable[[list[Any]], list[Any]], *, prevent_cse: bool) ->
     return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=_refuse_gathers(lambda *_, **__: True))
 
 
-def _sealed(fn: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
-    """`fn` with what it keeps for the backward pass settled.
+def _settled(
+    fn: Callable[[list[Any]], list[Any]],
+    inputs: list[Any],
+    *,
+    held: bool = False,
+    uses: Uses | None = None,
+    blocks: Blocks | None = None,
+) -> list[Any]:
+    """Calls `fn`, which says by itself what it keeps for the backward pass, so that nothing around it asks again.
 
     jax asks the policy of an enclosing `jax.checkpoint` inside of inner ones, too, so that one that keeps everything
-    but gathers would undo them.
+    but gathers would undo them. If `held`, it gathers again when the gradient of a later one of `uses` is there, and
+    when a later one of `blocks` has reduced its gradients.
     """
-    region = jax.custom_vjp(fn)
-    region.defvjp(lambda xs: jax.vjp(fn, xs), lambda vjp, cotangents: vjp(cotangents))
-    return region
+    use, tokens = (None, []) if uses is None else uses.last_with_tokens()
+    block = Block(sum(map(_whole_bytes, _parameters(inputs))))
+    earlier = [] if blocks is None else blocks.taken()
+    shards: list[int] = []
+
+    @jax.custom_vjp
+    def region(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[list[Any], jax.Array, jax.Array]:
+        return fn(inputs), jnp.zeros(()), jnp.zeros(())
+
+    def forward(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[Any, Any]:
+        results, vjp = jax.vjp(fn, inputs)
+        of_params = {id(x.shard) for x in _parameters(inputs)}
+        shards[:] = [i for i, x in enumerate(jax.tree.leaves(vjp)) if id(x) in of_params]
+        return (results, jnp.zeros(()), jnp.zeros(())), vjp
+
+    def backward(vjp: Any, cotangents: tuple[list[Any], jax.Array, jax.Array]) -> tuple[Any, Tokens, Tokens]:
+        of_results, of_token, of_block = cotangents
+        leaves, treedef = jax.tree.flatten(vjp)
+        waiting = {i: leaves[i] for i in shards} if held else {}
+        if use is not None and use.is_taken:
+            waiting = after(waiting, [of_token])
+        else:
+            waiting, _ = fenced(waiting, first_elements(of_results))
+        if block.is_taken:
+            waiting = after(waiting, [of_block])
+        for i, x in waiting.items():
+            leaves[i] = x
+        (of_inputs,) = treedef.unflatten(leaves)(of_results)
+        of_tokens = arrived_tokens(len(tokens), _arrays_beside_params(of_inputs) or of_results)
+        return _without_shards(of_inputs), of_tokens, _reduced_tokens(len(earlier), of_inputs)
+
+    region.defvjp(forward, backward)
+    results, token, block.token = region(inputs, tokens, earlier)
+    if blocks is not None:
+        blocks.add(block)
+    if use is not None:
+        use.token = token
+    return results
+
+
+def _reduced_tokens(num_tokens: int, cotangents: Any) -> Tokens:
+    """Returns the gradients of tokens, which are there when those of parameters are reduced."""
+    slots = [x.slot for x in _parameters(cotangents) if x.slot is not None and not is_on_host(x.slot)]
+    return arrived_tokens(num_tokens, slots)
+
+
+def _parameters(values: Any) -> list[Lazy]:
+    return [x for x in jax.tree.leaves(values, is_leaf=_is_parameter) if _is_parameter(x)]
+
+
+def _arrays_beside_params(values: Any) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(values, is_leaf=_is_parameter) if not _is_parameter(x)]
+
+
+def _without_shards(cotangents: Any) -> Any:
+    """Gradients leave through slots. At a shard none arrives; one on the host could not even have zeros from here."""
+
+    def without(x: Any) -> Any:
+        return dataclasses.replace(x, shard=None) if _is_parameter(x) else x
+
+    return jax.tree.map(without, cotangents, is_leaf=_is_parameter)
+
+
+def _is_parameter(x: Any) -> bool:
+    return isinstance(x, Lazy)
 
 
 def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,13 +412,19 @@ def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _regathered(
-    fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, fence: Fence | None, uses: Uses | None
+    fn: Callable[[list[Any]], list[Any]],
+    inputs: list[Any],
+    *,
+    fence: Fence | None,
+    uses: Uses | None,
+    blocks: Blocks | None,
 ) -> list[Any]:
     """Calls `fn`, which makes its inputs whole; its gradient gathers again instead of keeping them.
 
-    With a `fence` it does so when its own gradient is there, or that of a later one of `uses`.
+    With a `fence` that stands behind its own gradient; or it waits for that of a later one of `uses`.
     """
     use, tokens = (None, []) if uses is None else uses.last_with_tokens()
+    earlier = [] if blocks is None else blocks.taken()
     lazy = {i: x for i, x in enumerate(inputs) if is_lazy(x)}
     dense = {i: x for i, x in enumerate(inputs) if i not in lazy}
 
@@ -343,35 +433,36 @@ def _regathered(
         return fn([merged[i] for i in range(len(inputs))])
 
     @jax.custom_vjp
-    def region(lazy: dict[int, Any], dense: dict[int, Any], tokens: list[jax.Array]) -> tuple[list[Any], jax.Array]:
+    def region(
+        lazy: dict[int, Any], dense: dict[int, Any], tokens: Tokens, earlier: Tokens
+    ) -> tuple[list[Any], jax.Array]:
         return plain(lazy, dense), jnp.zeros(())
 
-    def forward(lazy: dict[int, Any], dense: dict[int, Any], tokens: list[jax.Array]) -> tuple[Any, Any]:
+    def forward(lazy: dict[int, Any], dense: dict[int, Any], tokens: Tokens, earlier: Tokens) -> tuple[Any, Any]:
         # All inputs are residuals in name; those that the gradient does not read are dropped as dead code.
-        return region(lazy, dense, tokens), (lazy, dense)
+        return region(lazy, dense, tokens, earlier), (lazy, dense)
 
-    def backward(residuals: Any, cotangents: tuple[list[Any], jax.Array]) -> tuple[Any, Any, list[jax.Array]]:
+    def backward(residuals: Any, cotangents: tuple[list[Any], jax.Array]) -> tuple[Any, Any, Tokens, Tokens]:
         (lazy, dense), (of_results, of_token) = residuals, cotangents
         if use is not None and use.is_taken:
-            lazy, _ = after(lazy, [of_token])
+            lazy = after(lazy, [of_token])
         elif fence == "light" and _num_bytes(of_results) > sum(map(_whole_bytes, lazy.values())):
-            lazy, _ = after(lazy, first_elements(of_results))
+            lazy, _ = fenced(lazy, first_elements(of_results))
         elif fence is not None:
-            lazy, of_results = after(lazy, of_results)
+            lazy, of_results = fenced(lazy, of_results)
         of_lazy, of_dense = jax.vjp(plain, lazy, dense)[1](of_results)
         # Then the parameters of this use are not needed any more; what they themselves get takes a reduction longer.
         of_tokens = arrived_tokens(len(tokens), jax.tree.leaves(of_dense) or of_results)
-        # Gradients leave through slots. At a shard none arrives; one on the host could not even have zeros from here.
-        return {i: dataclasses.replace(x, shard=None) for i, x in of_lazy.items()}, of_dense, of_tokens
+        return _without_shards(of_lazy), of_dense, of_tokens, _reduced_tokens(len(earlier), of_lazy)
 
     region.defvjp(forward, backward)
-    results, token = region(lazy, dense, tokens)
+    results, token = region(lazy, dense, tokens, earlier)
     if use is not None:
         use.token = token
     return results
 
 
-def _num_bytes(values: Sequence[Any]) -> int:
+def _num_bytes(values: Sequence[jax.Array]) -> int:
     return sum(x.size * x.dtype.itemsize for x in values if x.dtype != jax.dtypes.float0)
 
 

@@ -138,7 +138,8 @@ def analyze(
     remat: Annotated[
         bool | None,
         typer.Option(
-            "--remat/--no-remat", help="Recompute the scans of the loss, or nothing. By default what it says."
+            "--remat/--no-remat",
+            help="Recompute the scans of the loss, or nothing. By default at stage 3 what is cheap.",
         ),
     ] = None,
     figure: Annotated[
@@ -346,7 +347,6 @@ def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:
     if cpu_devices is not None:
         _use_cpu(cpu_devices)
     elif topology is not None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA calls a program that does not fit its own error
         _use_cpu(None)
         topology_devices(topology)  # raises, if need be, before a model is made
 

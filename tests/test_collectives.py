@@ -19,7 +19,7 @@ N = 8
 
 
 @functools.cache
-def _lowered(stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, **options):
+def _lowered(stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, recompute=None, **options):
     remat = None if remat is None else dict(remat)
     model = models.GPT(scan=scan, remat=remat, d_model=128, heads=4, vocab=vocab, layers=layers)
     tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
@@ -28,7 +28,8 @@ def _lowered(stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, **opt
         params=model.init(key, np.zeros((1, models.SEQ), np.int32))["params"], tx=tx
     )
     state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
-    return state, jzero.make_train_step(models.gpt_loss(model)).lower(state, models.tokens(16, vocab=vocab))
+    step = jzero.make_train_step(models.gpt_loss(model), remat=recompute)
+    return state, step.lower(state, models.tokens(16, vocab=vocab))
 
 
 @functools.cache
@@ -94,12 +95,22 @@ def test_stage_3_gathers_a_scanned_layer_inside_the_loop(remat):
 
 def test_stage_3_gathers_once_per_use_and_scatters_once_per_leaf():
     """On the lowered program, before any combiner: forward, backward of those whose value the gradient needs."""
-    state, lowered = _lowered(3, scan=False)
+    state, lowered = _lowered(3, scan=False, recompute="as_written")
     plan = jzero.plan_of(state)
     text = lowered.as_text()
     cut = [leaf for leaf in plan.leaves if leaf.param.cut is not None]
     assert text.count("stablehlo.reduce_scatter") == len(cut)
     needed_again = [leaf for leaf in cut if re.search("kernel|scale", leaf.path)]
+    assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)
+
+
+def test_what_is_recomputed_gathers_no_parameter_a_third_time():
+    """By default: of the layers the biases are wanted again as well, but for that of their last product."""
+    state, lowered = _lowered(3, scan=False)
+    cut = [leaf.path for leaf in jzero.plan_of(state).leaves if leaf.param.cut is not None]
+    needed_again = [x for x in cut if re.search("kernel|scale|layer_.*bias", x) and not x.endswith("down/bias")]
+    text = lowered.as_text()
+    assert text.count("stablehlo.reduce_scatter") == len(cut)
     assert text.count("stablehlo.all_gather") == len(cut) + len(needed_again)
 
 

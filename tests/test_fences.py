@@ -1,4 +1,4 @@
-"""What holds a second gather back: whole gradients, or on TPUs one element of those that are larger than what waits."""
+"""What keeps a second gather apart, and what holds it back."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters import partial_eval as pe
 
 import jzero
 from jzero import _compat
-from jzero._lazy import first_elements
+from jzero._lazy import after, first_elements
 from tests import models
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
@@ -88,5 +89,72 @@ def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
 
 def test_results_without_elements_and_of_whole_numbers():
     """A light fence takes what is there of each gradient."""
-    values = [jnp.ones((3, 4)), jnp.zeros((0, 2)), jnp.float32(5), np.zeros((2,), jax.dtypes.float0)]
-    assert [x.shape for x in first_elements(values)] == [(1, 1), (0, 1), ()]
+    values = [jnp.ones((3, 4)), jnp.zeros((0, 2)), jnp.float32(5), np.zeros((2,), jax.dtypes.float0), jnp.arange(3)]
+    assert [x.shape for x in first_elements(values)] == [(1, 1), ()]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -6e4, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_what_is_held_back_stays_as_it_is(value, dtype):
+    """Whatever it waits for, to the bit; a shard of numbers that are none, too."""
+    shard = jnp.array([1.5, -0.0, jnp.nan, jnp.inf], dtype)
+    waits_for = [jnp.full((2, 3), value, dtype), jnp.full((), -value, jnp.float32), jnp.arange(4)]
+    held = jax.jit(lambda shard, values: after({0: shard}, values)[0])(shard, waits_for)
+    assert held.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(held).view(np.uint8), np.asarray(shard).view(np.uint8))
+
+
+def test_what_is_held_back_cannot_be_had_before():
+    """In the compiled program, where barriers are gone: the result is made of what it waits for."""
+    compiled = (
+        jax.jit(lambda shard, x: after({0: shard}, [jnp.sin(x)])[0] * 2).lower(jnp.ones(4), jnp.ones(3)).compile()
+    )
+    assert "sine" in compiled.as_text()
+
+
+def test_blocks_wait_for_the_gradients_of_the_one_after_the_next():
+    """Of a chain of recomputed layers, in the backward pass: which reductions each gather is made of."""
+    params = {f"w{i}": np.full((32, 32), 0.1, np.float32) for i in range(6)}
+
+    def loss(params, batch):
+        for name in sorted(params):
+            batch = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(params[name], batch)
+        return jnp.square(batch).mean()
+
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    found = reductions_before_gathers(jzero.value_and_grad(loss), state, batch())
+    assert len(found) == 12
+    # Backwards from layer 5. Gradient k, counted when it is reduced, is made of gather k, which recomputes the layer, and
+    # of gathers k + 1 and on: gather 3 waits for gradient 5, 2 for 4, 1 for 3 (made of gather 3), 0 for 2 (of 2 and 3).
+    assert found == [*[0] * 6, *[0, 0, 1, 1, 2, 3]]
+
+
+def reductions_before_gathers(fn, *args):
+    """Of each gather of a program: of how many reduced gradients it is made, barriers left out."""
+    found, reductions = [], iter(range(10**6))
+
+    def walk(jaxpr, inputs):
+        jaxpr, _ = _compat.open_jaxpr(jaxpr)
+        env = dict.fromkeys(jaxpr.constvars, frozenset()) | dict(zip(jaxpr.invars, inputs, strict=True))
+        for eqn in jaxpr.eqns:
+            given = [frozenset() if _compat.is_literal(v) else env[v] for v in eqn.invars]
+            inner = [x for x in _compat.contained_jaxprs(eqn) if len(x.invars) == len(eqn.invars)]
+            made = frozenset().union(*given)
+            if len(inner) == 1:
+                outputs = walk(inner[0], given)
+            elif eqn.primitive.name == "optimization_barrier":
+                outputs = given
+            else:
+                if eqn.primitive.name == "all_gather":
+                    found.append(len(made))
+                elif eqn.primitive.name == "reduce_scatter":
+                    made = made | {next(reductions)}
+                outputs = [made] * len(eqn.outvars)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [frozenset() if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))
+    jaxpr, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # as the compiler will see it
+    walk(jaxpr, [frozenset()] * len(jaxpr.invars))
+    return found

@@ -71,7 +71,7 @@ def test_the_less_memory_the_more_is_given_up():
     costs = [(x.chosen.memory.sent_bytes, x.chosen.memory.flops, x.accumulate_steps) for x in choices]
     assert choices[0].config.stage == 0
     assert choices[0].accumulate_steps == 1
-    assert choices[0].remat is None
+    assert choices[0].remat == "as_written"
     assert choices[-1].config.stage == 3
     assert all(a[0] <= 1.01 * b[0] for a, b in itertools.pairwise(costs)), costs
 
@@ -148,10 +148,10 @@ def test_recomputation_without_products_is_tried():
     batch = jax.ShapeDtypeStruct((8 * 512, WIDTH), jnp.float32)
     find = functools.partial(jzero.fit, state, loss, batch, stages=(0,), max_accumulate_steps=1)
     least = min(x.peak for x in find(hbm_bytes=1e9).tried)
-    choice = find(hbm_bytes=1.2 * least)
-    assert choice.remat is True
+    assert find(hbm_bytes=1.2 * least, remat=("as_written", True)).remat is True
+    assert find(hbm_bytes=1.2 * least).remat == "cheap"
     plenty = find(hbm_bytes=1e9)
-    assert plenty.remat is None
+    assert plenty.remat == "as_written"
     assert [x.verdict for x in plenty.tried] == ["chosen", "fits; recomputes for nothing"]
 
 

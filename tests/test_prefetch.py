@@ -193,6 +193,10 @@ def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected
         assert sorted(whole) == sorted(expected)
 
 
+def num_elements(state):
+    return sum(leaf.param.size for leaf in jzero.plan_of(state).leaves)
+
+
 @pytest.mark.parametrize("loss_fn", [two_products, test_engine.scan_of_remat], ids=lambda f: f.__name__)
 def test_no_gather_more_and_no_weights_kept(loss_fn):
     """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
@@ -204,7 +208,10 @@ def test_no_gather_more_and_no_weights_kept(loss_fn):
     step = jzero.make_train_step(loss_fn)
     reports = {limit: jzero.analyze(step, s, batch) for limit, s in state.items()}
     reports[AMPLE].verify()
-    assert reports[AMPLE].communication_elements == reports[None].communication_elements
+    # Where nothing bounds it, the compiler may merge gathers outside of the loop.
+    found = [reports[limit].communication_elements for limit in (None, AMPLE)]
+    assert found[0] == found[1] or (loss_fn is not two_products and found[0] < found[1])
+    assert found[1] <= jzero.plan_of(state[AMPLE]).gathered_bytes / 4 + num_elements(state[AMPLE]) + 64
     if loss_fn is two_products:
         layer = 2 * 64 * 256 * 4
         assert (
@@ -330,11 +337,15 @@ def most_ahead(gathers):
     )
 
 
-def chain(p, batch):
-    h = batch
+def chain(p, batch, wrap=lambda layer: layer):
+    h, layer = batch, wrap(lambda w, h: jnp.tanh(h @ w))
     for name in sorted(p):
-        h = jnp.tanh(h @ p[name])
+        h = layer(p[name], h)
     return jnp.square(h).mean()
+
+
+def recomputed_chain(p, batch):
+    return chain(p, batch, wrap=jax.checkpoint)
 
 
 def chain_state(limit, layers=8):
@@ -345,14 +356,20 @@ def chain_state(limit, layers=8):
 
 
 @pytest.mark.parametrize(("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), (1, 1, 1), (2, 2, 2), (3, 3, 3)])
-def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward):
+@pytest.mark.parametrize(
+    ("loss_fn", "remat"),
+    [(chain, "as_written"), (chain, None), (recomputed_chain, None)],
+    ids=["plain", "cheap recomputed", "all recomputed"],
+)
+def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward, loss_fn, remat):
     """In units of one matrix: without a bound all of the forward pass may be whole at once, and nothing is ahead in
-    the backward pass; with one, both go ahead as far as it says.
+    the backward pass; with one, both go ahead as far as it says. Recomputed layers are their own blocks.
     """
     unit = D * D * 4
     state = chain_state(None if limit is None else limit * unit)
-    gathers = gathers_of(jzero.value_and_grad(chain), state, jnp.ones((8, D)))
-    assert len(gathers) == 15, "8 forward; backward all but the first, whose input needs no gradient"
+    gathers = gathers_of(jzero.make_train_step(loss_fn, remat=remat), state, jnp.ones((8, D)))
+    first = int(loss_fn is recomputed_chain)  # whose input needs no gradient, but its result is wanted again
+    assert len(gathers) == 15 + first, "8 forward; backward all but the first"
     assert most_ahead(gathers[:8]) == forward * unit
     assert most_ahead(gathers[8:]) == backward * unit
 

@@ -9,13 +9,23 @@ from typing import Any
 
 from jzero._config import ZeroConfig
 from jzero._plan_table import format_bytes
+from jzero._remat import Remat
 from jzero._table import format_rows
 from jzero.analysis.step_memory import StepMemory
 
-__all__ = ["NEARLY", "Candidate", "Fit", "judged"]
+__all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judged", "recomputed"]
 
 NEARLY = 1.01
 """What differs by less counts as equal."""
+
+RECOMPUTED: dict[Remat | None, tuple[str, str]] = {
+    False: ("none", "nothing recomputed"),
+    "as_written": ("", ""),
+    None: ("default", ""),
+    "cheap": ("cheap", "what is cheap recomputed"),
+    True: ("scans", "scans recomputed"),
+}
+"""What may be recomputed, the least first: how a table names it, and a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Candidate:
     config: ZeroConfig
     mesh_shape: dict[str, int] = dataclasses.field(hash=False)
     accumulate_steps: int
-    remat: bool | None
+    remat: Remat | None
     memory: StepMemory
     compiled_peak: int | None = None
     refused: bool = False
@@ -128,7 +138,7 @@ class Fit:
         return self._choice.accumulate_steps
 
     @property
-    def remat(self) -> bool | None:
+    def remat(self) -> Remat | None:
         """For `make_train_step`."""
         return self._choice.remat
 
@@ -163,7 +173,7 @@ class Fit:
                 str(x.config.stage),
                 ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
                 str(x.accumulate_steps),
-                {None: "", True: "scans", False: "none"}[x.remat],
+                RECOMPUTED[x.remat][0],
                 f"{x.config.persistence_threshold:,}",
                 format_bytes(x.memory.peak),
                 "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
@@ -174,6 +184,11 @@ class Fit:
         ]
         table = format_rows([header, *rows], left=4, last_left=True)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
+
+
+def recomputed(x: Candidate) -> int:
+    """Returns how much is recomputed, as a rank."""
+    return list(RECOMPUTED).index(x.remat)
 
 
 def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
@@ -198,7 +213,7 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
-    if x.remat is True and chosen.remat is not True:
+    if recomputed(x) > recomputed(chosen):
         return "fits; recomputes for nothing"
     return "fits; no cheaper, a higher stage"
 
@@ -210,6 +225,6 @@ def _describe(x: Candidate) -> str:
         parts.append(f"{num_replicas} replicas")
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
-    if x.remat is not None:
-        parts.append("scans recomputed" if x.remat else "nothing recomputed")
+    if RECOMPUTED[x.remat][1]:
+        parts.append(RECOMPUTED[x.remat][1])
     return ", ".join(parts)

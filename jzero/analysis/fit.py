@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -15,11 +16,12 @@ from jax.sharding import Mesh
 from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh, platform_of
 from jzero._plan import ZeroPlan
+from jzero._remat import Remat
 from jzero._state import adapt
 from jzero._traced_loss import check_batch
 from jzero._train_step import TrainStep, make_train_step
 from jzero.analysis.analyze import this_machine
-from jzero.analysis.candidates import NEARLY, Candidate, Fit, judged
+from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judged, recomputed
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.memory import memory_of
 from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
@@ -54,7 +56,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     hbm_bytes: float | None = None,
     config: ZeroConfig | None = None,
     stages: Sequence[Stage] = STAGES,
-    remat: Sequence[bool | None] = (None, True),
+    remat: Sequence[Remat | None] = ("as_written", "cheap", True),
     max_accumulate_steps: int = 64,
     has_aux: bool = False,
     mutable: Sequence[str] = (),
@@ -76,7 +78,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       hbm_bytes: What a step may take of one device's memory. By default 90 % of what the machine has.
       config: Everything that is not searched, such as the precision.
       stages: The stages to search.
-      remat: What to try for `make_train_step(remat=...)`; `None` is the loss as it is.
+      remat: What to try for `make_train_step(remat=...)`; "offload" is not searched.
       max_accumulate_steps: The most micro-batches to try.
       has_aux: As for `make_train_step`.
       mutable: As for `make_train_step`.
@@ -142,7 +144,7 @@ def _workload(state: Any, batch: Any) -> str:
 
 
 def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -> None:
-    for name, values, allowed in (("stages", stages, STAGES), ("remat", remat, (None, True, False))):
+    for name, values, allowed in (("stages", stages, STAGES), ("remat", remat, tuple(RECOMPUTED))):
         if not isinstance(values, Sequence) or not values or any(x not in allowed for x in values):
             raise ValueError(f"`{name}` must be some of {allowed}, at least one: got {values!r}.")
     is_count = isinstance(max_accumulate_steps, int) and not isinstance(max_accumulate_steps, bool)
@@ -184,7 +186,7 @@ def _order(x: Candidate) -> tuple[int, ...]:
         _steps(x.cost()),
         _steps(x.memory.flops),
         x.accumulate_steps,
-        int(x.remat is True),
+        recomputed(x),
         x.config.stage,
         -x.config.persistence_threshold,
     )
@@ -212,7 +214,7 @@ class _Search:
     stages: tuple[Stage, ...]
     max_steps: int
 
-    def reckoned(self, remat: Sequence[bool | None]) -> list[Candidate]:
+    def reckoned(self, remat: Sequence[Remat | None]) -> list[Candidate]:
         """Returns every layout, in order; of micro-batches as many as are reckoned to be needed."""
         remats = self._remats(remat)
         found = [
@@ -253,18 +255,20 @@ class _Search:
             return [1]
         return sorted({1, self.hardware.num_devices // self.hardware.devices_per_node})
 
-    def _remats(self, remat: Sequence[bool | None]) -> list[bool | None]:
+    def _remats(self, remat: Sequence[Remat | None]) -> list[Remat | None]:
         """Those that change something."""
-        found: dict[tuple[float, ...], bool | None] = {}
+        found: dict[tuple[float, ...], Remat | None] = {}
         config = self._config(0, 1)
         placed = relaid(self.state, mesh=self._mesh(config, 1), config=config)
         for recompute in remat:
-            x = self._memory(self._step(1, recompute), placed)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
+                x = self._memory(self._step(1, recompute), placed)
             found.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
         return list(found.values())
 
     def _micro_batches(
-        self, config: ZeroConfig, num_replicas: int, recompute: bool | None, first: int = 1
+        self, config: ZeroConfig, num_replicas: int, recompute: Remat | None, first: int = 1
     ) -> Iterator[Candidate]:
         """Yields candidates with `first` micro-batches and twice as many each time, until one is reckoned to fit."""
         mesh = self._mesh(config, num_replicas)
@@ -329,7 +333,7 @@ class _Search:
         arguments = step.abstract_arguments(placed, self.batch, rng=self.rng)
         return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu)
 
-    def _step(self, steps: int, recompute: bool | None) -> TrainStep:
+    def _step(self, steps: int, recompute: Remat | None) -> TrainStep:
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, **self.options)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
