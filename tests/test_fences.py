@@ -125,8 +125,8 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next():
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
     found = reductions_before_gathers(jzero.value_and_grad(loss), state, batch())
     assert len(found) == 12
-    # Backwards from layer 5. Gradient k, counted when it is reduced, is made of gather k, which recomputes the layer, and
-    # of gathers k + 1 and on: gather 3 waits for gradient 5, 2 for 4, 1 for 3 (made of gather 3), 0 for 2 (of 2 and 3).
+    # Backwards from layer 5. Gradient k is made of gather k, which recomputes the layer, and of gathers k + 1 and on:
+    # gather 3 waits for gradient 5, 2 for 4, 1 for 3 (made of gather 3), 0 for 2 (made of 2 and 3).
     assert found == [*[0] * 6, *[0, 0, 1, 1, 2, 3]]
 
 
