@@ -133,18 +133,22 @@ assert abs(kept.communication_elements / SIZE - 2) < 0.1
 assert kept.memory.temporaries - report.memory.temporaries > 4 * SIZE * (1 - 2 / NUM_LAYERS)
 
 # %% [markdown]
-# `remat=True` recomputes what each pass of a scan has computed, in place of keeping it. It takes memory away and adds
-# arithmetic; what is sent stays the same, because stage 3 gathers each layer for the backward pass anyway.
+# Of activations stage 3 keeps what is heavy to compute, and computes the rest again with the gathers. `"as_written"`
+# keeps what plain jax would; `True` recomputes each pass of a scan as a whole, which takes more memory away and adds
+# arithmetic. What is sent stays the same, because stage 3 gathers each layer for the backward pass anyway.
 
 # %%
 wide = np.tile(batch, (32, 1))  # a larger batch, so that activations are what counts
-keep, recompute = (jzero.analyze(jzero.make_train_step(loss_fn, remat=remat), state, wide) for remat in (None, True))
-for name, r in {"kept": keep, "recomputed": recompute}.items():
+choices = {"as written": "as_written", "default": None, "recomputed": True}
+found = {name: jzero.analyze(jzero.make_train_step(loss_fn, remat=x), state, wide) for name, x in choices.items()}
+for name, r in found.items():
     print(
         f"{name:12}{r.memory.temporaries / 2**20:6.1f} MiB of temporaries, {r.communication_elements / SIZE:.2f} Ψ sent"
     )
-assert recompute.memory.temporaries < keep.memory.temporaries
-assert recompute.communication_elements == keep.communication_elements
+sizes = [r.memory.temporaries for r in found.values()]
+assert sizes == sorted(sizes, reverse=True)
+assert sizes[-1] < sizes[0]
+assert len({r.communication_elements for r in found.values()}) == 1
 
 # %% [markdown]
 # ## A loss that departs from the plan
