@@ -28,15 +28,17 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--unrolled", action="store_true")
+    parser.add_argument("--no-remat", action="store_true", help="the model keeps its activations")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     mesh = jzero.make_mesh()
-    model = GPT(Size(384, 6, vocab=4096), scan=not options.unrolled, remat=True)
+    model = GPT(Size(384, 6, vocab=4096), scan=not options.unrolled, remat=not options.no_remat)
     tokens = np.random.default_rng(0).integers(0, 4096, (2 * mesh.size, 129)).astype(np.int32)
     batch = jax.device_put(tokens, NamedSharding(mesh, PartitionSpec(AXIS)))
     wanted = [("replicated", 0), *((name, stage) for stage in options.stages for name in ("gspmd", "jzero"))]
     wanted += [("map_variables", 3)] if 3 in options.stages else []
+    wanted += [("jzero as written", 3)] if 3 in options.stages and options.no_remat else []
     runs: dict[tuple[str, int], dict[str, Any]] = {}
     for name, stage in wanted:
         engine = make_engine(name, model, stage, mesh)

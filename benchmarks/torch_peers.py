@@ -71,7 +71,7 @@ def work(options: argparse.Namespace) -> None:
         state, config=jzero.ZeroConfig(stage=options.stage, precision=options.dtype, persistence_threshold=0)
     )
     loss_fn = lambda params, batch: deepspeed_model.loss_fn(params, batch, config["heads"])
-    step = jzero.make_train_step(loss_fn, clip_norm=opt["clip"])
+    step = jzero.make_train_step(loss_fn, clip_norm=opt["clip"], remat="as_written")  # peers keep activations
     rows = tokens.shape[1] // PROCESSES
     mine = slice(options.worker * rows, (options.worker + 1) * rows)
     sharding = jax.sharding.NamedSharding(jzero.plan_of(state).mesh, jax.sharding.PartitionSpec("data"))

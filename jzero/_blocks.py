@@ -13,8 +13,9 @@ Results of products with weights, of convolutions, loops and all that is unknown
 element by element, or by reductions, is computed again, mostly inside of the operation that reads it. Scores of
 attention are the largest activation of all and cost 64 or 128 multiplications an element, less time than writing and
 reading them, so they are computed again as well; its result is kept (the 124M again: 4342 MiB with the scores, 1751
-without; on 8 v5p the modelled step is 3 % longer than where everything is kept, on H200 11 %, and in a scan 22 and 61 %
-shorter, since stacks of scores are not written). Keeping the results of reductions, too, takes no less time on H200.
+without). The modelled step of the unrolled one is 4 % longer on v5p than where everything is kept, and 10 % on H200; of
+the scanned one 61 and 22 % shorter, since stacks of scores are not written. Keeping the results of reductions, too,
+makes it longer on H200.
 """
 
 from __future__ import annotations

@@ -309,7 +309,8 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
       outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
       the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
       scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
-      folded with the index of the device.
+      folded with the index of the device. The backward pass computes again what that of `make_train_step` does by
+      default.
 
     Raises:
       ValueError: The batch cannot be split evenly, or the loss uses ZeRO's axis in a way that cannot work.

@@ -5,7 +5,8 @@ Compilers start gathers as early as they can, or merge them into one: in a model
 whole at once. With a bound, a gather waits until enough of the uses before it are done, so that what is gathered and
 not yet used stays within the bound. In the backward pass a gather waits until the gradient has passed the use that the
 bound makes it wait for; without a bound, or if one parameter is more than that, until it reaches its own use. For that
-each use hands on a token, a number that is never read: its gradient comes once the later use is done with its own.
+each use hands on a token, a number without a meaning: its gradient comes once the later use is done with its own, and
+what waits for it depends on it, see [Note: Holding gathers back].
 """
 
 from __future__ import annotations
