@@ -262,9 +262,13 @@ def _never(values: Sequence[jax.Array]) -> jax.Array | None:
 
 
 def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns one element of each array of numbers: what waits for them waits for the arrays, or what makes them."""
-    real = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
-    return [lax.stop_gradient(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)) for x in real]
+    """Returns one element of each array of numbers: what waits for them waits for the arrays, or what makes them.
+
+    Of complex numbers it is the real part; arrays of other types, or without elements, are left out.
+    """
+    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    firsts = [lax.stop_gradient(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)) for x in numbers]
+    return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
 
 
 def is_free(x: Any) -> bool:

@@ -89,8 +89,9 @@ def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
 
 def test_results_without_elements_and_of_whole_numbers():
     """A light fence takes what is there of each gradient."""
-    values = [jnp.ones((3, 4)), jnp.zeros((0, 2)), jnp.float32(5), np.zeros((2,), jax.dtypes.float0), jnp.arange(3)]
-    assert [x.shape for x in first_elements(values)] == [(1, 1), ()]
+    none = [jnp.zeros((0, 2)), np.zeros((2,), jax.dtypes.float0), jnp.arange(3)]
+    firsts = first_elements([jnp.ones((3, 4)), *none, jnp.float32(5), jnp.array([2 + 3j])])
+    assert [(x.shape, x.dtype) for x in firsts] == [((1, 1), jnp.float32), ((), jnp.float32), ((1,), jnp.float32)]
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -6e4, float("inf"), float("-inf"), float("nan")])

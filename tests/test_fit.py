@@ -34,6 +34,7 @@ def make_state(key):
 
 
 def fitted(megabytes, **options):
+    options = {"remat": ("as_written", True), **options}
     return jzero.fit(make_state, stack_loss, BATCH, hbm_bytes=int(megabytes * 1e6), config=CONFIG, **options)
 
 

@@ -358,7 +358,7 @@ def chain_state(limit, layers=8):
 @pytest.mark.parametrize(("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), (1, 1, 1), (2, 2, 2), (3, 3, 3)])
 @pytest.mark.parametrize(
     ("loss_fn", "remat"),
-    [(chain, "as_written"), (chain, None), (recomputed_chain, None)],
+    [(chain, "as_written"), (chain, None), pytest.param(recomputed_chain, None, marks=pytest.mark.slow)],
     ids=["plain", "cheap recomputed", "all recomputed"],
 )
 def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward, loss_fn, remat):
