@@ -81,7 +81,9 @@ def reduced_elements(stage, reduce, accumulate_steps):
 
 
 @pytest.mark.parametrize(
-    ("stage", "reduce", "times"), [(1, "each", 1), (2, "each", 3), (2, "last", 1), (3, "each", 3), (3, "last", 1)]
+    ("stage", "reduce", "times"),
+    [(2, "each", 3), (3, "last", 1)]
+    + [pytest.param(*x, marks=pytest.mark.slow) for x in ((1, "each", 1), (2, "last", 1), (3, "each", 3))],
 )
 def test_how_often_gradients_are_reduced(stage, reduce, times):
     """Stage 1 communicates once per step, stages 2 and 3 once per micro-batch unless told to wait."""

@@ -78,6 +78,7 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
         assert logged_steps(log)[21:] == [*range(11, 21), "validation"]
 
 
+@pytest.mark.slow
 def test_example_with_the_optimizer_state_on_the_host(tmp_path):
     seen = (f"--tensorboard={tmp_path / 'run'}", f"--profile={tmp_path / 'run'}")
     output = run_train_gpt(*TINY, "--precision=bf16", "--offload", *seen, out=tmp_path)
