@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -51,6 +52,8 @@ def lowering(mesh: jax.sharding.Mesh, model: GPT, repeats: int) -> None:
     """Prints what it takes to trace and lower a step."""
     tokens = jax.ShapeDtypeStruct((2 * mesh.size, 129), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(AXIS)))
     wanted = {"jax.jit": ("replicated", 0), **{f"jzero, stage {stage}": ("jzero", stage) for stage in (1, 2, 3)}}
+    if not model.remat:
+        wanted["jzero, stage 3, as written"] = ("jzero as written", 3)
     engines = {name: make_engine(engine, model, stage, mesh) for name, (engine, stage) in wanted.items()}
 
     def lower(name: str) -> Any:
@@ -132,8 +135,8 @@ def main() -> None:
     mesh = jzero.make_mesh()
     small = Size(128, 12, vocab=512, head=32)
     print(f"jax {jax.__version__}, {small}")
-    for scan in (True, False):
-        lowering(mesh, GPT(small, scan=scan, remat=True), options.repeats)
+    for scan, remat in itertools.product((True, False), (True, False)):
+        lowering(mesh, GPT(small, scan=scan, remat=remat), options.repeats)
     lowering(jzero.make_mesh(devices=jax.devices()[:1]), GPT(small, scan=True, remat=True), options.repeats)
     dispatch(mesh, options.repeats)
 

@@ -12,7 +12,7 @@ one per block).
 Results of products with weights, of convolutions, loops and all that is unknown are kept; what follows from them
 element by element, or by reductions, is computed again, mostly inside of the operation that reads it. Scores of
 attention are the largest activation of all and cost 64 or 128 multiplications an element, less time than writing and
-reading them, so they are computed again as well; its result is kept (the 124M again: 4342 MiB with the scores, 1751
+reading them, so they are computed again as well; its result is kept (the 124M again: 4342 MiB with the scores, 1752
 without). The modelled step of the unrolled one is 4 % longer on v5p than where everything is kept, and 10 % on H200; of
 the scanned one 61 and 22 % shorter, since stacks of scores are not written. Keeping the results of reductions, too,
 makes it longer on H200.

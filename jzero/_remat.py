@@ -81,7 +81,7 @@ def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
         also keeps the results of heavy operations, and so does every block of equations that repeat, see [Note: Blocks
         of unrolled models]; what does more than return its results, such as printing, is left as it is. "offload":
         every pass of the outermost scans is recomputed, whatever the code says, and what it gets from the pass before
-        is kept in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
+        is kept in host memory. False: nothing is recomputed, whatever the code says.
 
     Returns:
       Its outputs.
@@ -123,7 +123,7 @@ class _Rewrite:
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if self.remat == "cheap":
             return self._in_blocks(jaxpr, inputs)
-        return _compat.evaluate(jaxpr, inputs, _compat.bind if self.remat == "as_written" else self._apply)
+        return _compat.evaluate(jaxpr, inputs, self._apply)
 
     def _in_blocks(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)

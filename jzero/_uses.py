@@ -106,7 +106,7 @@ class Block:
     Attributes:
       size: What it gathers, in bytes.
       token: The number that it hands on.
-      is_taken: Whether a later block takes the token.
+      is_taken: Whether something later takes the token.
     """
 
     size: int
@@ -132,14 +132,13 @@ class Blocks:
     def taken(self) -> list[jax.Array]:
         """Returns the token of the block before the last, or of one before it by as much as may be gathered ahead.
 
-        Its gradient arrives when whoever takes the token has reduced its gradients; only then that block gathers.
+        Its gradient arrives when all that take the token have reduced their gradients; only then that block gathers.
         """
         ahead = 0
         for block in self._all[-2::-1]:
             ahead += block.size
             if ahead > self.limit:
-                if block.token is None or block.is_taken:
-                    return []
+                assert block.token is not None
                 block.is_taken = True
                 return [block.token]
         return []

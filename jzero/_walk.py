@@ -353,10 +353,10 @@ def _settled(
     def backward(vjp: Any, cotangents: tuple[list[Any], jax.Array, jax.Array]) -> tuple[Any, Tokens, Tokens]:
         of_results, of_token, of_block = cotangents
         leaves, treedef = jax.tree.flatten(vjp)
-        waiting = {i: leaves[i] for i in shards} if held else {}
+        waiting = {i: leaves[i] for i in shards}
         if use is not None and use.is_taken:
             waiting = after(waiting, [of_token])
-        else:
+        elif held:
             waiting, _ = fenced(waiting, first_elements(of_results))
         if block.is_taken:
             waiting = after(waiting, [of_block])
@@ -376,7 +376,10 @@ def _settled(
 
 
 def _reduced_tokens(num_tokens: int, cotangents: Any) -> Tokens:
-    """Returns the gradients of tokens, which are there when those of parameters are reduced."""
+    """Returns the gradients of tokens, which are there when those of parameters are reduced.
+
+    Nothing waits for gradients that leave for the host: XLA would move what waits there, too.
+    """
     slots = [x.slot for x in _parameters(cotangents) if x.slot is not None and not is_on_host(x.slot)]
     return arrived_tokens(num_tokens, slots)
 
