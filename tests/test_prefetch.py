@@ -372,6 +372,7 @@ def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward
     assert len(gathers) == 15 + first, "8 forward; backward all but the first"
     assert most_ahead(gathers[:8]) == forward * unit
     assert most_ahead(gathers[8:]) == backward * unit
+    assert all(7 in g.needs for g in gathers[8:]), "nothing before the forward pass is done: product 7 is its last"
 
 
 @pytest.mark.parametrize(
