@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from benchmarks.engines import make_engine
-from benchmarks.gpt import AXIS, GPT, Size
+from benchmarks.gpt import AXIS, GPT, SIZES
 
 SAME = "in `jax.jit`: "
 
@@ -133,11 +133,11 @@ def main() -> None:
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     mesh = jzero.make_mesh()
-    small = Size(128, 12, vocab=512, head=32)
-    print(f"jax {jax.__version__}, {small}")
+    size = SIZES["124M"]  # of a smaller one most parameters would be below the persistence threshold
+    print(f"jax {jax.__version__}, {size}")
     for scan, remat in itertools.product((True, False), (True, False)):
-        lowering(mesh, GPT(small, scan=scan, remat=remat), options.repeats)
-    lowering(jzero.make_mesh(devices=jax.devices()[:1]), GPT(small, scan=True, remat=True), options.repeats)
+        lowering(mesh, GPT(size, scan=scan, remat=remat), options.repeats)
+    lowering(jzero.make_mesh(devices=jax.devices()[:1]), GPT(size, scan=True, remat=True), options.repeats)
     dispatch(mesh, options.repeats)
 
 

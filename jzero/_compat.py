@@ -23,12 +23,15 @@ from jax.extend import core as jex_core
 
 __all__ = [
     "bind",
+    "changed",
     "compute_on_host",
     "contained_jaxprs",
     "equation_context",
     "evaluate",
     "has_side_effects",
+    "in_names",
     "is_literal",
+    "names_of",
     "open_jaxpr",
     "ordered_effects",
     "pipelined_gathers",
@@ -148,6 +151,25 @@ def shard_map_axes(eqn: Equation) -> frozenset[str]:
     """Returns the axes that a `shard_map` equation makes manual."""
     params = eqn.params
     return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
+
+
+def names_of(eqn: Equation) -> tuple[Any, ...]:
+    """Returns the scopes that an equation was traced in, the outermost first."""
+    return tuple(eqn.source_info.name_stack.stack)
+
+
+def changed(eqn: Equation, *, inputs: Sequence[Any], names: tuple[Any, ...]) -> Equation:
+    """Returns an equation with other variables or literals as inputs, in other scopes."""
+    name_stack = source_info_util.NameStack(names)
+    return eqn.replace(invars=list(inputs), source_info=eqn.source_info.replace(name_stack=name_stack))
+
+
+@contextlib.contextmanager
+def in_names(names: tuple[Any, ...]) -> Iterator[None]:
+    """Enters scopes that `names_of` returned."""
+    stack = source_info_util.current_name_stack() + source_info_util.NameStack(names)
+    with source_info_util.set_name_stack(stack):
+        yield
 
 
 @contextlib.contextmanager

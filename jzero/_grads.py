@@ -335,20 +335,21 @@ def _grad_norm(
     return jnp.sqrt(cut + whole), totals > 0
 
 
+@jax.jit  # traced once for all parameters of a shape
+def _sums(x: jax.Array, factors: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    x = times(x, *factors)
+    return jnp.sum(jnp.real(x * jnp.conj(x))), jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
+
+
 def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of squares of a reduced gradient times factors, and how many elements are not finite."""
-
-    def sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = times(x, *factors)
-        return jnp.sum(jnp.real(x * jnp.conj(x))), jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
-
     if not is_on_host(x):
-        return sums(x)
+        return _sums(x, factors)
     pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
     x = x.reshape(pieces.view)
 
     def step(chunk: Chunk, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        square, count = sums(on_device(read_chunk(x, chunk, pieces)))
+        square, count = _sums(on_device(read_chunk(x, chunk, pieces)), factors)
         return total[0] + square, total[1] + count
 
     dtype = jnp.promote_types(jnp.real(jnp.zeros((), x.dtype)).dtype, jnp.float32)

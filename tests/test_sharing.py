@@ -1,0 +1,248 @@
+"""Repeated blocks that do the same are traced once; what differs between them stays different."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero import _compat
+from jzero._sharing import Common, structure
+
+LAYERS, WIDTH = 4, 32
+
+
+def layer(w, x):
+    return x + jnp.tanh(x @ w)
+
+
+def make_params(layers=LAYERS):
+    rng = np.random.default_rng(0)
+    return {f"layer_{i}": (rng.normal(size=(WIDTH, WIDTH)) / 6).astype(np.float32) for i in range(layers)}
+
+
+def make_batch():
+    return np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+def unrolled(layers):
+    """The loss of a model whose layers are functions of `(w, x)`, each in a scope of its own."""
+
+    def loss(params, batch):
+        x = batch
+        for (name, w), fn in zip(sorted(params.items()), layers, strict=True):
+            with jax.named_scope(name):
+                x = fn(w, x)
+        return jnp.square(x).mean()
+
+    return loss
+
+
+def sharded(params, *, num_devices=8):
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
+    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config, mesh=mesh)
+
+
+def lowered(loss, params):
+    return jzero.make_train_step(loss).lower(sharded(params), make_batch())
+
+
+def num_functions(loss, params):
+    """How many functions the recomputed blocks of a step have become, those of the backward pass among them."""
+    return len(re.findall(r"func\.func private @block\w*\(", lowered(loss, params).as_text()))
+
+
+def check(loss, params, *, num_devices=8):
+    """Asserts that loss and gradients are those of plain jax."""
+    batch = make_batch()
+    want_loss, want = jax.value_and_grad(loss)(params, batch)
+    new, metrics = jzero.make_train_step(loss)(sharded(params, num_devices=num_devices), batch)
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
+    for old, x, g in zip(*map(jax.tree.leaves, (params, jzero.gather_params(new), want)), strict=True):
+        # Sums over the batch in another order: float32's rounding, relative to the largest element.
+        np.testing.assert_allclose(old - x, g, rtol=1e-4, atol=1e-5 * float(jnp.abs(g).max()))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
+def test_a_program_grows_by_a_call_per_layer(wrap):
+    def growth(depth):
+        """Lines per layer that the program grows by if what a layer does is `depth` long."""
+
+        def deep(w, x):
+            y = x @ w
+            for _ in range(depth):
+                y = jnp.sin(y)
+            return x + y
+
+        few, many = (len(lowered(unrolled([wrap(deep)] * n), make_params(n)).as_text().splitlines()) for n in (3, 6))
+        return (many - few) / 3
+
+    assert growth(2) == growth(20) > 0
+    check(unrolled([wrap(layer)] * LAYERS), make_params())
+
+
+def with_rule(factor):
+    """A function whose derivative is not its own, but for `factor` the same in each."""
+
+    @jax.custom_jvp
+    def fn(x):
+        return jnp.sin(x)
+
+    fn.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), factor * tangents[0]))
+    return fn
+
+
+def with_backward_rule(factor):
+    @jax.custom_vjp
+    def fn(x):
+        return jnp.sin(x)
+
+    fn.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (factor * g,))
+    return fn
+
+
+CONSTANTS = np.random.default_rng(2).normal(size=(LAYERS, 1, WIDTH)).astype(np.float32)
+
+DIFFERENT = {
+    "a number": [lambda w, x, i=i: x + 0.5**i * jnp.tanh(x @ w) for i in range(LAYERS)],
+    "the sign of zero": [lambda w, x, i=i: x + jnp.copysign((-1) ** i * 0.0, x) * 3 + x @ w for i in range(LAYERS)],
+    "a parameter": [lambda w, x, i=i: x + jnp.roll(x @ w, i + 1, axis=1) for i in range(LAYERS)],
+    "a power": [lambda w, x, i=i: x + jax.lax.integer_pow(jnp.tanh(x @ w), i + 2) for i in range(LAYERS)],
+    "order": [lambda w, x, i=i: (x - x @ w) if i % 2 else (x @ w - x) for i in range(LAYERS)],
+    "an array": [lambda w, x, i=i: x + jnp.tanh(x @ w) * CONSTANTS[i] for i in range(LAYERS)],
+    "an array in a call": [
+        lambda w, x, i=i: x + jax.jit(lambda y: jnp.tanh(y) * CONSTANTS[i])(x @ w) for i in range(LAYERS)
+    ],
+    "a rule": [lambda w, x, i=i: x + with_rule(i + 1.0)(x @ w) for i in range(LAYERS)],
+    "a backward rule": [lambda w, x, i=i: x + with_backward_rule(i + 1.0)(x @ w) for i in range(LAYERS)],
+    "branches": [
+        lambda w, x, i=i: x + jax.lax.cond(w[0, 0] > 0, jnp.sin, (jnp.cos, jnp.tanh)[i % 2], x @ w)
+        for i in range(LAYERS)
+    ],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
+@pytest.mark.parametrize("layers", DIFFERENT.values(), ids=DIFFERENT.keys())
+@pytest.mark.filterwarnings("ignore:The loss closes over")
+def test_layers_that_differ_stay_different(layers, wrap):
+    check(unrolled([wrap(fn) for fn in layers]), make_params())
+
+
+def test_what_is_kept_for_the_backward_pass_may_differ():
+    """The same equations under policies of their own."""
+    names = [f"kept_{i}" for i in range(LAYERS)]
+    policies = [jax.checkpoint_policies.save_only_these_names(name) for name in names]
+    named = lambda w, x: x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "kept_1"))
+    kept = unrolled([jax.checkpoint(named, policy=policy) for policy in policies])
+    check(kept, make_params())
+    assert num_functions(kept, make_params()) > num_functions(unrolled([jax.checkpoint(named)] * LAYERS), make_params())
+
+
+class Dropping(nn.Module):
+    layers: int = LAYERS
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = nn.remat(DroppingLayer, prevent_cse=True)(name=f"layer_{i}")(x)
+        return x
+
+
+class DroppingLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
+
+
+def test_layers_that_drop_are_shared_and_draw_for_themselves():
+    """One device draws what plain jax draws: other masks would give other gradients."""
+
+    def case(layers):
+        model, key = Dropping(layers), lambda: jax.random.key(5)
+        params = model.init({"params": key(), "dropout": key()}, make_batch())["params"]
+        loss = lambda params, batch: jnp.square(model.apply({"params": params}, batch, rngs={"dropout": key()})).mean()
+        return loss, params
+
+    with pytest.warns(UserWarning, match="The mesh has one device"):
+        check(*case(LAYERS), num_devices=1)
+    assert num_functions(*case(3)) == num_functions(*case(6))
+
+
+def test_profiles_tell_layers_apart():
+    found = re.findall(
+        r'dot\([^\n]*op_name="([^"]*)"', lowered(unrolled([layer] * LAYERS), make_params()).compile().as_text()
+    )
+    for name in make_params():
+        assert any(name in x and "transpose" not in x for x in found), (name, found)
+        assert any(name in x and "transpose" in x for x in found), (name, found)
+
+
+def common(fn, *args):
+    return Common.of(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+
+
+def named(name, fn):
+    def run(*args):
+        with jax.named_scope(name):
+            return fn(*args)
+
+    return run
+
+
+X = jnp.ones((3, 4))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (lambda x: jnp.sin(x) * 2, lambda y: jnp.sin(y) * 2, True),
+        (named("one", jnp.sin), named("two", jnp.sin), True),
+        (
+            named("one", lambda x: named("in", jnp.sin)(x) + x),
+            named("two", lambda x: named("in", jnp.sin)(x) + x),
+            True,
+        ),
+        (
+            named("one", lambda x: named("in", jnp.sin)(x) + x),
+            named("two", lambda x: named("of", jnp.sin)(x) + x),
+            False,
+        ),
+        (lambda x: jnp.sin(x) * 2, lambda x: jnp.sin(x) * 3, False),
+        (lambda x: x * jnp.float32(0.0), lambda x: x * jnp.float32(-0.0), False),
+        (lambda x: x - 2 * x, lambda x: 2 * x - x, False),
+        (lambda x: jax.lax.integer_pow(x, 2), lambda x: jax.lax.integer_pow(x, 3), False),
+        (lambda x: x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float16), False),
+        (lambda x: 1 + jax.jit(lambda y: y * 2)(x), lambda x: 1 + jax.jit(lambda y: y * 2)(x), True),
+        (lambda x: 1 + jax.jit(lambda y: y * 2)(x), lambda x: 1 + jax.jit(lambda y: y * 3)(x), False),
+        (
+            lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[0], x)[0],
+            lambda x: jax.lax.scan(lambda c, y: (c - y, y), x[0], x)[0],
+            False,
+        ),
+        (
+            lambda x: jax.random.uniform(jax.random.fold_in(jax.random.key(0), 3)) * x,
+            lambda x: jax.random.uniform(jax.random.fold_in(jax.random.key(0), 4)) * x,
+            True,
+        ),
+        (lambda x: x + x.shape[0], lambda x: x + x.shape[1], False),
+        (lambda x: (x, x + 1), lambda x: (x + 1, x), False),
+    ],
+)
+def test_what_is_the_same(a, b, same):
+    first, second = common(a, X), common(b, X)
+    assert (structure(first) == structure(second)) == same
+    assert structure(common(a, X)) == structure(first)
+    assert structure(common(a, X[:2])) != structure(first), "another shape"
+
+
+def test_an_empty_jaxpr():
+    empty = common(lambda x: x, X)
+    assert (empty.names, empty.numbers, list(empty.eqns)) == ((), [], [])
+    assert structure(empty) == structure(common(lambda y: y, X)) != structure(common(lambda y: (y, y), X))
