@@ -65,12 +65,14 @@ class TracedLoss:
       out_shape: `(loss, aux)` as shapes.
       num_inputs: Leaves of params, carried state, batch and rng.
       batch_specs: How each leaf of the batch is split.
+      remat: What is recomputed: the option, or what it comes to where it is `None`.
     """
 
     jaxpr: Any
     out_shape: PyTree
     num_inputs: tuple[int, int, int, int]
     batch_specs: list[PartitionSpec]
+    remat: Remat
 
 
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> None:
@@ -140,7 +142,7 @@ def trace_loss(
         )
     specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
-    return TracedLoss(jaxpr, out_shape, sizes, specs)
+    return TracedLoss(jaxpr, out_shape, sizes, specs, remat)
 
 
 def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:

@@ -53,6 +53,8 @@ class _Step:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
+        if remat not in (None, True, False, "cheap", "offload", "as_written"):
+            raise ValueError(f"`remat` must be None, True, False, 'cheap', 'offload' or 'as_written': got {remat!r}.")
         self.loss_fn = loss_fn
         self.has_aux = has_aux
         self.mutable = tuple(mutable)
@@ -125,6 +127,11 @@ class _Step:
         plan = train_state.tx.plan
         leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
         return dataclasses.replace(plan, closed_over=leaves)
+
+    def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
+        """Returns `remat`, or what it comes to for this plan and loss where it is `None`: "cheap" or "as_written"."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._trace_loss(train_state, train_state.tx.plan, batch, rng)[0].remat
 
     def _trace_loss(
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
@@ -292,7 +299,9 @@ def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array 
         raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
 
 
-def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[str] = ()) -> ValueAndGrad:
+def value_and_grad(
+    loss_fn: Loss, has_aux: bool = False, *, remat: Remat | None = None, mutable: Sequence[str] = ()
+) -> ValueAndGrad:
     """Returns a function that evaluates a loss and its gradients with the collectives of the state's stage.
 
     Args:
@@ -301,6 +310,14 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
         batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
       has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices; others need
         `Summed` or `PerExample`.
+      remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
+        convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
+        that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters
+        are gathered again (stage 3), else nothing. "as_written" leaves the loss as it is. True recomputes every pass
+        of the loss's scans (scanned layers), in place of keeping what it computed, unless the scan says itself what to
+        recompute. "offload" does so whatever the scan says, and keeps what goes from pass to pass, in place of on the
+        device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
+        `while_loop`, `custom_vjp` and `shard_map` stays as it is.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
         keyword argument, and `aux` must be a dictionary with its new value; floating values are averaged over devices.
 
@@ -309,11 +326,11 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
       outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
       the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
       scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
-      folded with the index of the device. The backward pass computes again what that of `make_train_step` does by
-      default.
+      folded with the index of the device.
 
     Raises:
-      ValueError: The batch cannot be split evenly, or the loss uses ZeRO's axis in a way that cannot work.
+      ValueError: `remat` is none of these, the batch cannot be split evenly, or the loss uses ZeRO's axis in a way that
+        cannot work.
       TypeError: The state is not sharded, or the loss or `aux` is of a kind that cannot be reduced.
 
     Example:
@@ -322,7 +339,7 @@ def value_and_grad(loss_fn: Loss, has_aux: bool = False, *, mutable: Sequence[st
       >>> int(state.apply_gradients(grads=grads).step)
       1
     """
-    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable)
+    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable, remat=remat)
 
 
 def make_train_step(  # noqa: PLR0913  # the options of a step
@@ -347,14 +364,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
-      remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
-        convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
-        that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters
-        are gathered again (stage 3), else nothing. "as_written" leaves the loss as it is. True recomputes every pass
-        of the loss's scans (scanned layers), in place of keeping what it computed, unless the scan says itself what to
-        recompute. "offload" does so whatever the scan says, and keeps what goes from pass to pass, in place of on the
-        device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
-        `while_loop`, `custom_vjp` and `shard_map` stays as it is.
+      remat: As for `value_and_grad`.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
         to be worth their memory (stage 3 on GPUs gathers scanned layers one ahead; nothing elsewhere). Not used where
@@ -366,7 +376,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
       weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
       changes then (with `Offload(delay=1)` its gradients are dropped, and those of the step before are applied). It has
-      `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)`.
+      `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)` and
+      `recomputation(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.
@@ -381,8 +392,6 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     """
     if reduce not in ("each", "last"):
         raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
-    if remat not in (None, True, False, "cheap", "offload", "as_written"):
-        raise ValueError(f"`remat` must be None, True, False, 'cheap', 'offload' or 'as_written': got {remat!r}.")
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
     return TrainStep(
         loss_fn,

@@ -317,14 +317,29 @@ def test_layers_are_recomputed_by_default_where_parameters_are_gathered_again(sc
     assert (found > 0) == is_recomputed
 
 
+@pytest.mark.parametrize(
+    ("options", "stage", "says_so"),
+    [({}, 3, True), ({"remat": "cheap"}, 3, False), ({"remat": "as_written"}, 3, False), ({}, 2, False)],
+)
+@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad], ids=["step", "gradients"])
+def test_what_is_recomputed_by_default_is_told(make, options, stage, says_so):
+    state = jzero.TrainState.create(params=make_params(2), tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    fn = make(loss_fn, **options)
+    assert fn.recomputation(state, make_batch()) == options.get("remat", "cheap" if says_so else "as_written")
+    notes = jzero.analyze(fn, state, make_batch()).notes
+    assert any('`remat="as_written"` keeps what the loss keeps' in note for note in notes) == says_so
+
+
 def test_gradients_outside_of_a_step_are_recomputed_alike():
     state = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    fns = (jzero.value_and_grad(loss_fn), jzero.make_eval_step(loss_fn))
+    gradients = jzero.value_and_grad
+    fns = (gradients(loss_fn), gradients(loss_fn, remat="as_written"), jzero.make_eval_step(loss_fn))
     jaxprs = [_compat.open_jaxpr(jax.make_jaxpr(fn)(state, make_batch()))[0] for fn in fns]
-    differentiated, evaluated = (len(list(remats(x))) for x in jaxprs)
+    differentiated, as_written, evaluated = (len(list(remats(x))) for x in jaxprs)
     assert differentiated >= LAYERS
-    assert evaluated == 0
+    assert as_written == evaluated == 0
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])

@@ -253,9 +253,10 @@ def test_one_function_per_block_however_often_it_is_called():
     assert num_functions(True) <= num_functions(None) + 2
 
 
-def test_remat_is_checked():
+@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad])
+def test_remat_is_checked(make):
     with pytest.raises(ValueError, match="must be None, True, False, 'cheap', 'offload' or 'as_written': got 'all'"):
-        jzero.make_train_step(mlp_loss, remat="all")
+        make(mlp_loss, remat="all")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -26,6 +26,11 @@ from jzero.analysis.violations import Compiled, axes_of, find_violations
 
 __all__ = ["analyze", "this_machine"]
 
+RECOMPUTED = (
+    "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
+    'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
+)
+
 TILES_WORTH_A_NOTE = 0.02
 """Share of the arguments' memory beyond which what tiles waste is noted."""
 
@@ -112,6 +117,9 @@ def analyze(
             f"Of {calls.total} calls of the host's CPU the schedule has other work beside {calls.covered}; their time "
             "is not in the timeline."
         )
+    is_training = isinstance(fn, TrainStep | ValueAndGrad)
+    if is_training and fn.remat is None and fn.recomputation(*placed, **keywords) != "as_written":
+        notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None
     if isinstance(fn, TrainStep) and plans:

@@ -108,7 +108,7 @@ def match(
     everything = len(asked) == len(wanted)
     if strict and (missing or (unexpected and everything)):
         lines = _listed("missing in the checkpoint", missing)
-        lines += _listed("only in the checkpoint", unexpected if everything else ())
+        lines += _listed("only in the checkpoint", unexpected)  # what is missing may be there under another name
         raise ValueError(
             f"The checkpoint at {contents.directory} and the state do not have the same leaves:\n"
             + "\n".join(lines)
