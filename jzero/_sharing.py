@@ -6,23 +6,26 @@ and transposed by jax, which takes more time than all else in tracing (GPT of 12
 takes 0.65). So recomputed blocks that do the same become calls of one `jax.jit`, whose steps jax remembers: 0.8 s, and
 with more layers hardly more. Compilers put calls in line first; for 8 H200 and 8 v5p they make the same programs.
 
-Two things may differ between layers that count as the same. The scopes that they are in are entered around the call, so
+Layers that count as the same may differ in three things. The scopes that they are in are entered around the call, so
 that profiles still tell layers apart; the numbers that random keys are folded with, which Flax makes of a layer's path,
-become inputs. What cannot be compared is the same only if it is one object: a `custom_vjp`, say, or `jax.nn.relu`, has
-rules that are new in each layer, and such layers are traced one by one.
+become inputs; and source lines are those of the first. What cannot be compared is the same only if it is one object: a
+`custom_vjp`, say, or `jax.nn.relu`, has rules that are new in each layer, and such layers are traced one by one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jzero import _compat
 
-__all__ = ["Common", "structure"]
+__all__ = ["Common", "Structures"]
 
 
 class Common(NamedTuple):
@@ -74,51 +77,81 @@ def _literals(eqn: Any) -> list[Any]:
     return [x for x in eqn.invars if _compat.is_literal(x)]
 
 
-def structure(jaxpr: Any) -> Any:
-    """Returns a value that is equal for jaxprs that do the same in scopes of the same names.
+class Structures:
+    """Numbers jaxprs: equal numbers go to those that do the same in scopes of the same names.
 
-    What cannot be compared is the same only if it is the same object, so that the jaxpr has to live as long as the
-    value.
+    What cannot be compared is the same only if it is the same object.
     """
-    jaxpr, consts = _compat.open_jaxpr(jaxpr)
-    numbers: dict[Any, int] = {}
 
-    def made(variables: Sequence[Any]) -> Any:
-        numbers.update({v: len(numbers) + i for i, v in enumerate(variables)})
-        return tuple(v.aval for v in variables)
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, tuple[Any, int]] = {}  # with the jaxpr itself: no other gets its id
 
-    def read(atom: Any) -> Any:
-        if _compat.is_literal(atom):
-            return atom.aval, type(atom.val), np.asarray(atom.val).tobytes()
-        return numbers[atom]
+    def __call__(self, jaxpr: Any) -> int:
+        """Returns the number of an open or closed jaxpr."""
+        if id(jaxpr) not in self._known:
+            self._known[id(jaxpr)] = jaxpr, self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
+        return self._known[id(jaxpr)][1]
 
-    inputs = made([*jaxpr.constvars, *jaxpr.invars])
-    eqns = tuple(
-        (
-            eqn.primitive,
-            tuple(map(read, eqn.invars)),
-            made(eqn.outvars),
-            _comparable(eqn.params),
-            eqn.ctx,
-            _compat.names_of(eqn),
+    def _structure(self, jaxpr: Any) -> Any:
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        numbers: dict[Any, int] = {}
+
+        def made(variables: Sequence[Any]) -> Any:
+            numbers.update({v: len(numbers) + i for i, v in enumerate(variables)})
+            return tuple(v.aval for v in variables)
+
+        def read(atom: Any) -> Any:
+            return (atom.aval, _bits(atom.val)) if _compat.is_literal(atom) else numbers[atom]
+
+        inputs = made([*jaxpr.constvars, *jaxpr.invars])
+        eqns = tuple(
+            (
+                eqn.primitive,
+                tuple(map(read, eqn.invars)),
+                made(eqn.outvars),
+                self._comparable(eqn.params),
+                eqn.ctx,
+                _compat.names_of(eqn),
+            )
+            for eqn in jaxpr.eqns
         )
-        for eqn in jaxpr.eqns
-    )
-    return tuple(map(id, consts)), inputs, eqns, tuple(map(read, jaxpr.outvars))
+        return tuple(map(id, consts)), inputs, eqns, tuple(map(read, jaxpr.outvars))
+
+    def _comparable(self, value: Any) -> Any:
+        """Returns a hashable value that is equal for equal parameters of equations alone.
+
+        Objects of other libraries and of users may be equal and differ, so these are taken for what they are.
+        """
+        kind = type(value)
+        if isinstance(value, dict):
+            return kind, tuple((self._comparable(key), self._comparable(x)) for key, x in value.items())
+        if isinstance(value, tuple | list):
+            return kind, tuple(map(self._comparable, value))
+        if hasattr(value, "eqns"):
+            return kind, self(value)
+        if isinstance(value, float | complex | np.generic):
+            return _bits(value)
+        if dataclasses.is_dataclass(kind) and kind.__module__.startswith("jax."):
+            return kind, tuple(self._comparable(getattr(value, field.name)) for field in dataclasses.fields(kind))
+        return (kind, value) if isinstance(value, _COMPARED) else (kind, id(value))
 
 
-def _comparable(value: Any) -> Any:
-    """Returns a hashable value that is equal for equal parameters of equations alone."""
-    if isinstance(value, dict):
-        return tuple((key, _comparable(value[key])) for key in sorted(value))
-    if isinstance(value, tuple | list):
-        return type(value), tuple(map(_comparable, value))
-    if hasattr(value, "eqns"):
-        return structure(value)
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return type(value), value
+_COMPARED = (
+    bool,
+    int,
+    str,
+    bytes,
+    enum.Enum,
+    np.dtype,
+    jax.sharding.Sharding,
+    jax.sharding.PartitionSpec,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+)
+"""What says by `==` whether it is the same."""
+
+
+def _bits(value: Any) -> Any:
+    """Returns a number as what tells -0.0 from 0.0, and is equal to itself if it is not a number."""
+    return type(value), np.asarray(value).dtype, np.asarray(value).tobytes()

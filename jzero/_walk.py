@@ -50,7 +50,7 @@ from jzero._ahead import chosen_ahead, scan_ahead
 from jzero._lazy import Lazy, after, defer, fenced, first_elements, is_free, is_lazy, make_whole, on_shard, share
 from jzero._placement import is_on_host
 from jzero._remat import REMAT, recomputes
-from jzero._sharing import Common, structure
+from jzero._sharing import Common, Structures
 from jzero._uses import Block, Blocks, Uses, arrived_tokens
 
 __all__ = ["Walk"]
@@ -171,17 +171,22 @@ class Walk:
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
-        inner = dataclasses.replace(self, regather=False, sealing=False, loops_ahead=policy is None)
+        given = eqn.params["prevent_cse"]
+        prevent_cse = given if isinstance(given, bool) else any(given)
+        inner = dataclasses.replace(
+            self, regather=False, sealing=False, loops_ahead=policy is None, uses=None, blocks=None
+        )
         common = Common.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
         inputs = [*inputs, *common.numbers]
-        key = (inner, structure(common), eqn.params["prevent_cse"], id(eqn.params["policy"]))
+        structures = self.cache.setdefault(Structures, Structures())
+        key = (inner, structures(common), prevent_cse, id(eqn.params["policy"]))
         if key not in self.cache:
 
             def block(inputs: list[Any]) -> list[Any]:
                 # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
                 return [make_whole(y) for y in inner(common, inputs)]
 
-            body = jax.checkpoint(block, prevent_cse=eqn.params["prevent_cse"], policy=policy)
+            body = jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
             self.cache[key] = body if self.in_loop else jax.jit(body)
         body = self.cache[key]
         with _compat.in_names(common.names):

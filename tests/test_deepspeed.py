@@ -196,9 +196,9 @@ for z in (1, 2, 3):
 def test_bf16(precision, stage, accumulate_steps, peers, record_property):
     run = run_jzero(precision, stage, accumulate_steps)
     # Rounding noise: DeepSpeed's and FSDP2's runs are up to 8e-4 and 9e-3 from each other and from fp32, and the
-    # norm of a control that sums other slices up to 1.2e-2; jzero's are up to 7e-4 and 8e-3. Forgetting to clip would
-    # cost 2e-2 and 1.3e-1.
-    check(run, run_control("bf16"), peers, Deviation(1e-3, 1e-2), record_property)
+    # norm of a control that sums other slices up to 1.2e-2; jzero's are up to 7e-4 and 1.1e-2 (8e-3 if LLVM optimizes).
+    # Forgetting to clip would cost 2e-2 and 1.3e-1.
+    check(run, run_control("bf16"), peers, Deviation(1e-3, 1.3e-2), record_property)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])

@@ -1,6 +1,8 @@
 """Repeated blocks that do the same are traced once; what differs between them stays different."""
 
+import dataclasses
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -11,7 +13,7 @@ import pytest
 
 import jzero
 from jzero import _compat
-from jzero._sharing import Common, structure
+from jzero._sharing import Common, Structures
 
 LAYERS, WIDTH = 4, 32
 
@@ -60,7 +62,7 @@ def check(loss, params):
     """Asserts that loss and gradients are those of plain jax, of each device's part of the batch by itself."""
     batch = make_batch()
     mean = lambda params, batch: jnp.mean(jnp.stack([loss(params, x) for x in jnp.split(batch, jax.device_count())]))
-    want_loss, want = jax.value_and_grad(mean)(params, batch)
+    want_loss, want = jax.jit(jax.value_and_grad(mean))(params, batch)
     new, metrics = jzero.make_train_step(loss)(sharded(params), batch)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
     for old, x, g in zip(*map(jax.tree.leaves, (params, jzero.gather_params(new), want)), strict=True):
@@ -107,6 +109,33 @@ def with_backward_rule(factor):
     return fn
 
 
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """Equal to others of its name, whatever it does."""
+
+    name: str
+    factor: float = dataclasses.field(compare=False)
+
+    def __call__(self, x):
+        return np.float32(self.factor) * np.asarray(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Signed:
+    x: Any
+    zero: float = dataclasses.field(metadata={"static": True})
+
+
+def sign_of_zero(signed):
+    return np.copysign(np.asarray(signed.x), np.float32(signed.zero))
+
+
+def called_back(fn, x):
+    return jax.pure_callback(fn, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+
+ONE = np.float32(1)
 CONSTANTS = np.random.default_rng(2).normal(size=(LAYERS, 1, WIDTH)).astype(np.float32)
 
 DIFFERENT = {
@@ -118,6 +147,13 @@ DIFFERENT = {
     "an array": [lambda w, x, i=i: x + jnp.tanh(x @ w) * CONSTANTS[i] for i in range(LAYERS)],
     "an array in a call": [
         lambda w, x, i=i: x + jax.jit(lambda y: jnp.tanh(y) * CONSTANTS[i])(x @ w) for i in range(LAYERS)
+    ],
+    "a callback that says it is the same": [
+        lambda w, x, i=i: x + jnp.tanh(x @ w) * called_back(Scale("a scale", i + 1.0), ONE) for i in range(LAYERS)
+    ],
+    "a callback's static argument": [
+        lambda w, x, i=i: x + jnp.tanh(x @ w) * called_back(sign_of_zero, Signed(ONE, (-1) ** i * 0.0))
+        for i in range(LAYERS)
     ],
     "a rule": [lambda w, x, i=i: x + with_rule(i + 1.0)(x @ w) for i in range(LAYERS)],
     "a backward rule": [lambda w, x, i=i: x + with_backward_rule(i + 1.0)(x @ w) for i in range(LAYERS)],
@@ -143,6 +179,13 @@ def test_what_is_kept_for_the_backward_pass_may_differ():
     kept = unrolled([jax.checkpoint(named, policy=policy) for policy in policies])
     check(kept, make_params())
     assert num_functions(kept, make_params()) > num_functions(unrolled([jax.checkpoint(named)] * LAYERS), make_params())
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 takes what waits for other blocks for a leak")
+def test_nothing_of_a_loop_outlives_it():
+    step = jzero.make_train_step(unrolled([layer] * LAYERS), accumulate_steps=2)
+    with jax.checking_leaks():
+        step.trace(sharded(make_params()), make_batch())
 
 
 class Dropping(nn.Module):
@@ -235,13 +278,26 @@ X = jnp.ones((3, 4))
     ],
 )
 def test_what_is_the_same(a, b, same):
+    structures = Structures()
     first, second = common(a, X), common(b, X)
-    assert (structure(first) == structure(second)) == same
-    assert structure(common(a, X)) == structure(first)
-    assert structure(common(a, X[:2])) != structure(first), "another shape"
+    assert (structures(first) == structures(second)) == same
+    assert structures(common(a, X)) == structures(first)
+    assert structures(common(a, X[:2])) != structures(first), "another shape"
 
 
 def test_an_empty_jaxpr():
     empty = common(lambda x: x, X)
     assert (empty.names, empty.numbers, list(empty.eqns)) == ((), [], [])
-    assert structure(empty) == structure(common(lambda y: y, X)) != structure(common(lambda y: (y, y), X))
+    structures = Structures()
+    assert structures(empty) == structures(common(lambda y: y, X)) != structures(common(lambda y: (y, y), X))
+
+
+def test_calls_of_calls_are_compared_once():
+    """Each level calls the next twice: 2^40 equations if every call were looked into."""
+
+    def nested(depth, x):
+        return jnp.sin(x) if not depth else call(depth - 1, x) + call(depth - 1, x)
+
+    call = jax.jit(nested, static_argnums=0)
+    structures = Structures()
+    assert structures(common(lambda x: call(40, x), X)) == structures(common(lambda x: call(40, x), X))
