@@ -42,7 +42,9 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
@@ -358,13 +360,14 @@ def _settled(
         return fn(inputs), jnp.zeros(()), jnp.zeros(())
 
     def forward(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[Any, Any]:
-        results, vjp = jax.vjp(fn, inputs)
+        inputs, is_fixed = _values_and_fixed(inputs)
+        results, vjp = jax.vjp(_with_fixed(fn, is_fixed), inputs)
         of_params = {id(x.shard) for x in _parameters(inputs)}
         shards[:] = [i for i, x in enumerate(jax.tree.leaves(vjp)) if id(x) in of_params]
         return (results, jnp.zeros(()), jnp.zeros(())), vjp
 
     def backward(vjp: Any, cotangents: tuple[list[Any], jax.Array, jax.Array]) -> tuple[Any, Tokens, Tokens]:
-        of_results, of_token, of_block = cotangents
+        of_results, of_token, of_block = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
         leaves, treedef = jax.tree.flatten(vjp)
         waiting = {i: leaves[i] for i in shards}
         if use is not None and use.is_taken:
@@ -379,13 +382,38 @@ def _settled(
         of_tokens = arrived_tokens(len(tokens), _arrays_beside_params(of_inputs) or of_results)
         return _without_shards(of_inputs), of_tokens, _reduced_tokens(len(earlier), of_inputs)
 
-    region.defvjp(forward, backward)
+    region.defvjp(forward, backward, symbolic_zeros=True)
     results, token, block.token = region(inputs, tokens, earlier)
     if blocks is not None:
         blocks.add(block)
     if use is not None:
         use.token = token
     return results
+
+
+def _is_input(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _values_and_fixed(inputs: list[Any]) -> tuple[list[Any], list[bool]]:
+    """Returns inputs as the forward pass of a `custom_vjp` gets them, and which arrays are not differentiated."""
+    values = jax.tree.map(lambda x: x.value, inputs, is_leaf=_is_input)
+    return values, [_is_input(x) and not x.perturbed for x in inputs]
+
+
+def _with_fixed(fn: Callable[[list[Any]], list[Any]], is_fixed: list[bool]) -> Callable[[list[Any]], list[Any]]:
+    """`fn` without derivatives of what is fixed: what depends on the batch alone may have none."""
+    return lambda inputs: fn([lax.stop_gradient(x) if fixed else x for x, fixed in zip(inputs, is_fixed, strict=True)])
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiated(x: Any) -> Any:
+    if not _is_zero(x):
+        return x
+    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros(x.shape, x.dtype)
 
 
 def _reduced_tokens(num_tokens: int, cotangents: Any) -> Tokens:

@@ -272,6 +272,32 @@ def test_dropout_draws_once():
     assert not [x for x in kept if x.dtype == np.uint32]
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
+def test_what_depends_on_the_batch_alone_needs_no_derivative(wrap):
+    """A callback has none; nor have whole numbers that layers hand on."""
+
+    def counting(w, x, count, batch):
+        twice = jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(batch.shape, batch.dtype), batch)
+        return layer(w, x) + twice.mean(), count + (x > 0).sum()
+
+    def loss(params, batch):
+        x, count = jnp.sin(batch @ params["first"]), jnp.zeros((), jnp.int32)
+        for block in params["blocks"]:
+            x, count = wrap(counting)(block, x, count, batch)
+        return jnp.square(x).mean() * (1 + count % 2)
+
+    params, batch = make_params(), make_batch()
+    mean = lambda params: jnp.mean(jnp.stack([loss(params, x) for x in jnp.split(jnp.asarray(batch), 8)]))
+    want_loss, want = jax.jit(jax.value_and_grad(mean))(params)
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    new, metrics = jzero.make_train_step(loss)(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
+    for old, x, g in zip(*map(jax.tree.leaves, (params, jzero.gather_params(new), want)), strict=True):
+        # Sums over the batch in another order: float32's rounding, relative to the largest element.
+        np.testing.assert_allclose(old - x, g, rtol=1e-4, atol=1e-5 * float(jnp.abs(g).max()) + 1e-7)
+
+
 def stack_loss(params, batch):
     return jnp.square(jax.lax.scan(lambda x, w: (layer(w, x), None), batch, params)[0]).mean()
 
