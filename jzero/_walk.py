@@ -354,14 +354,16 @@ def _settled(
     block = Block(sum(map(_whole_bytes, _parameters(inputs))))
     earlier = [] if blocks is None else blocks.taken()
     shards: list[int] = []
+    fixed: list[bool] = []
 
     @jax.custom_vjp
     def region(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[list[Any], jax.Array, jax.Array]:
         return fn(inputs), jnp.zeros(()), jnp.zeros(())
 
     def forward(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[Any, Any]:
-        inputs, is_fixed = _values_and_fixed(inputs)
-        results, vjp = jax.vjp(_with_fixed(fn, is_fixed), inputs)
+        inputs, fixed[:] = _values_and_fixed(inputs)
+        # What depends on the batch alone is closed over: it may be used by what has no derivative.
+        results, vjp = jax.vjp(lambda moving: fn(_merged(fixed, inputs, moving)), _moving(fixed, inputs))
         of_params = {id(x.shard) for x in _parameters(inputs)}
         shards[:] = [i for i, x in enumerate(jax.tree.leaves(vjp)) if id(x) in of_params]
         return (results, jnp.zeros(()), jnp.zeros(())), vjp
@@ -378,9 +380,10 @@ def _settled(
             waiting = after(waiting, [of_block])
         for i, x in waiting.items():
             leaves[i] = x
-        (of_inputs,) = treedef.unflatten(leaves)(of_results)
-        of_tokens = arrived_tokens(len(tokens), _arrays_beside_params(of_inputs) or of_results)
-        return _without_shards(of_inputs), of_tokens, _reduced_tokens(len(earlier), of_inputs)
+        (of_moving,) = treedef.unflatten(leaves)(of_results)
+        of_tokens = arrived_tokens(len(tokens), _arrays_beside_params(of_moving) or of_results)
+        of_inputs = _merged(fixed, [None] * len(fixed), _without_shards(of_moving))
+        return of_inputs, of_tokens, _reduced_tokens(len(earlier), of_moving)
 
     region.defvjp(forward, backward, symbolic_zeros=True)
     results, token, block.token = region(inputs, tokens, earlier)
@@ -401,9 +404,14 @@ def _values_and_fixed(inputs: list[Any]) -> tuple[list[Any], list[bool]]:
     return values, [_is_input(x) and not x.perturbed for x in inputs]
 
 
-def _with_fixed(fn: Callable[[list[Any]], list[Any]], is_fixed: list[bool]) -> Callable[[list[Any]], list[Any]]:
-    """`fn` without derivatives of what is fixed: what depends on the batch alone may have none."""
-    return lambda inputs: fn([lax.stop_gradient(x) if fixed else x for x, fixed in zip(inputs, is_fixed, strict=True)])
+def _moving(fixed: list[bool], values: list[Any]) -> list[Any]:
+    return [x for x, is_fixed in zip(values, fixed, strict=True) if not is_fixed]
+
+
+def _merged(fixed: list[bool], values: list[Any], moving: list[Any]) -> list[Any]:
+    """Returns `values` with those that are not fixed replaced."""
+    others = iter(moving)
+    return [x if is_fixed else next(others) for x, is_fixed in zip(values, fixed, strict=True)]
 
 
 def _is_zero(x: Any) -> bool:
