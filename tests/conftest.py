@@ -6,8 +6,8 @@ import os
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
 os.environ["PJRT_NPROC"] = "32"
 
-# Machine code that is not optimized takes a third of the suite's time less to make. XLA's own passes, whose results
-# tests look at, run in any case. `XLA_FLAGS= pytest` leaves it out.
+# Not optimizing machine code saves a third of the suite's time. XLA's own passes, whose results tests look at, run in
+# any case. `XLA_FLAGS= pytest` optimizes it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax

@@ -181,6 +181,11 @@ def test_what_is_kept_for_the_backward_pass_may_differ():
     assert num_functions(kept, make_params()) > num_functions(unrolled([jax.checkpoint(named)] * LAYERS), make_params())
 
 
+def test_barriers_for_some_inputs_alone():
+    """jax hands `prevent_cse` on for each input; here parameters have become several."""
+    check(unrolled([jax.checkpoint(layer, prevent_cse=(True, False))] * LAYERS), make_params())
+
+
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 takes what waits for other blocks for a leak")
 def test_nothing_of_a_loop_outlives_it():
     step = jzero.make_train_step(unrolled([layer] * LAYERS), accumulate_steps=2)

@@ -117,8 +117,7 @@ def analyze(
             f"Of {calls.total} calls of the host's CPU the schedule has other work beside {calls.covered}; their time "
             "is not in the timeline."
         )
-    is_training = isinstance(fn, TrainStep | ValueAndGrad)
-    if is_training and fn.remat is None and fn.recomputation(*placed, **keywords) != "as_written":
+    if _recomputes_by_default(fn, placed, keywords):
         notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None
@@ -132,6 +131,11 @@ def analyze(
                 "shards in tiles that they do not fill."
             )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
+
+
+def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    is_training = isinstance(fn, TrainStep | ValueAndGrad)
+    return is_training and fn.remat is None and fn.recomputation(*args, **keywords) != "as_written"
 
 
 def _report(
