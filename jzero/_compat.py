@@ -22,6 +22,7 @@ from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
 
 __all__ = [
+    "CRASHES_ON_DELETED",
     "bind",
     "changed",
     "compute_on_host",
@@ -42,6 +43,10 @@ __all__ = [
 
 Jaxpr = Any
 Equation = Any
+
+
+CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
+"""Whether a program of several devices that is called with deleted arrays ends the process instead of raising."""
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._config import ZeroConfig
 from jzero._layout import Cut
-from jzero._mesh import HOST_MEMORY, AnyMesh, axis_size, memory_kinds
+from jzero._mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero._plan_table import format_plan, plan_as_dict
 
 __all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
@@ -242,6 +242,16 @@ class ZeroPlan:
             return True
         here = self.mesh.local_devices or list(self.mesh.devices.flat)
         return HOST_MEMORY in memory_kinds(here[0])
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of arrays of the batch: cut on their first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(batch_axes(self.config)))
+
+    @functools.cached_property
+    def whole_sharding(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array while it is on the devices."""

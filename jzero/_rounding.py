@@ -18,6 +18,10 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
     Compilers may keep more precision than asked for, and may swap a cast and a gather (jax issue 23543).
     """
+    return _narrow(x, dtype)
+
+
+def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
     if x.dtype == dtype:
         return x
     if dtype == jnp.float16:  # `reduce_precision` would flush its subnormal numbers to zero
@@ -42,14 +46,15 @@ def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
     size = 8 * x.dtype.itemsize
     unsigned = jnp.dtype(f"uint{size}")
     x, y = lax.bitcast_convert_type(x, unsigned), lax.bitcast_convert_type(y, unsigned)
-    without_sign = jnp.array((1 << (size - 1)) - 1, unsigned)
-    return (x == y) | ((x | y) & without_sign == 0)
+    both = lax.bitwise_and(lax.bitwise_or(x, y), lax.full_like(x, (1 << (size - 1)) - 1))  # without the sign
+    return lax.bitwise_or(lax.eq(x, y), lax.eq(both, lax.full_like(x, 0)))
 
 
-@jax.jit
+@jax.jit  # once for all parameters of a shape, and of `lax`, which is traced several times as fast as `jnp`
 def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns `master`, with the elements of `param` where that is no longer the rounded master."""
-    return jnp.where(_same_bits(narrow(master, param.dtype), param), master, param.astype(master.dtype))
+    edited = lax.convert_element_type(param, master.dtype)
+    return lax.select(_same_bits(_narrow(master, param.dtype), param), master, edited)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from jzero._mesh import HOST_MEMORY
 from jzero._opt_state import ZeroOptState
 from jzero._optimizer import ZeroTransformation, edited_master
 from jzero._placement import is_on_host
@@ -105,6 +104,7 @@ class Adapted:
 
 Adapter = Callable[[Any], "Adapted | None"]
 _ADAPTERS: list[Adapter] = []
+_TRAIN_STATES: set[type] = set()  # dataclasses that no adapter wanted: each call of a step asks
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -118,6 +118,8 @@ def register_adapter(adapter: Adapter) -> None:
 
 def adapt(state: Any) -> Adapted:
     """Returns anything that jzero can train as a train state."""
+    if type(state) in _TRAIN_STATES:
+        return Adapted(state)
     for adapter in _ADAPTERS:
         adapted = adapter(state)
         if adapted is not None:
@@ -129,6 +131,7 @@ def adapt(state: Any) -> Adapted:
             f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
             "use `jzero.TrainState.create(params=..., tx=...)`."
         )
+    _TRAIN_STATES.add(type(state))
     return Adapted(state)
 
 
@@ -164,43 +167,35 @@ def adapt_sharded(state: Any) -> Adapted:
 
 def check_alive(tree: Any) -> None:
     """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
-    _check_not_deleted(_arrays(jax.tree.leaves(tree)))
-
-
-def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
-    return [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-
-
-def _check_not_deleted(arrays: Sequence[jax.Array]) -> None:
-    if any([x.is_deleted() for x in arrays]):  # noqa: C419  # a list is made twice as fast, in each step
+    leaves = jax.tree.leaves(tree)
+    # Each call of a step comes here: types are fewer than leaves, and a list is made twice as fast as it is generated.
+    concrete = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # tracers say no
+    if any([x.is_deleted() for x in leaves if type(x) in concrete]):  # noqa: C419
         raise RuntimeError(
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
             "state that the step returned (`state, metrics = step(state, batch)`)."
         )
 
 
-def check_in_place(state: Any, plan: ZeroPlan, leaves: Sequence[Any] | None = None) -> None:
-    """Raises unless the arrays of a state are there, in the memory where the plan has them.
+def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
+    """Raises unless the arrays of a traced state are in the memory where the plan has them.
 
     Args:
-      state: A sharded train state.
+      state: A sharded train state, whose arrays are tracers.
       plan: Its plan.
-      leaves: Its leaves; without them the optimizer state is not looked at.
+      with_opt_state: Whether the optimizer state is looked at, too.
     """
-    arrays = _arrays(jax.tree.leaves((state.params, other_fields(state))) if leaves is None else leaves)
-    _check_not_deleted(arrays)
-    if not any(plan.host_bytes_per_device) and HOST_MEMORY not in {x.sharding.memory_kind for x in arrays}:
-        return  # the usual case, in each call of a step
     away: list[StateLeaf] = []
     near: list[StateLeaf] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        if isinstance(x, jax.Array) and is_on_host(x) != leaf.on_host:
-            (near if leaf.on_host else away).append(leaf)
+        on_host = leaf.on_host and plan.names_host_memory
+        if isinstance(x, jax.Array) and is_on_host(x) != on_host:
+            (near if on_host else away).append(leaf)
         return x
 
     map_state(check, plan, state)
-    wrong = [leaf.path for leaf in (*away, *near) if leaves is not None or leaf not in plan.opt_leaves]
+    wrong = [leaf.path for leaf in (*away, *near) if with_opt_state or leaf not in plan.opt_leaves]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         where = "are in host memory" if away else "are on the devices, but the plan keeps them in host memory"

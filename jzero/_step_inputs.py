@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from jzero._mesh import batch_axes
 from jzero._placement import place_array
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import map_state
@@ -24,9 +24,9 @@ def optional_rng(rng: Any) -> dict[str, Any]:
     return {} if rng is None else {"rng": rng}
 
 
-def in_trace(tree: PyTree) -> bool:
+def in_trace(leaves: Sequence[Any]) -> bool:
     """Whether any of these is traced."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
 
 def check_stored(state: Any, plan: ZeroPlan) -> None:
@@ -53,18 +53,15 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
     """Puts batch and rng on the mesh; arrays that are there already stay."""
     check_batch(batch, plan, accumulate_steps)
-    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
-    whole = NamedSharding(plan.mesh, PartitionSpec())
+    split, whole = plan.batch_sharding, plan.whole_sharding
+    placed = jax.tree.map(lambda x: _placed(x, split if x.ndim else whole), batch)
+    return placed, None if rng is None else _placed(rng, whole)
 
-    def place(x: Any, sharding: NamedSharding) -> jax.Array:
-        if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
-            return x if x.sharding == sharding else jax.device_put(x, sharding)
-        return place_array(
-            x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding
-        )
 
-    placed = jax.tree.map(lambda x: place(x, split if x.ndim else whole), batch)
-    return placed, None if rng is None else place(rng, whole)
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
+        return x if x.sharding == sharding else jax.device_put(x, sharding)
+    return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
 
 
 def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
@@ -76,8 +73,7 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
         )
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
-    split = NamedSharding(plan.mesh, PartitionSpec(batch_axes(plan.config)))
-    whole = NamedSharding(plan.mesh, PartitionSpec())
+    split, whole = plan.batch_sharding, plan.whole_sharding
     check_batch(batch, plan)
     state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
     batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)

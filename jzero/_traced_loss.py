@@ -78,6 +78,11 @@ class TracedLoss:
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> None:
     """Raises unless every device gets an equal part of the batch; lists every leaf that forbids it."""
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
+    leaves = jax.tree.leaves(batch)
+    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
+    if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
+        return  # in each call of a step
     rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
     bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
     if bad:
@@ -98,10 +103,8 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> Non
             f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
             "weight the padding with zero (`jzero.Weighted`)."
         )
-    rows_of = {x.shape[0] for _, x in rows if x.ndim}
-    if len(rows_of) > 1:
-        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
-        raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
+    listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
+    raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
 
 
 def trace_loss(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._plan import ZeroPlan
 from jzero._precision import times
 from jzero._remat import Remat
-from jzero._state import adapt_sharded, check_in_place, map_state
+from jzero._state import adapt_sharded, check_alive, check_in_place, map_state
 from jzero._step_inputs import abstract_inputs, check_stored, in_trace, optional_rng, place_inputs
 from jzero._step_update import StepGrads, next_state
 from jzero._traced_loss import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
@@ -30,6 +31,18 @@ __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_trai
 PyTree = Any
 State = Any
 Loss = Callable[..., Any]
+
+
+Expected: TypeAlias = tuple[Callable[[], Any], Any]
+"""A weak reference to the state of the next call, and what is jitted for it."""
+
+
+def _nothing() -> None:
+    """A reference to an object that is gone."""
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
 
 
 class _Step:
@@ -63,6 +76,7 @@ class _Step:
         check_compiler_options(compiler_options)
         self.compiler_options = compiler_options
         self._jits: dict[Any, Any] = {}
+        self._expected: Expected = _nothing, None
 
     donated: tuple[int, ...] = ()
     uses_opt_state = True
@@ -88,13 +102,28 @@ class _Step:
 
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
         plan = state.tx.plan
-        leaves, structure = jax.tree.flatten(state)  # once: each pass over a large state takes as long as a dispatch
-        if in_trace((leaves, batch, rng)):
+        expected, jitted = self._expected
+        leaves: list[Any] = []
+        if expected() is not state or _compat.CRASHES_ON_DELETED:
+            leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
+            jitted = None
+        if in_trace([*leaves, *jax.tree.leaves((batch, rng))]):
             return self._compute(state, batch, rng=rng)
-        check_in_place(state, plan, leaves if self.uses_opt_state else None)
+        check_alive(leaves)
         batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
-        results = self._jit(plan, state, structure)(state, batch, **optional_rng(rng))
+        jitted = jitted or self._jit(plan, state, structure)
+        try:
+            results = jitted(state, batch, **optional_rng(rng))
+        except RuntimeError as error:
+            if "has been deleted" in str(error):
+                check_alive(state)
+            raise
+        self._expected = _reference(self._next_state(state, results)), jitted
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
+
+    def _next_state(self, state: Any, results: Any) -> Any:
+        """Returns the state that the next call is likely to get."""
+        return state
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
@@ -120,6 +149,7 @@ class _Step:
         for jitted in self._jits.values():
             jitted.clear_cache()
         self._jits.clear()
+        self._expected = _nothing, None
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
@@ -172,6 +202,7 @@ class _Step:
     def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         plan = state.tx.plan
         check_stored(state, plan)
+        check_in_place(state, plan, with_opt_state=self.uses_opt_state)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
         parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
         check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
@@ -224,6 +255,9 @@ class TrainStep(_Step):
         if self._watch.is_exhausted(adapted.state, new, metrics):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
         return rebuilt, metrics
+
+    def _next_state(self, state: Any, results: Any) -> Any:
+        return results[0]
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
         # Those of the input to the letter, so that the next call finds the same types and compiles nothing.

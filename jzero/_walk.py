@@ -42,7 +42,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import NamedSharding, PartitionSpec
@@ -419,9 +418,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def _instantiated(x: Any) -> Any:
-    if not _is_zero(x):
-        return x
-    return np.zeros(x.shape, x.dtype) if x.dtype == jax.dtypes.float0 else jnp.zeros(x.shape, x.dtype)
+    return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x
 
 
 def _reduced_tokens(num_tokens: int, cotangents: Any) -> Tokens:

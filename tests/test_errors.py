@@ -1,10 +1,13 @@
 """Errors come before damage: each names the culprit and the way out, and leaves the state as it was."""
 
 import contextlib
+import dataclasses
+import gc
 import pathlib
 import re
 import subprocess
 import sys
+import weakref
 
 import flax.struct
 import jax
@@ -295,9 +298,12 @@ from tests.test_errors import BATCH, loss_fn, sharded_state
 
 state = sharded_state()
 step = jzero.make_train_step(loss_fn)
+known = jzero.make_eval_step(loss_fn)
+known(state, BATCH)
 step(state, BATCH)
 uses = {
     "train step": lambda: step(state, BATCH),
+    "eval step that had it before": lambda: known(state, BATCH),
     "eval step": lambda: jzero.make_eval_step(loss_fn)(state, BATCH),
     "gather": lambda: jzero.gather_params(state),
     "unshard": lambda: jzero.unshard_train_state(state),
@@ -320,11 +326,43 @@ def test_consumed_state_is_refused():
         check=False,
     )
     lines = finished.stdout.splitlines()
-    assert [line.split(" raised:")[0] for line in lines] == ["train step", "eval step", "gather", "unshard"], (
-        finished.stderr
-    )
+    names = ["train step", "eval step that had it before", "eval step", "gather", "unshard"]
+    assert [line.split(" raised:")[0] for line in lines] == names, finished.stderr
     assert finished.returncode == 0, "not a crash"
-    assert all("delete" in line or "consumed" in line for line in lines)
+    assert all("This state was consumed" in line for line in lines)
+
+
+def test_a_step_knows_the_state_of_its_next_call_and_does_not_keep_it():
+    step = jzero.make_train_step(loss_fn)
+    state, _ = step(sharded_state(), BATCH)
+    array = weakref.ref(state.params["dense"]["w"])
+    del state
+    gc.collect()
+    assert array() is None
+
+    state, _ = step(sharded_state(), BATCH)
+    state.params["dense"]["w"] = jnp.ones((32, 25))
+    with leaves_intact(state), raises(ValueError, "dense/w: shape (32, 25)", "(32, 24)", "jzero.update_params"):
+        step(state, BATCH)
+
+
+def test_a_state_that_has_no_weak_references():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Slots:
+        step: jax.Array
+        params: dict
+        opt_state: tuple
+        tx: optax.GradientTransformation = dataclasses.field(metadata={"static": True})
+        replace = dataclasses.replace
+        apply_gradients = jzero.TrainState.apply_gradients
+
+    plain = jzero.TrainState.create(params={"w": jnp.ones((512, 64))}, tx=optax.sgd(0.5))
+    state = jzero.shard_train_state(Slots(plain.step, plain.params, plain.opt_state, plain.tx), stage=3)
+    step = jzero.make_train_step(lambda params, batch: jnp.mean(batch @ params["w"]))
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((8, 512)))
+    np.testing.assert_allclose(jzero.gather_params(state)["w"], 1 - 2 * 0.5 / 64, rtol=1e-6)
 
 
 # Editing parameters.

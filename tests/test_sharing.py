@@ -181,6 +181,13 @@ def test_what_is_kept_for_the_backward_pass_may_differ():
     assert num_functions(kept, make_params()) > num_functions(unrolled([jax.checkpoint(named)] * LAYERS), make_params())
 
 
+def test_barriers_may_differ():
+    same = unrolled([jax.checkpoint(layer)] * LAYERS)
+    differ = unrolled([jax.checkpoint(layer, prevent_cse=bool(i % 2)) for i in range(LAYERS)])
+    check(differ, make_params())
+    assert num_functions(differ, make_params()) > num_functions(same, make_params())
+
+
 def test_barriers_for_some_inputs_alone():
     """jax hands `prevent_cse` on for each input; here parameters have become several."""
     check(unrolled([jax.checkpoint(layer, prevent_cse=(True, False))] * LAYERS), make_params())
