@@ -13,7 +13,7 @@ from jzero._precision import DtypeName, Precision, check_dtype, check_state_dtyp
 from jzero.deepspeed.importing import import_config
 from jzero.deepspeed.report import DeepSpeedReport
 
-__all__ = ["LeafRule", "Offload", "ZeroConfig"]
+__all__ = ["LeafRule", "Offload", "ZeroConfig", "may_prefetch"]
 
 STAGES = (0, 1, 2, 3)
 PLACES = ("none", "host")
@@ -202,8 +202,9 @@ class ZeroConfig:
         option: one gather less, whole parameters alive between the passes.
       prefetch_bytes: The most, in bytes of whole parameters as they travel, that stage 3 gathers before it is needed.
         Scans (layers) then gather for the next turn while they compute on this one, the parameters that a turn uses
-        first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes). `None`: what is gathered
-        when is the compiler's choice.
+        first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes), but at most a 32nd of what
+        the scan gathers, since its last turn does so in vain. `None`: on GPUs scans gather up to a third of a turn
+        ahead; else what is gathered when is the compiler's choice. 0: nothing is gathered ahead.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
@@ -262,7 +263,7 @@ class ZeroConfig:
                 "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
                 f"{self.stage}."
             )
-        if self.prefetch_bytes is not None and (not self.reshard_after_forward or self.offload.params == "host"):
+        if self.prefetch_bytes is not None and not may_prefetch(self):
             raise ValueError(
                 f"`prefetch_bytes={self.prefetch_bytes}` needs `reshard_after_forward=True` and parameters on the "
                 f"device: got reshard_after_forward={self.reshard_after_forward}, "
@@ -364,3 +365,8 @@ class ZeroConfig:
             if re.fullmatch(pattern, path):
                 return rule
         return LeafRule()
+
+
+def may_prefetch(config: ZeroConfig) -> bool:
+    """Whether parameters that are gathered again, from the devices, can be gathered ahead."""
+    return config.reshard_after_forward and config.offload.params != "host"

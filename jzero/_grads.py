@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jzero._aux import Weighted, aux_specs, reduce_aux
 from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
+from jzero._config import may_prefetch
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
 from jzero._placement import is_on_host, on_device
@@ -245,11 +246,13 @@ class _LocalStep:
         the gradients of a mean, not those of a sum over many tokens. It is the same for all devices and micro-batches.
         """
         config, wire = self.plan.config, self.wire
+        platform = mesh_platform(self.plan.mesh)
         walk = Walk(
             frozenset(wire.batch_axes),
             regather=self.differentiate and config.reshard_after_forward,
-            fence="light" if mesh_platform(self.plan.mesh) == "tpu" else "whole",
+            fence="light" if platform == "tpu" else "whole",
             prefetch_bytes=config.prefetch_bytes,
+            pipelines=platform == "gpu" and may_prefetch(config),
         )
 
         @jax.named_scope("zero_compute")

@@ -124,6 +124,21 @@ class Blocks:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._all: list[Block] = []
+        self._loop: list[jax.Array] = []
+
+    def add_loop(self, results: list[jax.Array], num_carry: int) -> list[jax.Array]:
+        """Notes a loop and returns its results: the first `num_carry` of them get their gradients late.
+
+        Its backward pass begins when all that comes after it, up to the next loop, has reduced its gradients.
+        """
+        held = [i for i, x in enumerate(results[:num_carry]) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        if held:
+            values, token = _with_late_gradients([results[i] for i in held])
+            self._loop = [token]
+            results = list(results)
+            for i, x in zip(held, values, strict=True):
+                results[i] = x
+        return results
 
     def add(self, block: Block) -> None:
         """Notes a block."""
@@ -133,6 +148,7 @@ class Blocks:
         """Returns the token of the block before the last, or of one before it by as much as may be gathered ahead.
 
         Its gradient arrives when all that take the token have reduced their gradients; only then that block gathers.
+        The token of the last loop is there, too.
         """
         ahead = 0
         for block in self._all[-2::-1]:
@@ -140,8 +156,22 @@ class Blocks:
             if ahead > self.limit:
                 assert block.token is not None
                 block.is_taken = True
-                return [block.token]
-        return []
+                return [*self._loop, block.token]
+        return self._loop
+
+
+@jax.custom_vjp
+def _with_late_gradients(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    """Returns values and a token: what gradients the values have is there when that of the token is."""
+    return values, jnp.zeros(())
+
+
+def _late(_: None, cotangents: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array]]:
+    of_values, of_token = cotangents
+    return (list(after(dict(enumerate(of_values)), [of_token]).values()),)
+
+
+_with_late_gradients.defvjp(lambda values: (_with_late_gradients(values), None), _late)
 
 
 @jax.custom_vjp

@@ -81,6 +81,7 @@ class Walk:
       fence: How a second gather outside of loops is kept apart, see [Note: Light fences].
       prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
         outside of loops]; `None`: it is left to the compiler.
+      pipelines: Whether loops gather ahead though it is left to the compiler, which does not do so.
       loops_ahead: Whether loops may do so: a policy of the loss around them would be asked about what they carry.
       uses: What has used parameters in the current sequence of equations, if that is bounded.
       blocks: The recomputed blocks of that sequence, see [Note: Holding gathers back].
@@ -93,6 +94,7 @@ class Walk:
     sealing: bool = False
     fence: Fence = "whole"
     prefetch_bytes: int | None = None
+    pipelines: bool = False
     loops_ahead: bool = True
     uses: Uses | None = dataclasses.field(default=None, compare=False, repr=False)
     blocks: Blocks | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -208,15 +210,16 @@ class Walk:
         regathers = self.regather and not all(is_free(x) for x in hoisted)
         inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
 
-        ahead = self._ahead(jaxpr, xs, num_consts + num_carry) if eqn.params["length"] > 1 else {}
+        ahead = self._ahead(eqn, xs, num_consts + num_carry)
         if ahead and regathers:
             ahead = {}
-            warnings.warn(
-                "A scan in the loss uses a partitioned parameter of the outside whole in each turn, and is recomputed "
-                "with its gather. `prefetch_bytes` has no effect on it. Scan the parameter, too, or keep it whole: "
-                "`ZeroConfig(rules={'path/of/the/parameter': LeafRule(persistent=True)})`.",
-                stacklevel=2,
-            )
+            if self.prefetch_bytes:
+                warnings.warn(
+                    "A scan in the loss uses a partitioned parameter of the outside whole in each turn, and is "
+                    "recomputed with its gather. `prefetch_bytes` has no effect on it. Scan the parameter, too, or "
+                    "keep it whole: `ZeroConfig(rules={'path/of/the/parameter': LeafRule(persistent=True)})`.",
+                    stacklevel=2,
+                )
 
         def loop(leaves: list[Any]) -> list[Any]:
             """The loop, given what the constants and carried values are made of that are gathered before it."""
@@ -241,15 +244,16 @@ class Walk:
                 end, ys = lax.scan(lambda c, x: body(closed, c, _first_dropped(x)), start, xs, **options)
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
-        if regathers:
-            return list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted))
-        return loop(hoisted)
+        results = list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted) if regathers else loop(hoisted))
+        return results if self.blocks is None or not self.regather else self.blocks.add_loop(results, num_carry)
 
-    def _ahead(self, jaxpr: Jaxpr, xs: list[Any], first: int) -> dict[int, Lazy]:
+    def _ahead(self, eqn: Equation, xs: list[Any], first: int) -> dict[int, Lazy]:
         """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""
-        if not self.prefetch_bytes or self.sealing or not self.loops_ahead:
+        is_asked = self.pipelines if self.prefetch_bytes is None else self.prefetch_bytes > 0
+        if not is_asked or self.sealing or not self.loops_ahead or eqn.params["length"] < 2:
             return {}
-        return chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes)
+        jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        return chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes, eqn.params["length"])
 
     def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         def switch(xs: list[Any]) -> list[Any]:

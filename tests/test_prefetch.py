@@ -22,6 +22,17 @@ from tests.test_engine import LOSSES, D, branches
 AMPLE = 2**30
 
 
+@pytest.fixture(autouse=True)
+def short_loops_too(monkeypatch):
+    """Loops of these tests have few turns, whose last gathers a large share in vain."""
+    monkeypatch.setattr("jzero._ahead.MOST_IN_VAIN", 1.0)
+
+
+def on(platform, monkeypatch):
+    """Has steps traced as for such devices."""
+    monkeypatch.setattr("jzero._grads.mesh_platform", lambda mesh: platform)
+
+
 OFTEN = {
     test_engine.plain,
     test_engine.scan_reversed_with_outputs,
@@ -193,12 +204,110 @@ def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected
         assert sorted(whole) == sorted(expected)
 
 
+@pytest.mark.parametrize(
+    ("turns", "limit", "ahead"),
+    [
+        (32, AMPLE, ["up", "down"]),
+        (31, AMPLE, ["up"]),  # a 32nd of what the loop gathers is less than a turn
+        (16, AMPLE, ["up"]),
+        (15, AMPLE, []),
+        (32, None, []),  # a third of a turn is less than either
+    ],
+)
+def test_the_last_turn_gathers_little_in_vain(turns, limit, ahead, monkeypatch):
+    monkeypatch.undo()
+    on("gpu", monkeypatch)
+    loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
+    of = {(32, 64): "up", (64, 32): "down"}
+    assert [{of[shape] for shape in shapes if shape in of} for shapes in loops] == 2 * [set(ahead)]
+
+
+def three_products(p, batch):
+    def layer(h, w):
+        return jnp.tanh(jnp.tanh(jnp.tanh(h @ w["first"]) @ w["up"]) @ w["down"]), None
+
+    return jnp.square(lax.scan(layer, batch, p)[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "gathers_ahead"),
+    [
+        ("gpu", {}, True),
+        ("gpu", {"prefetch_bytes": 0}, False),
+        ("gpu", {"reshard_after_forward": False}, False),
+        ("gpu", {"offload": jzero.Offload(params="host")}, False),
+        ("tpu", {}, False),
+        ("cpu", {}, False),
+    ],
+)
+def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, gathers_ahead, monkeypatch):
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"first": (32, 32), "up": (32, 64), "down": (64, 32)}
+    params = {name: rng.normal(size=(5, *size)).astype(np.float32) / 8 for name, size in sizes.items()}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    loops = carried_shapes(jzero.value_and_grad(three_products), state, batch)
+    found = {name for name, size in sizes.items() if any(size in shapes for shapes in loops)}
+    assert found == ({"first"} if gathers_ahead else set())
+    loss, grads = jzero.value_and_grad(three_products)(state, batch)
+    want_loss, want = jax.value_and_grad(three_products)(params, batch)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    grads = jax.tree.map(np.asarray, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
+
+
+def head_after_a_loop(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
+    return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
+
+
+@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False)])
+def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, waits, monkeypatch):
+    """Else compilers for GPUs put off the product that makes it, and keep the gradient of the logits meanwhile."""
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"stack": (5, 32, 32), "head": (32, 512)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    fn = jzero.value_and_grad(head_after_a_loop)
+    assert ((32, 512 // 8) in waited_for_by_loops(fn, state, batch)) == waits
+    np.testing.assert_allclose(fn(state, batch)[0], head_after_a_loop(params, batch), rtol=2e-6)
+    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+    want = jax.grad(head_after_a_loop)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
+
+
+def waited_for_by_loops(fn, *args):
+    """The shapes of what is reduced over devices before some loop begins."""
+    found = set()
+
+    def search(jaxpr):
+        needs = {}
+        for eqn in jaxpr.eqns:
+            of_inputs = [needs.get(v, frozenset()) for v in eqn.invars if not _compat.is_literal(v)]
+            needed = frozenset().union(*of_inputs)
+            if eqn.primitive.name in ("scan", "while"):
+                found.update(needed)
+            if eqn.primitive.name == "reduce_scatter":
+                needed |= {v.aval.shape for v in eqn.outvars}
+            needs.update(dict.fromkeys(eqn.outvars, needed))
+            for inner in _compat.contained_jaxprs(eqn):
+                search(inner)
+
+    search(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return found
+
+
 def num_elements(state):
     return sum(leaf.param.size for leaf in jzero.plan_of(state).leaves)
 
 
 @pytest.mark.parametrize("loss_fn", [two_products, test_engine.scan_of_remat], ids=lambda f: f.__name__)
-def test_no_gather_more_and_no_weights_kept(loss_fn):
+def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept(loss_fn):
     """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
     state = {limit: stack_state(limit, layers=24, width=64, inner=256) for limit in (None, AMPLE)}
     batch = jnp.ones((8, 64))
@@ -208,10 +317,11 @@ def test_no_gather_more_and_no_weights_kept(loss_fn):
     step = jzero.make_train_step(loss_fn)
     reports = {limit: jzero.analyze(step, s, batch) for limit, s in state.items()}
     reports[AMPLE].verify()
-    # Where nothing bounds it, the compiler may merge gathers outside of the loop.
     found = [reports[limit].communication_elements for limit in (None, AMPLE)]
-    assert found[0] == found[1] or (loss_fn is not two_products and found[0] < found[1])
-    assert found[1] <= jzero.plan_of(state[AMPLE]).gathered_bytes / 4 + num_elements(state[AMPLE]) + 64
+    turn = sum(math.prod(x.param.shape[1:]) for x in jzero.plan_of(state[AMPLE]).leaves if x.scan_dim == 0)
+    assert found[0] <= found[1] <= found[0] + 2 * turn or loss_fn is not two_products
+    once = jzero.plan_of(state[AMPLE]).gathered_bytes / 4
+    assert found[1] <= once + num_elements(state[AMPLE]) + 2 * turn + 64
     if loss_fn is two_products:
         layer = 2 * 64 * 256 * 4
         assert (
