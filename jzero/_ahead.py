@@ -8,10 +8,11 @@ some that nothing uses: were it to stand after the loop, compilers would lay out
 loop's, and copy stacks of them (124M scanned on 8 H200: 1769 MiB so, 2407 with the last turn apart). Hence at most a
 32nd of what the loop gathers is gathered ahead. That is enough: the first parameters of a turn have nothing to hide
 behind, the others have the turn itself (7B on 8 H200: communication is exposed for 15 % of its time with nothing
-gathered ahead, 2.5 % with a quarter of a layer). Where no bound is given, compilers for GPUs get a third of a layer so.
+gathered ahead, 2.5 % with a quarter of a layer, 5.7 % with all of it). Where no bound is given, programs for GPUs do so
+with a third of a layer.
 
-Differentiated by jax such a loop would keep what it carries, the whole stack. So it has a gradient of its own: one turn
-is differentiated, and of what that would keep
+Differentiated by jax such a loop would keep what it carries, the whole stack. So it has a gradient of its own: one
+turn is differentiated, and of what that would keep
 
 * parameters, and all that follows from them and the loop's constants alone, are made again in the backward pass, where
   the loop gathers ahead in the other direction,
@@ -56,7 +57,7 @@ def chosen_ahead(
       variables: The body's variables for one row of each scanned value.
       xs: Scanned values: stacks, lazy or not.
       limit: The most, in bytes of whole parameters as they travel, that may be gathered ahead; `None`: a third of what
-        a turn gathers.
+        a turn gathers, or its first parameter if that is more.
       length: The number of turns.
     """
     first_use = _first_uses(jaxpr)
@@ -69,8 +70,10 @@ def chosen_ahead(
         if narrow is not None and narrow.itemsize < jnp.dtype(x.wire_dtype).itemsize:
             x = dataclasses.replace(x, wire_dtype=narrow)
         rows[i] = x, math.prod(x.shape[1:]) * jnp.dtype(x.wire_dtype).itemsize
-    turn = sum(size for _, size in rows.values())
-    left = min(turn // 3 if limit is None else limit, int(turn * length * MOST_IN_VAIN))
+    sizes = [size for _, size in rows.values()]
+    if limit is None:
+        limit = max([sum(sizes) // 3, *sizes[:1]])
+    left = min(limit, int(sum(sizes) * length * MOST_IN_VAIN))
     found: dict[int, Lazy] = {}
     for i, (x, size) in rows.items():
         if size <= left:

@@ -204,7 +204,7 @@ class ZeroConfig:
         Scans (layers) then gather for the next turn while they compute on this one, the parameters that a turn uses
         first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes), but at most a 32nd of what
         the scan gathers, since its last turn does so in vain. `None`: on GPUs scans gather up to a third of a turn
-        ahead; else what is gathered when is the compiler's choice. 0: nothing is gathered ahead.
+        ahead; all else is left to the compiler. 0: nothing is gathered ahead.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
@@ -368,5 +368,5 @@ class ZeroConfig:
 
 
 def may_prefetch(config: ZeroConfig) -> bool:
-    """Whether parameters that are gathered again, from the devices, can be gathered ahead."""
+    """Whether loops can gather ahead: parameters that they gather again, and from the devices."""
     return config.reshard_after_forward and config.offload.params != "host"

@@ -249,7 +249,7 @@ class _LocalStep:
         platform = mesh_platform(self.plan.mesh)
         walk = Walk(
             frozenset(wire.batch_axes),
-            regather=self.differentiate and config.reshard_after_forward,
+            regather=self.differentiate and self.plan.regathers,
             fence="light" if platform == "tpu" else "whole",
             prefetch_bytes=config.prefetch_bytes,
             pipelines=platform == "gpu" and may_prefetch(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,10 +53,12 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
 
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
     """Puts batch and rng on the mesh; arrays that are there already stay."""
-    check_batch(batch, plan, accumulate_steps)
+    leaves = check_batch(batch, plan, accumulate_steps)
     split, whole = plan.batch_sharding, plan.whole_sharding
-    placed = jax.tree.map(lambda x: _placed(x, split if x.ndim else whole), batch)
-    return placed, None if rng is None else _placed(rng, whole)
+    placed = [_placed(x, split if x.ndim else whole) for x in leaves]
+    if not all(map(operator.is_, placed, leaves)):
+        batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
+    return batch, None if rng is None else _placed(rng, whole)
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:

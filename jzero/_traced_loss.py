@@ -75,14 +75,14 @@ class TracedLoss:
     remat: Remat
 
 
-def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> None:
-    """Raises unless every device gets an equal part of the batch; lists every leaf that forbids it."""
+def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
+    """Returns the leaves of a batch of which every device gets an equal part; else lists every leaf that forbids it."""
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     leaves = jax.tree.leaves(batch)
     are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
     sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
     if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
-        return  # in each call of a step
+        return leaves  # in each call of a step
     rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
     bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
     if bad:

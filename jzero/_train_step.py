@@ -107,7 +107,7 @@ class _Step:
         if expected() is not state or _compat.CRASHES_ON_DELETED:
             leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
             jitted = None
-        if in_trace([*leaves, *jax.tree.leaves((batch, rng))]):
+        if in_trace([*leaves, *jax.tree.leaves(batch), rng]):
             return self._compute(state, batch, rng=rng)
         check_alive(leaves)
         batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
@@ -401,8 +401,9 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       remat: As for `value_and_grad`.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
-        to be worth their memory (stage 3 on GPUs gathers scanned layers one ahead; nothing elsewhere). Not used where
-        the step is called inside of another `jax.jit`, which compiles it.
+        to be worth their memory: on GPUs the compiler gathers scanned layers one ahead where jzero does not do so, at
+        stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; nothing else. Not used where the step is
+        called inside of another `jax.jit`, which compiles it.
 
     Returns:
       `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,

@@ -1,5 +1,6 @@
 """XLA options of one step's program, and what the program is without any."""
 
+import dataclasses
 import functools
 import re
 
@@ -45,9 +46,13 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**22,
     }
     assert options("gpu") == buckets
-    recommended = options("gpu", "recommended")
-    assert buckets.items() < recommended.items()
-    assert [key for key in recommended if key not in buckets and "pipeline" in key]
+    assert options("gpu", "recommended") == buckets, "loops gather ahead by themselves"
+    for field in ({"prefetch_bytes": 0}, {"reshard_after_forward": False}):
+        recommended = options("gpu", "recommended", dataclasses.replace(config, **field))
+        assert buckets.items() < recommended.items()
+        assert [key for key in recommended if key not in buckets and "pipeline" in key]
+    on_host = dataclasses.replace(config, offload=jzero.Offload(params="host"))
+    assert options("gpu", "recommended", on_host) == buckets
     own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
     assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
     with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):

@@ -211,7 +211,8 @@ def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected
         (31, AMPLE, ["up"]),  # a 32nd of what the loop gathers is less than a turn
         (16, AMPLE, ["up"]),
         (15, AMPLE, []),
-        (32, None, []),  # a third of a turn is less than either
+        (16, None, ["up"]),  # the first one, though it is more than a third of a turn
+        (15, None, []),
     ],
 )
 def test_the_last_turn_gathers_little_in_vain(turns, limit, ahead, monkeypatch):
