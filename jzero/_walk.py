@@ -25,8 +25,8 @@ always the same, which no compiler finds out. A recomputed block gathers when th
 gradients, but on TPUs: compilers for GPUs put off the products that make these, and keep what they are made of (124M
 unrolled and recomputed on 8 H200: 1920 MiB without, 1122 with; on 8 v5p 852 without, 946 with). The backward pass of a
 loop likewise begins when what comes after the loop has reduced its gradients, so that those of logits are not kept
-beside it (7B on 8 H200: 15402 MiB without, 15154 with). Every use waiting for
-its own gradient in this way would hide nothing (the same, not recomputed: the modelled step is 16 % longer).
+beside it (7B on 8 H200: 15402 MiB without, 15154 with). Every use waiting for its own gradient in this way would hide
+nothing (124M unrolled, not recomputed: the modelled step is 16 % longer).
 
 [Note: Branches and loops]
 Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
