@@ -23,10 +23,10 @@ Compilers drop barriers before they schedule. Where the order itself matters, fo
 for recomputed blocks, the shard is made to depend on what it waits for: it is selected by a comparison whose result is
 always the same, which no compiler finds out. A recomputed block gathers when the block after the next has reduced its
 gradients, but on TPUs: compilers for GPUs put off the products that make these, and keep what they are made of (124M
-unrolled and recomputed on 8 H200: 1920 MiB without, 1122 with; on 8 v5p 852 without, 946 with). The backward pass of a
-loop likewise begins when what comes after the loop has reduced its gradients, so that those of logits are not kept
-beside it (7B on 8 H200: 15402 MiB without, 15154 with). Every use waiting for its own gradient in this way would hide
-nothing (124M unrolled, not recomputed: the modelled step is 16 % longer).
+unrolled and recomputed on 8 H200: 1920 MiB without, 1122 with; on 8 v5p 852 without, 946 with). On GPUs the backward
+pass of a loop likewise begins when what comes after the loop has reduced its gradients, so that those of logits are not
+kept beside it (7B on 8 H200: 15402 MiB without, 15154 with; on CPUs it would take 5 % more). Every use waiting for its
+own gradient in this way would hide nothing (124M unrolled, not recomputed: the modelled step is 16 % longer).
 
 [Note: Branches and loops]
 Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
@@ -83,7 +83,8 @@ class Walk:
       fence: How a second gather outside of loops is kept apart, see [Note: Light fences].
       prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
         outside of loops]; `None`: it is left to the compiler.
-      pipelines: Whether loops gather ahead though it is left to the compiler, which does not do so.
+      pipelines: Whether loops gather ahead though it is left to the compiler, and begin their backward pass late: what
+        compilers for GPUs do not do.
       loops_ahead: Whether loops may do so: a policy of the loss around them would be asked about what they carry.
       uses: What has used parameters in the current sequence of equations, if that is bounded.
       blocks: The recomputed blocks of that sequence, see [Note: Holding gathers back].
@@ -247,7 +248,9 @@ class Walk:
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
         results = list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted) if regathers else loop(hoisted))
-        return results if self.blocks is None or not self.regather else self.blocks.add_loop(results, num_carry)
+        if self.blocks is None or not (self.pipelines and self.regather):
+            return results
+        return self.blocks.add_loop(results, num_carry)
 
     def _ahead(self, eqn: Equation, xs: list[Any], first: int) -> dict[int, Lazy]:
         """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""

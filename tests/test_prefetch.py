@@ -264,7 +264,7 @@ def head_after_a_loop(p, batch):
     return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
 
 
-@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False)])
+@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False), ("cpu", False)])
 def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, waits, monkeypatch):
     """Else compilers for GPUs put off the product that makes it, and keep the gradient of the logits meanwhile."""
     on(platform, monkeypatch)
