@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jzero import _compat
-from jzero._config import ZeroConfig, may_prefetch
 from jzero._mesh import mesh_platform
 from jzero._plan import ZeroPlan
 
@@ -49,7 +48,8 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
     found: dict[str, Any] = {}
     if platform == "gpu":
         found = {BUCKETS[name]: value for name, value in asked.items()}
-        if given == "recommended" and plan.config.stage == 3 and not _gathers_ahead(plan.config):
+        loops_wait = plan.config.prefetch_bytes == 0 or not plan.config.reshard_after_forward
+        if given == "recommended" and plan.config.stage == 3 and loops_wait:
             found |= _compat.pipelined_gathers()
     elif asked and platform is not None:
         warnings.warn(
@@ -60,8 +60,3 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
     if isinstance(given, Mapping):
         found |= given
     return found or None
-
-
-def _gathers_ahead(config: ZeroConfig) -> bool:
-    """Whether loops gather ahead by themselves, or cannot: what the host holds was not measured."""
-    return config.prefetch_bytes != 0 if may_prefetch(config) else config.reshard_after_forward
