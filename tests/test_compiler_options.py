@@ -64,6 +64,28 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         jzero.ZeroConfig(reduce_bucket_bytes=0)
 
 
+@pytest.mark.smoke
+def test_recommended_for_bf16_on_cpus_leaves_no_product_to_a_slow_kernel():
+    """With jax 0.12 XLA gives some bf16 products to YNNPACK, and the rest to a kernel that takes half of a step."""
+    params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 64))}
+    batch = np.ones((64, 64), np.float32)
+    loss_fn = lambda params, batch: jnp.mean((batch.astype(params["w"].dtype) @ params["w"] @ params["v"]) ** 2)
+
+    def products(precision, options):
+        state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+        state = jzero.shard_train_state(state, config=jzero.ZeroConfig(persistence_threshold=0, precision=precision))
+        step = jzero.make_train_step(loss_fn, compiler_options=options)
+        found = re.findall(r"= (\w+)\[\S* dot\(", step.lower(state, batch).compile().as_text())
+        assert len(found) == 5, "two forward, three backward"
+        return set(found), _compiler_options.compiler_options(jzero.plan_of(state), options)
+
+    narrow = jax.__version_info__[:2] == (0, 12)
+    assert ("bf16" in products("bf16", None)[0]) == narrow
+    found, options = products("bf16", "recommended")
+    assert found == {"f32"} and (options is not None) == narrow
+    assert products("fp32", "recommended") == ({"f32"}, None), "YNNPACK is faster there"
+
+
 def test_one_device_costs_nothing():
     """The program for one device is that of plain `jax.jit`, within 5 % of its instructions."""
     state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
