@@ -82,7 +82,8 @@ def test_recommended_for_bf16_on_cpus_leaves_no_product_to_a_slow_kernel():
     narrow = jax.__version_info__[:2] == (0, 12)
     assert ("bf16" in products("bf16", None)[0]) == narrow
     found, options = products("bf16", "recommended")
-    assert found == {"f32"} and (options is not None) == narrow
+    assert found == {"f32"}
+    assert (options is not None) == narrow
     assert products("fp32", "recommended") == ({"f32"}, None), "YNNPACK is faster there"
 
 
