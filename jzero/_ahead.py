@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,15 +72,29 @@ def chosen_ahead(
             x = dataclasses.replace(x, wire_dtype=narrow)
         rows[i] = x, math.prod(x.shape[1:]) * jnp.dtype(x.wire_dtype).itemsize
     sizes = [size for _, size in rows.values()]
-    if limit is None:
-        limit = max([sum(sizes) // 3, *sizes[:1]])
+    given, limit = limit, max([sum(sizes) // 3, *sizes[:1]]) if limit is None else limit
     left = min(limit, int(sum(sizes) * length * MOST_IN_VAIN))
     found: dict[int, Lazy] = {}
     for i, (x, size) in rows.items():
         if size <= left:
             left -= size
             found[i] = x
+    if rows and not found and given:
+        _warn_of_no_effect(sizes, given, length)
     return found
+
+
+def _warn_of_no_effect(sizes: Sequence[int], limit: int, length: int) -> None:
+    smallest, total = min(sizes), sum(sizes)
+    if limit < smallest:
+        why = f"its smallest parameter to gather has {smallest} bytes. Give so many or more"
+    else:
+        why = (
+            f"its {length} turns may gather {int(total * length * MOST_IN_VAIN)} bytes ahead, a 32nd of all that they "
+            f"gather, since the last does so in vain, and its smallest parameter has {smallest}. Scan "
+            f"{math.ceil(smallest / total / MOST_IN_VAIN)} layers or more, or call them one by one"
+        )
+    warnings.warn(f"`prefetch_bytes={limit}` has no effect on a scan in the loss: {why}.", stacklevel=2)
 
 
 def _first_uses(jaxpr: Any) -> dict[Any, tuple[int, ...]]:

@@ -203,8 +203,8 @@ class ZeroConfig:
       prefetch_bytes: The most, in bytes of whole parameters as they travel, that stage 3 gathers before it is needed.
         Scans (layers) then gather for the next turn while they compute on this one, the parameters that a turn uses
         first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes), but at most a 32nd of what
-        the scan gathers, since its last turn does so in vain. `None`: on GPUs scans gather up to a third of a turn
-        ahead; all else is left to the compiler. 0: nothing is gathered ahead.
+        the scan gathers, since its last turn does so in vain (a warning says where nothing is left). `None`: on GPUs
+        scans gather up to a third of a turn ahead; all else is left to the compiler. 0: nothing is gathered ahead.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 
 import jax
@@ -210,7 +212,6 @@ def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected
         (32, AMPLE, ["up", "down"]),
         (31, AMPLE, ["up"]),  # a 32nd of what the loop gathers is less than a turn
         (16, AMPLE, ["up"]),
-        (15, AMPLE, []),
         (16, None, ["up"]),  # the first one, though it is more than a third of a turn
         (15, None, []),
     ],
@@ -221,6 +222,39 @@ def test_the_last_turn_gathers_little_in_vain(turns, limit, ahead, monkeypatch):
     loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
     of = {(32, 64): "up", (64, 32): "down"}
     assert [{of[shape] for shape in shapes if shape in of} for shapes in loops] == 2 * [set(ahead)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limit", "message"),
+    [
+        # Half of a turn must be at most a 32nd of all turns.
+        (15, AMPLE, r"15 turns may gather 7680 bytes ahead, .* smallest parameter has 8192. Scan 16 layers or more"),
+        (5, AMPLE, r"5 turns may gather 2560 bytes ahead, .* Scan 16 layers or more"),
+        (32, 8191, r"`prefetch_bytes=8191` has no effect .* has 8192 bytes. Give so many or more"),
+    ],
+)
+def test_a_bound_that_has_no_effect_is_warned_about(turns, limit, message, monkeypatch):
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match=message):
+        loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
+    assert len(loops) == 2
+    assert not {(32, 64), (64, 32)} & {shape for shapes in loops for shape in shapes}
+
+
+def scan_within_remat_with_policy(p, batch):
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+    def layers(h, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + w["b"][None]), None), h, stack)[0]
+
+    return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
+
+
+@pytest.mark.parametrize("limit", [AMPLE, 0])
+def test_a_scan_inside_of_a_policy_is_warned_about(limit):
+    state, batch = test_engine._sharded(3, 8, prefetch_bytes=limit), test_engine._batch()
+    warned = pytest.warns(UserWarning, match="inside of a `jax.checkpoint` with a policy")
+    with warned if limit else contextlib.nullcontext():
+        test_engine._assert_equal(state, scan_within_remat_with_policy, batch)
 
 
 def three_products(p, batch):
