@@ -5,8 +5,8 @@ Every engine trains the same loss on the same batch with the layout of parameter
 
 * `jzero`: `make_train_step`; `jzero as written` with `remat="as_written"`, which keeps what plain jax keeps of
   activations; `jzero, XLA ahead` with `prefetch_bytes=0` and `compiler_options="recommended"`, so that not jzero but
-  the compiler gathers ahead in loops; `jzero tuned` with `prefetch_bytes` of twice the largest piece (a layer or the
-  head) and `reduce_bucket_bytes` of 4 MiB.
+  the compiler gathers ahead in loops; `jzero tuned`, of unrolled models, with smaller buckets:
+  `all_gather_bucket_bytes` of 4 MiB and `reduce_bucket_bytes` of 8 MiB.
 * `replicated`: `jax.jit`, everything on every device. The stage does not matter.
 * `gspmd`: `jax.jit` with jzero's layout as sharding constraints on parameters, gradients (from stage 2 on) and
   optimizer state, but for stacks of layers, which are cut on their largest dimension: with jzero's choice GSPMD takes
@@ -56,9 +56,7 @@ def make_engine(name: str, model: GPT, stage: int, mesh: Mesh) -> Engine:
     if name == "jzero, XLA ahead":
         return _jzero(model, stage, mesh, "recommended", prefetch_bytes=0)
     if name == "jzero tuned":
-        layer, head = 12 * model.size.width**2, model.size.vocab * model.size.width
-        ahead = 2 * 2 * max(layer, head)  # two of them, bf16
-        return _jzero(model, stage, mesh, prefetch_bytes=ahead, reduce_bucket_bytes=4 * 2**20)
+        return _jzero(model, stage, mesh, all_gather_bucket_bytes=4 * 2**20, reduce_bucket_bytes=8 * 2**20)
     if name == "jzero as written":
         return _jzero(model, stage, mesh, remat="as_written")
     if name == "jzero":

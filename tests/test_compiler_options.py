@@ -36,14 +36,14 @@ def test_compiler_options_are_those_of_one_step():
 def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
     config = jzero.ZeroConfig(stage=3, all_gather_bucket_bytes=2**20, reduce_bucket_bytes=2**22)
 
-    def options(platform, given=None, config=config):
+    def options(platform, given=None, config=config, count=4):
         monkeypatch.setattr(_compiler_options, "mesh_platform", lambda mesh: platform)
-        plan = type("Plan", (), {"config": config, "mesh": None})
+        plan = type("Plan", (), {"config": config, "mesh": jax.sharding.AbstractMesh((count,), ("data",))})
         return _compiler_options.compiler_options(plan, given)
 
     buckets = {
         "xla_gpu_all_gather_combine_threshold_bytes": 2**20,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**22,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,  # of a shard, on 4 devices
     }
     assert options("gpu") == buckets
     assert options("gpu", "recommended") == buckets, "loops gather ahead by themselves"
@@ -53,11 +53,15 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
         assert [key for key in recommended if key not in buckets and "pipeline" in key]
     on_host = dataclasses.replace(config, offload=jzero.Offload(params="host"))
     assert options("gpu", "recommended", on_host) == buckets
+    default = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**24 // 4}
+    assert options("gpu", config=jzero.ZeroConfig(stage=2)) == default
+    assert options("gpu", config=jzero.ZeroConfig(stage=2), given="recommended") == default
+    many = options("gpu", config=jzero.ZeroConfig(stage=3), count=512)
+    assert many == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18}, "not below what a ring's hop takes"
     own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
     assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
     with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):
         assert options("tpu", "recommended") is None
-    assert options("gpu", config=jzero.ZeroConfig(stage=2), given="recommended") is None
     with pytest.raises(ValueError, match=r"`compiler_options` must be None, 'recommended' or"):
         jzero.make_train_step(models.mlp_loss, compiler_options="fast")
     with pytest.raises(ValueError, match=r"`reduce_bucket_bytes` must be None or .*: got 0"):

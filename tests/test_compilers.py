@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import jzero
+from jzero._train_state import abstract_train_state
+from jzero.analysis.topologies import topology_devices
 from tests import models
 
 pytestmark = pytest.mark.compilers
@@ -31,3 +33,26 @@ def test_step_compiles_for(topology):
     assert gathered > num_params
     assert report.exposed_communication is not None
     assert report.reckoned is not None
+
+
+@pytest.mark.parametrize(("bucket", "most"), [(None, 16 * 2**20), (8 * 2**20, 8 * 2**20)])
+def test_gradients_are_reduced_by_buckets(bucket, most):
+    """Twelve gradients of 2 MiB: one reduce-scatter takes as many as a bucket holds, not all, nor each its own."""
+    names = [f"layer_{i}" for i in range(12)]
+    params = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in names}
+    mesh = jzero.make_mesh(devices=topology_devices("h200:8"))
+    plain = jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=optax.sgd(0.1)), params)
+    config = jzero.ZeroConfig(stage=3, precision="bf16", reduce_bucket_bytes=bucket)
+    state = abstract_train_state(plain, config=config, mesh=mesh)
+
+    def loss_fn(params, batch):
+        for name in names:
+            batch = jnp.tanh(batch @ params[name])
+        return batch.astype(jnp.float32).mean()
+
+    batch = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+    text = jzero.make_train_step(loss_fn, remat="as_written").lower(state, batch).compile().as_text()
+    starts = [line.split(" reduce-scatter-start(")[0] for line in text.splitlines() if " reduce-scatter-start(" in line]
+    sizes = [2 * 2**20 * start.count("bf16[128,1024]") for start in starts]
+    assert sum(sizes) == 12 * 2 * 2**20
+    assert most // 2 < max(sizes) <= most
