@@ -155,11 +155,13 @@ def test_tiles_are_noted():
     assert any("18 % more than" in note for note in report.notes), report.notes
 
 
-def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, options=None, **sizes):
+def offloaded(topology, offload, precision="bf16", scan=True, remat=None, tx=None, options=None, ahead=None, **sizes):
     """The analysis of a step, verified."""
     model = models.GPT(**{"vocab": 1024, "d_model": 512, "heads": 8, "layers": 8, "scan": scan, **sizes})
     plain = jax.eval_shape(lambda: models.gpt_state(model, tx or optax.adamw(1e-3)))
-    config = jzero.ZeroConfig(stage=3, precision=precision, persistence_threshold=0, offload=offload)
+    config = jzero.ZeroConfig(
+        stage=3, precision=precision, persistence_threshold=0, offload=offload, prefetch_bytes=ahead
+    )
     batch = jax.ShapeDtypeStruct((64, models.SEQ + 1), jnp.int32)
     step = jzero.make_train_step(models.gpt_loss(model), remat=remat)
     report = jzero.analyze(step, plain, batch, topology=topology, config=config, compiler_options=options)
@@ -173,8 +175,9 @@ CHUNK = 2**20
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "h200:8"])
 def test_optimizer_state_on_the_host_leaves_the_devices(topology, precision):
-    before = offloaded(topology, jzero.Offload(), precision)
-    after = offloaded(topology, jzero.Offload(optimizer="host", chunk_bytes=CHUNK), precision)
+    # Nothing is gathered ahead: what loops carry is packed so differently in these two that it hides a layer's size.
+    before = offloaded(topology, jzero.Offload(), precision, ahead=0)
+    after = offloaded(topology, jzero.Offload(optimizer="host", chunk_bytes=CHUNK), precision, ahead=0)
     plan = after.plan
     assert plan.host_bytes_per_device.opt_state > 20 * CHUNK
     # TPUs lay out shards in tiles that they do not all fill.
