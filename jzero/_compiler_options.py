@@ -19,7 +19,7 @@ for 16 MiB of gradients, about a layer of the smallest models that are trained o
 by themselves. On many devices it is 256 KiB for each: a ring sends pieces of that size from one to the next, and
 smaller ones would take less time than their latency. As modelled on 8 H200, GPTs unrolled: 350M 32.2 -> 31.0 ms, 33 ->
 6 % of communication exposed; recomputed 35.4 -> 33.6 ms, 53 -> 13 %; at stage 2 35.5 -> 34.4 ms, 70 -> 35 %, for 8 %
-more memory; on 64 H200, stage 3, 36.9 -> 34.6 ms, also for 8 %. Of 17 programs none takes 0.3 % longer, even if each
+more memory; on 64 H200, stage 3, 36.9 -> 34.6 ms, also for 8 %. Of 18 programs none takes 0.5 % longer, even if each
 collective takes 15 us more than by the model of the machine, which has no latency.
 """
 
