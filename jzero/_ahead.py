@@ -72,15 +72,15 @@ def chosen_ahead(
             x = dataclasses.replace(x, wire_dtype=narrow)
         rows[i] = x, math.prod(x.shape[1:]) * jnp.dtype(x.wire_dtype).itemsize
     sizes = [size for _, size in rows.values()]
-    given, limit = limit, max([sum(sizes) // 3, *sizes[:1]]) if limit is None else limit
-    left = min(limit, int(sum(sizes) * length * MOST_IN_VAIN))
+    bound = max([sum(sizes) // 3, *sizes[:1]]) if limit is None else limit
+    left = min(bound, int(sum(sizes) * length * MOST_IN_VAIN))
     found: dict[int, Lazy] = {}
     for i, (x, size) in rows.items():
         if size <= left:
             left -= size
             found[i] = x
-    if rows and not found and given:
-        _warn_of_no_effect(sizes, given, length)
+    if limit and rows and not found:
+        _warn_of_no_effect(sizes, limit, length)
     return found
 
 
