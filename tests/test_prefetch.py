@@ -249,8 +249,10 @@ def scan_within_remat_with_policy(p, batch):
     return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
 
 
-@pytest.mark.parametrize("limit", [AMPLE, 0])
-def test_a_scan_inside_of_a_policy_is_warned_about(limit):
+@pytest.mark.parametrize("limit", [AMPLE, 0, None])
+def test_a_scan_inside_of_a_policy_is_warned_about(limit, monkeypatch):
+    """If somebody asked: on GPUs scans gather ahead by default, where they can."""
+    on("gpu", monkeypatch)
     state, batch = test_engine._sharded(3, 8, prefetch_bytes=limit), test_engine._batch()
     warned = pytest.warns(UserWarning, match="inside of a `jax.checkpoint` with a policy")
     with warned if limit else contextlib.nullcontext():
