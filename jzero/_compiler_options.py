@@ -9,8 +9,8 @@ option on top (7B: 284.8 and 296.4 ms as modelled), so it is for those that do n
 or `prefetch_bytes=0`. For TPUs nothing is known that helps.
 
 On CPUs with jax 0.12 a bf16 step of a scanned GPT (`benchmarks.cpu_steps`) takes 1.7 to 1.9 times as long as with the
-option of `_compat.plain_products`, on one device 1.3 times. fp32 steps, and all steps of jax 0.10, are up to 1.5 times
-slower with it.
+option of `_compat.plain_products`, and one of plain `jax.jit` 1.8 times. fp32 steps, and all steps of jax 0.10, are up
+to 1.5 times slower with it.
 
 [Note: Buckets of gradients]
 XLA for GPUs combines reduce-scatters up to 30 MiB *of a shard*: on 8 devices 240 MiB of gradients, on 512 15 GiB. All

@@ -208,10 +208,10 @@ class ZeroConfig:
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
       all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
-        only; `None` leaves it to the compiler.
+        only, and not where a step is called inside of another `jax.jit`; `None` leaves it to the compiler.
       reduce_bucket_bytes: The most, in bytes of whole gradients as they are reduced, that the compiler combines in one
-        reduce-scatter (DeepSpeed's `reduce_bucket_size`, in bytes). GPUs only. `None`: 16 MiB, or 256 KiB for each
-        device if that is more.
+        reduce-scatter (DeepSpeed's `reduce_bucket_size`, in bytes), likewise. `None`: 16 MiB on GPUs, or 256 KiB for
+        each device if that is more.
       precision: "fp32" (every leaf keeps the dtype that it has), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
       offload: What is kept in the memory of the host, see `Offload`.

@@ -254,19 +254,19 @@ class Walk:
 
     def _ahead(self, eqn: Equation, xs: list[Any], first: int) -> dict[int, Lazy]:
         """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""
-        is_asked = self.pipelines if self.prefetch_bytes is None else self.prefetch_bytes > 0
+        by_default = self.pipelines and self.loops_ahead
+        is_asked = by_default if self.prefetch_bytes is None else self.prefetch_bytes > 0
         if not is_asked or self.sealing or eqn.params["length"] < 2:
             return {}
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         found = chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes, eqn.params["length"])
-        if not self.loops_ahead and found:
-            if self.prefetch_bytes:
-                warnings.warn(
-                    "A scan in the loss stands inside of a `jax.checkpoint` with a policy, so `prefetch_bytes` has no "
-                    "effect on it: the policy would be asked about what the scan carries. Checkpoint the layer that is "
-                    "scanned, not the scan, or leave the policy out.",
-                    stacklevel=2,
-                )
+        if found and not self.loops_ahead:
+            warnings.warn(
+                "A scan in the loss stands inside of a `jax.checkpoint` with a policy, so `prefetch_bytes` has no "
+                "effect on it: the policy would be asked about what the scan carries. Checkpoint the layer that is "
+                "scanned, not the scan, or leave the policy out.",
+                stacklevel=2,
+            )
             return {}
         return found
 
