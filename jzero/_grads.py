@@ -21,6 +21,7 @@ from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
 from jzero._placement import is_on_host, on_device
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._precision import cast_dtype, times, widen
+from jzero._reductions import reduced_repeatedly
 from jzero._streamed import is_tiled
 from jzero._traced_loss import LossInputs, TracedLoss, carried_leaves
 from jzero._walk import Walk
@@ -61,7 +62,7 @@ class MicroBatches(NamedTuple):
 
     Attributes:
       steps: Micro-batches, run one after another.
-      reduce_last: Whether gradients are reduced once after the last of them, at every stage.
+      reduce_last: Whether gradients are reduced once after the last of them, as always at stage 1.
     """
 
     steps: int = 1
@@ -172,7 +173,7 @@ class _LocalStep:
     def wire(self) -> Wire:
         """How parameters and gradients travel in this step."""
         config, policy = self.plan.config, self.plan.config.policy
-        reduce_last = self.micro.reduce_last and self.micro.steps > 1
+        reduce_last = self.micro.steps > 1 and (self.micro.reduce_last or config.stage < 2)
         return Wire(
             config.axis,
             config.replica_axis,
@@ -191,6 +192,21 @@ class _LocalStep:
         leaves = self.plan.leaves
         return frozenset(i for i in self.plan.wholly_hosted if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
+    @functools.cached_property
+    def summed(self) -> frozenset[int]:
+        """The parameters used more than once whose gradients are summed whole, to be reduced once.
+
+        Stage 1 has the memory for it; stages 2 and 3 reduce the gradient of each use.
+        """
+        if self.plan.config.stage != 1 or self.wire.reduce_last or not self.differentiate:
+            return frozenset()
+
+        def param(leaf: LeafPlan) -> Lazy | None:
+            cut, dtype = leaf.grad.cut, leaf.compute_dtype
+            return None if cut is None else Lazy(None, None, None, cut, self.wire, dtype, dtype)
+
+        return reduced_repeatedly(self.traced.jaxpr, list(map(param, self.plan.leaves)))
+
     @property
     def predivide(self) -> int:
         """What gradients are divided by before they are reduced."""
@@ -202,7 +218,7 @@ class _LocalStep:
         wire, plan = self.wire, self.plan
         index = batch_index(wire, dict(plan.mesh.shape))
         key = [jax.random.fold_in(k, index) for k in key]
-        roles = [_Role(leaf, wire, plan.config.stage, i in self.streamed) for i, leaf in enumerate(plan.leaves)]
+        roles = [_Role(leaf, wire, i in self.summed, i in self.streamed) for i, leaf in enumerate(plan.leaves)]
         carried = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
         forward = self._forward(roles, params, carried, loss_scale)
         if self.differentiate:
@@ -370,7 +386,7 @@ class _Role:
 
     leaf: LeafPlan
     wire: Wire
-    stage: int
+    is_summed: bool
     is_streamed: bool
 
     @property
@@ -378,7 +394,7 @@ class _Role:
         """Whether the gradient leaves through a slot, and not at the parameter itself."""
         if self.leaf.param.cut is not None:
             return True
-        return self.stage >= 2 and self.leaf.grad.cut is not None and not self.wire.reduce_last
+        return self.leaf.grad.cut is not None and not self.is_summed and not self.wire.reduce_last
 
     def variable(self, stored: jax.Array) -> jax.Array | None:
         """The array that the loss is differentiated with respect to, if any."""

@@ -36,7 +36,7 @@ from jzero._remat import REMAT, recomputes
 from jzero._sharing import Common, Structures
 from jzero._uses import Blocks, Uses
 
-__all__ = ["Walk"]
+__all__ = ["Walk", "grouped", "is_sliceable", "only_indexed"]
 
 Equation = Any
 Jaxpr = Any
@@ -181,12 +181,12 @@ class Walk:
     def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        consts, init, xs = _split(inputs, num_consts, num_carry)
+        consts, init, xs = grouped(inputs, num_consts, num_carry)
         xs = [_sliceable(x) for x in xs]
-        const_vars, carry_vars, _ = _split(jaxpr.invars, num_consts, num_carry)
+        const_vars, carry_vars, _ = grouped(jaxpr.invars, num_consts, num_carry)
         # Carried values that the body hands on unchanged are constants of the loop.
         fixed = [is_lazy(x) and v is o for x, v, o in zip(init, carry_vars, jaxpr.outvars, strict=False)]
-        lazily = [is_lazy(x) and _only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
+        lazily = [is_lazy(x) and only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
         hoisted, whole = share([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
         regathers = self.regather and not all(is_free(x) for x in hoisted)
         inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
@@ -264,7 +264,7 @@ class Walk:
         split = (eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
 
         def loop(xs: list[Any]) -> list[Any]:
-            cond_consts, body_consts, init = _split(xs, *split)
+            cond_consts, body_consts, init = grouped(xs, *split)
             return lax.while_loop(
                 lambda carry: self._branch(eqn.params["cond_jaxpr"], *cond_consts, *carry)[0],
                 lambda carry: self._branch(eqn.params["body_jaxpr"], *body_consts, *carry),
@@ -341,13 +341,19 @@ def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
     return refusing
 
 
-def _split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+def grouped(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Splits values into the first so many, the second so many, and the rest."""
     return list(values[:first]), list(values[first : first + second]), list(values[first + second :])
+
+
+def is_sliceable(x: Any) -> bool:
+    """Whether a scan can slice a lazy value's shard."""
+    return isinstance(x, Lazy) and x.cut.dim > 0
 
 
 def _sliceable(x: Any) -> Any:
     """Returns `x` if a scan can slice its shard, else the whole value, with a warning."""
-    if not is_lazy(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+    if not is_lazy(x) or is_sliceable(x):
         return x
     if not is_free(x):
         why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
@@ -364,7 +370,7 @@ def _first_dropped(row: list[Any]) -> list[Any]:
     return [x.drop_leading() if isinstance(x, Lazy) else x for x in row]
 
 
-def _only_indexed(jaxpr: Jaxpr, var: Any) -> bool:
+def only_indexed(jaxpr: Jaxpr, var: Any) -> bool:
     """Whether the loop body reads constant `var` one slice at a time."""
     uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
     return bool(uses) and all(_indexes(eqn, var) for eqn in uses) and var not in jaxpr.outvars
@@ -375,7 +381,7 @@ def _indexes(eqn: Equation, var: Any) -> bool:
     if eqn.primitive.name not in REMAT | {"jit", "pjit"}:
         return eqn.primitive.name == "dynamic_slice"
     body = next(_compat.contained_jaxprs(eqn))
-    return all(_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)
+    return all(only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)
 
 
 def _is_opaque(eqn: Equation) -> bool:
