@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero import _compat
@@ -282,7 +283,7 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
     """Returns the equation's result as a deferred value, if it is cheap and takes parameters alone."""
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None
-    if not all(is_lazy(x) or jnp.size(x) == 1 for x in inputs):
+    if not all(is_lazy(x) or np.size(x) == 1 for x in inputs):
         return None
     if sum(x.num_operations for x in inputs if isinstance(x, Deferred)) >= MAX_DEFERRED:
         return None

@@ -20,16 +20,18 @@ N = 8
 
 
 @functools.cache
-def _lowered(stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, recompute=None, **options):
+def _lowered(
+    stage, scan=True, remat=None, tx="adam", layers=3, vocab=512, tied=False, recompute=None, micro=1, **options
+):
     remat = None if remat is None else dict(remat)
-    model = models.GPT(scan=scan, remat=remat, d_model=128, heads=4, vocab=vocab, layers=layers)
+    model = models.GPT(scan=scan, remat=remat, d_model=128, heads=4, vocab=vocab, layers=layers, tied=tied)
     tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     make_state = lambda key: jzero.TrainState.create(
         params=model.init(key, np.zeros((1, models.SEQ), np.int32))["params"], tx=tx
     )
     state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
-    step = jzero.make_train_step(models.gpt_loss(model), remat=recompute)
+    step = jzero.make_train_step(models.gpt_loss(model), remat=recompute, accumulate_steps=micro)
     return state, step.lower(state, models.tokens(16, vocab=vocab))
 
 
@@ -125,14 +127,29 @@ def test_stage_2_gathers_no_parameter_in_forward_and_backward():
     assert gathered == sum(leaf.grad.cut is not None for leaf in plan.leaves)
 
 
-def test_stage_2_reduces_inside_the_scan():
-    _, _, collectives = _compiled(2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_micro_batch_is_reduced_inside_the_scan(stage):
+    """Stage 1 as well: it has nothing to keep whole gradients for."""
+    _, _, collectives = _compiled(stage)
     assert {c.times for c in _of(collectives, "reduce-scatter") if c.in_loop} == {3}
 
 
-def test_stage_1_reduces_at_the_boundary():
-    _, _, collectives = _compiled(1)
+def test_stage_1_reduces_at_the_boundary_of_micro_batches():
+    plan, _, collectives = _compiled(1, micro=2)
     assert not any(c.in_loop for c in collectives)
+    assert math.isclose(sum(c.elements for c in _of(collectives, "reduce-scatter")), _size(plan), rel_tol=0.01)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_stage_1_reduces_the_gradient_of_a_tied_parameter_once(scan):
+    """The embedding is the head here. Its whole gradient is summed first, where stage 2 reduces that of each use."""
+    plan, _, once = _compiled(1, scan=scan, tied=True)
+    _, _, twice = _compiled(2, scan=scan, tied=True)
+    (tied,) = [leaf.param.size for leaf in plan.leaves if "embed" in leaf.path]
+    psi = _size(plan)
+    assert tied > psi / 20
+    assert math.isclose(sum(c.elements for c in _of(once, "reduce-scatter")), psi, rel_tol=0.01)
+    assert math.isclose(sum(c.elements for c in _of(twice, "reduce-scatter")), psi + tied, rel_tol=0.01)
 
 
 def test_all_reduce_and_slice_on_request():
