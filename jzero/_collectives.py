@@ -25,11 +25,14 @@ __all__ = [
     "mean",
     "reduce_shard",
     "reduce_whole",
+    "sum_along",
     "sum_over",
     "to_natural",
     "to_stored",
     "view_param",
 ]
+
+PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +136,9 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
             shard = lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True)
         else:
             size = cut.stored_size // cut.num_shards
-            whole = lax.psum(x, wire.axis)
+            whole = sum_along(x, wire.axis)
             shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
-        return shard if wire.replica_axis is None else lax.psum(shard, wire.replica_axis)
+        return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)
 
 
 def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
@@ -146,19 +149,32 @@ def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
 def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Sums `x` over all devices that hold a part of the batch."""
     with jax.named_scope("zero_reduce"):
-        return jnp.asarray(lax.psum(wire.summable(x), wire.batch_axes), x.dtype)
+        return jnp.asarray(sum_along(wire.summable(x), *wire.batch_axes), x.dtype)
 
 
 def mean(x: jax.Array, wire: Wire) -> jax.Array:
     """Averages `x` over all devices that hold a part of the batch."""
     with jax.named_scope("zero_reduce"):
-        return jnp.asarray(lax.pmean(wire.summable(x), wire.batch_axes), x.dtype)
+        axes = _shared(wire.batch_axes)
+        return jnp.asarray(lax.pmean(wire.summable(x), axes), x.dtype) if axes else x
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Returns the largest `x` of all devices; used where all are equal and the result must show it."""
     with jax.named_scope("zero_reduce"):
-        return lax.pmax(x, wire.batch_axes)
+        axes = _shared(wire.batch_axes)
+        return lax.pmax(x, axes) if axes else x
+
+
+def sum_along(x: PyTree, *axes: str) -> PyTree:
+    """Sums arrays along mesh axes. XLA for CPUs would do so with one device, too, which costs a copy of all of them."""
+    shared = _shared(axes)
+    return lax.psum(x, shared) if shared else x
+
+
+def _shared(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that more than one device is on."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 
 def batch_index(wire: Wire, sizes: dict[str, int]) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jzero._aux import Weighted, aux_specs, reduce_aux
 from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_over
+from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_along, sum_over
 from jzero._config import may_prefetch
 from jzero._lazy import Lazy, make_whole
 from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
@@ -347,10 +347,10 @@ def _grad_norm(
         else:
             cut = cut + square
     if not plan.config.policy.skips or not reduced:
-        return jnp.sqrt(lax.psum(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
+        return jnp.sqrt(sum_along(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are the same everywhere: counted N times they are still what they are.
     counts = [count for _, count in sums]
-    cut, totals = lax.psum((cut, jnp.stack(counts)), plan.config.axis)
+    cut, totals = sum_along((cut, jnp.stack(counts)), plan.config.axis)
     return jnp.sqrt(cut + whole), totals > 0
 
 

@@ -290,8 +290,8 @@ class ZeroPlan:
     def bytes_per_device(self) -> BytesPerDevice:
         """Bytes in the memory of one device, by term, padding included; `host_bytes_per_device` has the host's.
 
-        Gradients count at their most: whole at stages 0 and 1, whose backward pass makes the whole local
-        gradient before it is reduced, cut at stages 2 and 3.
+        Gradients count at their most: whole at stages 0 and 1, since stage 1 sums whole local gradients where there
+        is more than one micro-batch, cut at stages 2 and 3.
         """
         grads = [leaf.grad for leaf in self.leaves if leaf.trained]
         if self.config.stage < 2:

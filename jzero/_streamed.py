@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero._collectives import sum_along
 from jzero._mesh import mesh_platform
 from jzero._placement import is_on_host, on_device
 from jzero._plan import StateLeaf, ZeroPlan
@@ -355,8 +356,7 @@ def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
         return over_devices(_on_cpu(plan, on_cpu, (first, read, used_here))[1])
 
     def over_devices(total: jax.Array) -> jax.Array:
-        names = tuple(jax.tree.leaves(tuple(spec)))
-        return jnp.asarray(lax.psum(total, names)) if names else total
+        return jnp.asarray(sum_along(total, *jax.tree.leaves(tuple(spec))))
 
     whole = PartitionSpec()
     run = jax.shard_map(

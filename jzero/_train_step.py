@@ -392,9 +392,9 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     Args:
       loss_fn: As for `value_and_grad`.
       has_aux: As for `value_and_grad`.
-      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. Stage 1 sums whole
-        local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With `Weighted` the
-        result is that of one large batch; means are averaged.
+      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. With more than one,
+        stage 1 sums whole local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With
+        `Weighted` the result is that of one large batch; means are averaged.
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.

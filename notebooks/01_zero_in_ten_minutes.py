@@ -157,8 +157,8 @@ for stage, values in losses.items():
 #
 # Take one matrix, the head. A `jax.Array` knows its shards, so the picture below is read off the arrays themselves:
 # each row is a device, each block an array, and what is filled is what that device holds. The gradient is the one that
-# `value_and_grad` returns. At stage 1 it comes back cut as well: there each device makes the whole local gradient
-# first, and the reduction at the end leaves it one part.
+# `value_and_grad` returns. At stage 1 it comes back cut as well: there whole gradients are kept only where several
+# micro-batches are summed before they are reduced.
 
 # %%
 COLORS = {"parameter": "#0072B2", "gradient": "#E69F00", "Adam's mu": "#009E73", "Adam's nu": "#CC79A7"}
