@@ -228,7 +228,9 @@ def check_arrays(state: Any) -> None:
 
 def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """A leaf as it comes in: natural shape, dtype, and the spec of other mesh axes."""
-    dtype = x.dtype if hasattr(x, "dtype") else jax.dtypes.canonicalize_dtype(np.result_type(type(x)))
+    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # NumPy's float64 becomes float32 on the device
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

@@ -216,6 +216,19 @@ def test_wrapping_one_optimizer_twice_gives_equal_states():
     assert a.tx != jzero.shard_train_state(state, config=_config(2)).tx
 
 
+def test_float64_of_numpy_is_trained_as_jax_would_have_it():
+    params = {"w": np.linspace(-1, 1, 64 * 64).reshape(64, 64)}
+    assert params["w"].dtype == np.float64
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0))
+    assert jzero.plan_of(state).leaves[0].param.dtype == state.params["w"].dtype == np.float32
+    loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+    batch = np.ones((8, 64), np.float32)
+    state, _ = jzero.make_train_step(loss_fn)(state, batch)
+    want = params["w"] - 0.1 * np.asarray(jax.grad(loss_fn)(jax.tree.map(np.float32, params), batch)["w"])
+    np.testing.assert_allclose(jzero.gather_params(state)["w"], want, rtol=1e-6, atol=1e-6)
+
+
 def test_plain_pytree_state_with_tied_and_empty_leaves():
     shared = jnp.ones((16, 16))
     params = [shared, {"tied": shared, "empty": jnp.zeros((0, 4)), "scalar": jnp.float32(2)}]
