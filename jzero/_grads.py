@@ -218,7 +218,11 @@ class _LocalStep:
         wire, plan = self.wire, self.plan
         index = batch_index(wire, dict(plan.mesh.shape))
         key = [jax.random.fold_in(k, index) for k in key]
-        roles = [_Role(leaf, wire, i in self.summed, i in self.streamed) for i, leaf in enumerate(plan.leaves)]
+        whole = dataclasses.replace(wire, reduce_last=True)
+        roles = [
+            _Role(leaf, whole if i in self.summed else wire, self.micro.steps, i in self.streamed)
+            for i, leaf in enumerate(plan.leaves)
+        ]
         carried = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
         forward = self._forward(roles, params, carried, loss_scale)
         if self.differentiate:
@@ -269,6 +273,7 @@ class _LocalStep:
             fence="light" if platform == "tpu" else "whole",
             prefetch_bytes=config.prefetch_bytes,
             pipelines=platform == "gpu" and may_prefetch(config),
+            loops_wait=platform == "gpu",
         )
 
         @jax.named_scope("zero_compute")
@@ -386,7 +391,7 @@ class _Role:
 
     leaf: LeafPlan
     wire: Wire
-    is_summed: bool
+    steps: int
     is_streamed: bool
 
     @property
@@ -394,7 +399,7 @@ class _Role:
         """Whether the gradient leaves through a slot, and not at the parameter itself."""
         if self.leaf.param.cut is not None:
             return True
-        return self.leaf.grad.cut is not None and not self.is_summed and not self.wire.reduce_last
+        return self.leaf.grad.cut is not None and (self.steps == 1 or not self.wire.reduce_last)
 
     def variable(self, stored: jax.Array) -> jax.Array | None:
         """The array that the loss is differentiated with respect to, if any."""

@@ -1,10 +1,14 @@
 """Pieces of a program that are the same but for their names: traced once, called wherever they occur.
 
 [Note: Repeated blocks]
-The layers of an unrolled model are the same equations again and again. Each recomputed one is split, differentiated
-and transposed by jax, which takes more time than all else in tracing (GPT of 124M, 12 layers: 1.9 s, of which plain jax
-takes 0.65). So recomputed blocks that do the same become calls of one `jax.jit`, whose steps jax remembers: 0.8 s, and
-with more layers hardly more. Compilers put calls in line first; for 8 H200 and 8 v5p they make the same programs.
+The layers of an unrolled model are the same equations again and again. Each is differentiated and transposed by jax,
+and split if it is recomputed, which takes more time than all else in tracing (GPT of 124M, 12 layers, recomputed: 1.9
+s, of which plain jax takes 0.65). So blocks that do the same become calls of one `jax.jit`, whose steps jax remembers:
+0.8 s, and with more layers hardly more. Compilers put calls in line first; for 8 H200 and 8 v5p they make the same
+programs.
+
+Those that are not recomputed are found as in [Note: Blocks of unrolled models], unless gathers outside of loops are
+bounded: the bound is kept from one equation to the next.
 
 Layers that count as the same may differ in three things. The scopes that they are in are entered around the call, so
 that profiles still tell layers apart; the numbers that random keys are folded with, which Flax makes of a layer's path,

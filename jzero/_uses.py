@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero._lazy import Deferred, Lazy, after, first_elements, is_free, is_lazy
+from jzero._placement import is_on_host
 
 __all__ = ["Block", "Blocks", "Use", "Uses", "arrived_tokens"]
 
@@ -139,6 +140,16 @@ class Blocks:
             for i, x in zip(held, values, strict=True):
                 results[i] = x
         return results
+
+    def waited_for(self, values: Sequence[Any]) -> list[Any]:
+        """Returns values that are about to be used: the backward pass of the last loop waits for their gradients."""
+
+        def waited(x: Any) -> Any:
+            if not isinstance(x, Lazy) or x.slot is None or is_on_host(x.slot):
+                return x
+            return dataclasses.replace(x, slot=_with_tokens(x.slot, self._loop))
+
+        return list(map(waited, values)) if self._loop else list(values)
 
     def add(self, block: Block) -> None:
         """Notes a block."""

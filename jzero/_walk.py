@@ -17,6 +17,7 @@ would hang. Parameters are made whole before such an equation.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import warnings
@@ -30,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._ahead import chosen_ahead, scan_ahead
+from jzero._blocks import parts_of
 from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
 from jzero._regions import Fence, regathered, settled
 from jzero._remat import REMAT, recomputes
@@ -47,6 +49,9 @@ LAYOUT_ONLY = frozenset(
 """Operations whose results a user's remat policy is not asked about: gathers, and what changes layout or type alone,
 which is how a gathered parameter would slip through. They are done again, on activations too: they cost little."""
 
+FEWEST = 16
+"""Equations of a layer that is traced once for all that do the same; of fewer a call takes as long."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
@@ -61,9 +66,11 @@ class Walk:
       fence: How a second gather outside of loops is kept apart, see [Note: Light fences].
       prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
         outside of loops]; `None`: it is left to the compiler.
-      pipelines: Whether loops gather ahead though it is left to the compiler, and begin their backward pass late: what
-        compilers for GPUs do not do.
+      pipelines: Whether loops gather ahead though it is left to the compiler: that for GPUs does not do it.
+      loops_wait: Whether the backward pass of a loop begins when what comes after the loop has reduced its gradients,
+        see [Note: Holding gathers back].
       loops_ahead: Whether loops may do so: a policy of the loss around them would be asked about what they carry.
+      shares: Whether layers that do the same are looked for, see [Note: Repeated blocks].
       uses: What has used parameters in the current sequence of equations, if that is bounded.
       blocks: The recomputed blocks of that sequence, see [Note: Holding gathers back].
       cache: What has been found out about the jaxprs of this trace; lives as long as the trace.
@@ -76,7 +83,9 @@ class Walk:
     fence: Fence = "whole"
     prefetch_bytes: int | None = None
     pipelines: bool = False
+    loops_wait: bool = False
     loops_ahead: bool = True
+    shares: bool = True
     uses: Uses | None = dataclasses.field(default=None, compare=False, repr=False)
     blocks: Blocks | None = dataclasses.field(default=None, compare=False, repr=False)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
@@ -85,8 +94,43 @@ class Walk:
         """Evaluates `jaxpr`; inputs and outputs are arrays or lazy values."""
         uses = None if self.prefetch_bytes is None or self.in_loop else Uses(self.prefetch_bytes)
         blocks = None if self.in_loop or self.fence == "light" else Blocks(self.prefetch_bytes or 0)
-        outputs = _compat.evaluate(jaxpr, inputs, dataclasses.replace(self, uses=uses, blocks=blocks)._apply)
-        return outputs if uses is None else uses.end(outputs)
+        walk = dataclasses.replace(self, uses=uses, blocks=blocks)
+        if uses is not None:
+            return uses.end(_compat.evaluate(jaxpr, inputs, walk._apply))
+        return walk._in_parts(jaxpr, inputs) if self.shares else _compat.evaluate(jaxpr, inputs, walk._apply)
+
+    def _in_parts(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr whose layers, where they do the same, become calls of one function."""
+        jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        parts = parts_of(jaxpr)
+        layers = {i: Common.of(x) for i, x in enumerate(parts) if x.is_block and _is_shared(x.eqns)}
+        numbers = {i: self._structure(x) for i, x in layers.items()}
+        times = collections.Counter(numbers.values())
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        for i, part in enumerate(parts):
+            values = [env[v] for v in part.invars]
+            if i in layers and times[numbers[i]] > 1:
+                outputs = self._layer(layers[i], values)
+            else:
+                outputs = _compat.evaluate(part, values, self._apply)
+            env |= zip(part.outvars, outputs, strict=True)
+        return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    def _layer(self, common: Common, inputs: list[Any]) -> list[Any]:
+        inner = dataclasses.replace(self, shares=False, uses=None, blocks=None)
+        key = (inner, self._structure(common))
+        if key not in self.cache:
+
+            def layer(inputs: list[Any]) -> list[Any]:
+                return inner(common, inputs)
+
+            self.cache[key] = jax.jit(layer)
+        with _compat.in_names(common.names):
+            return list(self.cache[key]([*inputs, *common.numbers]))
+
+    def _structure(self, common: Common) -> int:
+        """Returns the number that all have in this trace that do the same."""
+        return int(self.cache.setdefault(Structures, Structures())(common))
 
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         lazy = any(map(is_lazy, inputs))
@@ -132,6 +176,8 @@ class Walk:
             return fn(whole(leaves))
 
         if not self.regather or all(is_free(x) for x in leaves):
+            if self.blocks is not None and not self.regather:
+                leaves = self.blocks.waited_for(leaves)
             return call(leaves)
         if opaque:
             return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
@@ -158,12 +204,11 @@ class Walk:
         given = eqn.params["prevent_cse"]
         prevent_cse = given if isinstance(given, bool) else any(given)
         inner = dataclasses.replace(
-            self, regather=False, sealing=False, loops_ahead=policy is None, uses=None, blocks=None
+            self, regather=False, sealing=False, loops_ahead=policy is None, shares=False, uses=None, blocks=None
         )
         common = Common.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
         inputs = [*inputs, *common.numbers]
-        structures = self.cache.setdefault(Structures, Structures())
-        key = (inner, structures(common), prevent_cse, id(eqn.params["policy"]))
+        key = (inner, self._structure(common), prevent_cse, id(eqn.params["policy"]))
         if key not in self.cache:
 
             def block(inputs: list[Any]) -> list[Any]:
@@ -189,7 +234,7 @@ class Walk:
         lazily = [is_lazy(x) and only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
         hoisted, whole = share([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
         regathers = self.regather and not all(is_free(x) for x in hoisted)
-        inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers)
+        inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers, shares=False)
 
         ahead = self._ahead(eqn, xs, num_consts + num_carry)
         if ahead and regathers:
@@ -226,27 +271,32 @@ class Walk:
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
         results = list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted) if regathers else loop(hoisted))
-        if self.blocks is None or not (self.pipelines and self.regather):
+        if self.blocks is None or not self.loops_wait:
             return results
         return self.blocks.add_loop(results, num_carry)
 
     def _ahead(self, eqn: Equation, xs: list[Any], first: int) -> dict[int, Lazy]:
         """What of the scanned values is gathered one turn ahead. A `jax.checkpoint` around would undo it."""
-        by_default = self.pipelines and self.loops_ahead
-        is_asked = by_default if self.prefetch_bytes is None else self.prefetch_bytes > 0
-        if not is_asked or self.sealing or eqn.params["length"] < 2:
+        is_undone = self.sealing or not self.loops_ahead
+        is_asked = self.pipelines and not is_undone if self.prefetch_bytes is None else self.prefetch_bytes > 0
+        if not is_asked or eqn.params["length"] < 2:
             return {}
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         found = chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes, eqn.params["length"])
-        if found and not self.loops_ahead:
-            warnings.warn(
-                "A scan in the loss stands inside of a `jax.checkpoint` with a policy, so `prefetch_bytes` has no "
-                "effect on it: the policy would be asked about what the scan carries. Checkpoint the layer that is "
-                "scanned, not the scan, or leave the policy out.",
-                stacklevel=2,
+        if not found or not is_undone:
+            return found
+        where, instead = "a loop or a `cond` that is computed again with its gathers", "Move it out."
+        if not self.sealing:
+            where = "a `jax.checkpoint` with a policy, which would be asked about what the scan carries"
+            instead = (
+                "Checkpoint the layer that is scanned, not the scan, or leave the policy out; jzero itself puts one "
+                "around outer scans unless told `remat='as_written'`."
             )
-            return {}
-        return found
+        warnings.warn(
+            f"A scan in the loss stands inside of {where}: `prefetch_bytes` has no effect on it. {instead}",
+            stacklevel=2,
+        )
+        return {}
 
     def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         def switch(xs: list[Any]) -> list[Any]:
@@ -339,6 +389,11 @@ def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
         return False if primitive.name in LAYOUT_ONLY else policy(primitive, *args, **params)
 
     return refusing
+
+
+def _is_shared(eqns: Sequence[Equation]) -> bool:
+    """Whether equations are worth a call. Recomputed ones are calls already."""
+    return len(eqns) >= FEWEST and not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
 
 
 def grouped(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:

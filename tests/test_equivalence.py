@@ -16,7 +16,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import _grads
+from jzero import _collectives
 from tests import models
 
 ROWS = 16
@@ -164,8 +164,8 @@ def test_a_fault_of_jzero_is_found(monkeypatch):
         reduced = collective(x, cut, wire)
         return jax.lax.ppermute(reduced, wire.axis, [(i, (i + 1) % 8) for i in range(8)])
 
-    collective = _grads.reduce_shard
-    monkeypatch.setattr(_grads, "reduce_shard", reduce_shard)
+    collective = _collectives.reduce_shard
+    monkeypatch.setattr(_collectives, "reduce_shard", reduce_shard)
     report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
     with pytest.raises(AssertionError, match=r"^The leaf 'layer_\d/\w+' drifts by \S+, more than 0\.1\.\n"):

@@ -259,6 +259,32 @@ def test_a_scan_inside_of_a_policy_is_warned_about(limit, monkeypatch):
         test_engine._assert_equal(state, scan_within_remat_with_policy, batch)
 
 
+def scan_in_a_recomputed_loop(p, batch):
+    def group(h, stack):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h @ p["outside"], stack)[0], None
+
+    return jnp.square(lax.scan(group, batch, p["groups"])[0]).mean()
+
+
+@pytest.mark.filterwarnings("ignore:A scan in the loss uses a partitioned parameter")
+@pytest.mark.parametrize("limit", [AMPLE, 0, None])
+def test_a_scan_inside_of_a_recomputed_loop_is_warned_about(limit, monkeypatch):
+    on("gpu", monkeypatch)
+    rng = np.random.default_rng(0)
+    params = {"outside": rng.normal(size=(16, 16)) / 4, "groups": rng.normal(size=(2, 32, 16, 16)) / 4}
+    params = jax.tree.map(np.float32, params)
+    rules = {"groups": jzero.LeafRule(dim=2, scan_dim=0)}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules=rules, prefetch_bytes=limit)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    batch = rng.normal(size=(16, 16)).astype(np.float32)
+    warned = pytest.warns(UserWarning, match="inside of a loop or a `cond` that is computed again")
+    with warned if limit else contextlib.nullcontext():
+        loss, grads = jzero.value_and_grad(scan_in_a_recomputed_loop, remat="as_written")(state, batch)
+    want_loss, want = jax.value_and_grad(scan_in_a_recomputed_loop)(params, batch)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
 def three_products(p, batch):
     def layer(h, w):
         return jnp.tanh(jnp.tanh(jnp.tanh(h @ w["first"]) @ w["up"]) @ w["down"]), None
@@ -300,26 +326,62 @@ def head_after_a_loop(p, batch):
     return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
 
 
-@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False), ("cpu", False)])
-def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, waits, monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "options", "waits"),
+    [
+        ("gpu", {"stage": 1}, True),
+        ("gpu", {"stage": 2}, True),
+        ("gpu", {"stage": 3}, True),
+        ("gpu", {"stage": 3, "reshard_after_forward": False}, True),
+        ("gpu", {"stage": 3, "rules": {"head": jzero.LeafRule(persistent=True)}}, False),
+        ("tpu", {"stage": 2}, False),
+        ("tpu", {"stage": 3}, False),
+        ("cpu", {"stage": 3}, False),
+    ],
+)
+def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, options, waits, monkeypatch):
     """Else compilers for GPUs put off the product that makes it, and keep the gradient of the logits meanwhile."""
     on(platform, monkeypatch)
     rng = np.random.default_rng(0)
     sizes = {"stack": (5, 32, 32), "head": (32, 512)}
     params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    config = jzero.ZeroConfig(persistence_threshold=0, **options)
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
     batch = rng.normal(size=(16, 32)).astype(np.float32)
+    step = jzero.make_train_step(head_after_a_loop)
+    assert ((32, 512 // 8) in waited_for_by_loops(step, state, batch)) == waits
     fn = jzero.value_and_grad(head_after_a_loop)
-    assert ((32, 512 // 8) in waited_for_by_loops(fn, state, batch)) == waits
     np.testing.assert_allclose(fn(state, batch)[0], head_after_a_loop(params, batch), rtol=2e-6)
     grads = jax.tree.map(np.asarray, fn(state, batch)[1])
     want = jax.grad(head_after_a_loop)(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
 
 
-def waited_for_by_loops(fn, *args):
-    """The shapes of what is reduced over devices before some loop begins."""
+def tied_head_after_a_loop(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch @ p["head"] @ p["head"].T, p["stack"])[0]
+    return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
+
+
+def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
+    """At stage 1 its gradient is reduced once, at the end; what comes of the head is made before the loop."""
+    on("gpu", monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"stack": (5, 32, 32), "head": (32, 512)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    fn = jzero.value_and_grad(tied_head_after_a_loop)
+    for stage, of_a_use in ((1, (512, 32)), (2, (32, 512 // 8))):
+        state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
+        kinds = ("dot_general",) if stage == 1 else ("reduce_scatter",)
+        assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
+        want = jax.grad(tied_head_after_a_loop)(params, batch)
+        grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
+def waited_for_by_loops(fn, *args, kinds=("reduce_scatter",)):
+    """The shapes of what is reduced over devices, or of other results, before some loop begins."""
     found = set()
 
     def search(jaxpr):
@@ -329,7 +391,7 @@ def waited_for_by_loops(fn, *args):
             needed = frozenset().union(*of_inputs)
             if eqn.primitive.name in ("scan", "while"):
                 found.update(needed)
-            if eqn.primitive.name == "reduce_scatter":
+            if eqn.primitive.name in kinds:
                 needed |= {v.aval.shape for v in eqn.outvars}
             needs.update(dict.fromkeys(eqn.outvars, needed))
             for inner in _compat.contained_jaxprs(eqn):
