@@ -1,8 +1,9 @@
 """Repeated blocks that do the same are traced once; what differs between them stays different."""
 
 import dataclasses
+import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero import _compat
+from jzero import _compat, _walk
 from jzero._sharing import Common, Structures
 
 LAYERS, WIDTH = 4, 32
@@ -44,26 +45,49 @@ def unrolled(layers):
     return loss
 
 
-def sharded(params):
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+class Way(NamedTuple):
+    """How a step goes about layers: recomputed by default, by the loss, or not at all."""
+
+    wrap: Any = lambda fn: fn
+    stage: int = 3
+    remat: str | None = None
+
+
+BY_DEFAULT = Way()
+WAYS = {
+    "by default": BY_DEFAULT,
+    "by the loss": Way(jax.checkpoint),
+    "as written": Way(remat="as_written"),
+    "stage 1": Way(stage=1),
+    "stage 2": Way(stage=2),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_layers_are_shared(monkeypatch):
+    monkeypatch.setattr(_walk, "FEWEST", 1)
+
+
+def sharded(params, way=BY_DEFAULT):
+    config = jzero.ZeroConfig(stage=way.stage, persistence_threshold=0)
     return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config)
 
 
-def lowered(loss, params):
-    return jzero.make_train_step(loss).lower(sharded(params), make_batch())
+def lowered(loss, params, way=BY_DEFAULT):
+    return jzero.make_train_step(loss, remat=way.remat).lower(sharded(params, way), make_batch())
 
 
-def num_functions(loss, params):
-    """How many functions the recomputed blocks of a step have become, those of the backward pass among them."""
-    return len(re.findall(r"func\.func private @block\w*\(", lowered(loss, params).as_text()))
+def num_functions(loss, params, way=BY_DEFAULT):
+    """How many functions the layers of a step have become, those of the backward pass among them."""
+    return len(re.findall(r"func\.func private @(block|layer)\w*\(", lowered(loss, params, way).as_text()))
 
 
-def check(loss, params):
+def check(loss, params, way=BY_DEFAULT):
     """Asserts that loss and gradients are those of plain jax, of each device's part of the batch by itself."""
     batch = make_batch()
     mean = lambda params, batch: jnp.mean(jnp.stack([loss(params, x) for x in jnp.split(batch, jax.device_count())]))
     want_loss, want = jax.jit(jax.value_and_grad(mean))(params, batch)
-    new, metrics = jzero.make_train_step(loss)(sharded(params), batch)
+    new, metrics = jzero.make_train_step(loss, remat=way.remat)(sharded(params, way), batch)
     np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-6)
     for old, x, g in zip(*map(jax.tree.leaves, (params, jzero.gather_params(new), want)), strict=True):
         # Sums over the batch in another order: float32's rounding, relative to the largest element.
@@ -71,8 +95,8 @@ def check(loss, params):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
-def test_a_program_grows_by_a_call_per_layer(wrap):
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_a_program_grows_by_a_call_per_layer(way):
     def growth(depth):
         """Lines per layer that the program grows by if what a layer does is `depth` long."""
 
@@ -82,11 +106,30 @@ def test_a_program_grows_by_a_call_per_layer(wrap):
                 y = jnp.sin(y)
             return x + y
 
-        few, many = (len(lowered(unrolled([wrap(deep)] * n), make_params(n)).as_text().splitlines()) for n in (3, 6))
+        losses = {n: unrolled([way.wrap(deep)] * n) for n in (3, 6)}
+        few, many = (len(lowered(loss, make_params(n), way).as_text().splitlines()) for n, loss in losses.items())
         return (many - few) / 3
 
     assert growth(2) == growth(20) > 0
-    check(unrolled([wrap(layer)] * LAYERS), make_params())
+    check(unrolled([way.wrap(layer)] * LAYERS), make_params(), way)
+
+
+def test_short_layers_are_no_calls(monkeypatch):
+    """A call takes as long to trace as a few equations."""
+    way, loss = WAYS["stage 2"], unrolled([layer] * LAYERS)
+    assert num_functions(loss, make_params(), way) > 0
+    monkeypatch.undo()
+    assert num_functions(loss, make_params(), way) == 0
+    long = lambda w, x: functools.reduce(lambda x, _: jnp.sin(x), range(20), layer(w, x))
+    assert num_functions(unrolled([long] * LAYERS), make_params(), way) > 0
+
+
+def test_a_bound_on_gathers_sees_every_use():
+    """Where `prefetch_bytes` bounds what is gathered ahead, layers are no calls: the bound goes from one to the next."""
+    step = jzero.make_train_step(unrolled([layer] * LAYERS), remat="as_written")
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=4 * WIDTH * WIDTH)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0)), config=config)
+    assert "@layer" not in step.lower(state, make_batch()).as_text()
 
 
 def with_rule(factor):
@@ -164,11 +207,11 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.checkpoint], ids=["by default", "by the loss"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("layers", DIFFERENT.values(), ids=DIFFERENT.keys())
 @pytest.mark.filterwarnings("ignore:The loss closes over")
-def test_layers_that_differ_stay_different(layers, wrap):
-    check(unrolled([wrap(fn) for fn in layers]), make_params())
+def test_layers_that_differ_stay_different(layers, way):
+    check(unrolled([way.wrap(fn) for fn in layers]), make_params(), way)
 
 
 def test_what_is_kept_for_the_backward_pass_may_differ():
@@ -202,11 +245,13 @@ def test_nothing_of_a_loop_outlives_it():
 
 class Dropping(nn.Module):
     layers: int = LAYERS
+    remat: bool = True
 
     @nn.compact
     def __call__(self, x):
+        layer = nn.remat(DroppingLayer, prevent_cse=True) if self.remat else DroppingLayer
         for i in range(self.layers):
-            x = nn.remat(DroppingLayer, prevent_cse=True)(name=f"layer_{i}")(x)
+            x = layer(name=f"layer_{i}")(x)
         return x
 
 
@@ -216,23 +261,24 @@ class DroppingLayer(nn.Module):
         return x + nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
 
 
-def test_layers_that_drop_are_shared_and_draw_for_themselves():
+@pytest.mark.parametrize("way", [WAYS["by the loss"], WAYS["stage 2"]], ids=["by the loss", "stage 2"])
+def test_layers_that_drop_are_shared_and_draw_for_themselves(way):
     """Other masks than those of plain jax would give other gradients."""
 
     def case(layers):
-        model, key = Dropping(layers), lambda: jax.random.key(5)
+        model, key = Dropping(layers, remat=way.stage == 3), lambda: jax.random.key(5)
         params = model.init({"params": key(), "dropout": key()}, make_batch())["params"]
         loss = lambda params, batch: jnp.square(model.apply({"params": params}, batch, rngs={"dropout": key()})).mean()
         return loss, params
 
-    check(*case(LAYERS))
-    assert num_functions(*case(3)) == num_functions(*case(6))
+    check(*case(LAYERS), way)
+    assert num_functions(*case(3), way) == num_functions(*case(6), way) > 0
 
 
-def test_profiles_tell_layers_apart():
-    found = re.findall(
-        r'dot\([^\n]*op_name="([^"]*)"', lowered(unrolled([layer] * LAYERS), make_params()).compile().as_text()
-    )
+@pytest.mark.parametrize("way", [BY_DEFAULT, WAYS["stage 2"]], ids=["by default", "stage 2"])
+def test_profiles_tell_layers_apart(way):
+    text = lowered(unrolled([layer] * LAYERS), make_params(), way).compile().as_text()
+    found = re.findall(r'dot\([^\n]*op_name="([^"]*)"', text)
     for name in make_params():
         assert any(name in x and "transpose" not in x for x in found), (name, found)
         assert any(name in x and "transpose" in x for x in found), (name, found)
