@@ -273,7 +273,7 @@ class _LocalStep:
             fence="light" if platform == "tpu" else "whole",
             prefetch_bytes=config.prefetch_bytes,
             pipelines=platform == "gpu" and may_prefetch(config),
-            loops_wait=platform == "gpu",
+            waits=platform == "gpu",
         )
 
         @jax.named_scope("zero_compute")

@@ -12,6 +12,7 @@ what waits for it depends on it, see [Note: Holding gathers back].
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -126,30 +127,35 @@ class Blocks:
         self.limit = limit
         self._all: list[Block] = []
         self._loop: list[jax.Array] = []
+        self._late: list[list[jax.Array]] = []
 
-    def add_loop(self, results: list[jax.Array], num_carry: int) -> list[jax.Array]:
+    def add_loop(self, results: Sequence[jax.Array], num_carry: int) -> list[jax.Array]:
         """Notes a loop and returns its results: the first `num_carry` of them get their gradients late.
 
         Its backward pass begins when all that comes after it, up to the next loop, has reduced its gradients.
         """
-        held = [i for i, x in enumerate(results[:num_carry]) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        if held:
-            values, token = _with_late_gradients([results[i] for i in held])
-            self._loop = [token]
-            results = list(results)
-            for i, x in zip(held, values, strict=True):
-                results[i] = x
+        carried, tokens = _late_gradients(results[:num_carry])
+        self._loop = tokens or self._loop
+        return [*carried, *results[num_carry:]]
+
+    def add_late(self, results: Sequence[jax.Array]) -> list[jax.Array]:
+        """Notes a recomputed block that gathers nothing again, and returns its results, which get their gradients late.
+
+        Its backward pass begins when what comes after the next block, up to the one after that, has reduced its own.
+        """
+        results, tokens = _late_gradients(results)
+        self._late.append(tokens)
         return results
 
     def waited_for(self, values: Sequence[Any]) -> list[Any]:
-        """Returns values that are about to be used: the backward pass of the last loop waits for their gradients."""
-
-        def waited(x: Any) -> Any:
-            if not isinstance(x, Lazy) or x.slot is None or is_on_host(x.slot):
-                return x
-            return dataclasses.replace(x, slot=_with_tokens(x.slot, self._loop))
-
-        return list(map(waited, values)) if self._loop else list(values)
+        """Returns values that are about to be used: what gets its gradients late waits for theirs."""
+        tokens = [*self._loop, *itertools.chain(*self._late[-2:-1])]
+        if not tokens:
+            return list(values)
+        found = {id(x): x for value in values for x in _parameters(value)}
+        slots = {i: x.slot for i, x in found.items() if x.slot is not None and not is_on_host(x.slot)}
+        new = {i: dataclasses.replace(found[i], slot=_with_tokens(slot, tokens)) for i, slot in slots.items()}
+        return [_replaced(x, new) for x in values]
 
     def add(self, block: Block) -> None:
         """Notes a block."""
@@ -169,6 +175,16 @@ class Blocks:
                 block.is_taken = True
                 return [*self._loop, block.token]
         return self._loop
+
+
+def _late_gradients(values: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns values, and a token if they have gradients: those are there when that of the token is."""
+    held = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if not held:
+        return list(values), []
+    new, token = _with_late_gradients([values[i] for i in held])
+    late = dict(zip(held, new, strict=True))
+    return [late.get(i, x) for i, x in enumerate(values)], [token]
 
 
 @jax.custom_vjp

@@ -67,8 +67,8 @@ class Walk:
       prefetch_bytes: The most that is gathered ahead, see [Note: Gathering one layer ahead] and [Note: Gathering ahead
         outside of loops]; `None`: it is left to the compiler.
       pipelines: Whether loops gather ahead though it is left to the compiler: that for GPUs does not do it.
-      loops_wait: Whether the backward pass of a loop begins when what comes after the loop has reduced its gradients,
-        see [Note: Holding gathers back].
+      waits: Whether the backward pass of a loop, or of a recomputed block that gathers nothing again, begins when what
+        comes after it has reduced its gradients, see [Note: Holding gathers back].
       loops_ahead: Whether loops may do so: a policy of the loss around them would be asked about what they carry.
       shares: Whether layers that do the same are looked for, see [Note: Repeated blocks].
       uses: What has used parameters in the current sequence of equations, if that is bounded.
@@ -83,7 +83,7 @@ class Walk:
     fence: Fence = "whole"
     prefetch_bytes: int | None = None
     pipelines: bool = False
-    loops_wait: bool = False
+    waits: bool = False
     loops_ahead: bool = True
     shares: bool = True
     uses: Uses | None = dataclasses.field(default=None, compare=False, repr=False)
@@ -221,7 +221,11 @@ class Walk:
         with _compat.in_names(common.names):
             if self.regather and not self.in_loop and not all(map(is_free, inputs)):
                 return settled(body, inputs, held=True, uses=self.uses, blocks=self.blocks)
-            return settled(body, inputs) if self.sealing else list(body(inputs))
+            if self.sealing:
+                return settled(body, inputs)
+            if self.blocks is None or self.regather or not self.waits:
+                return list(body(inputs))
+            return self.blocks.add_late(body(self.blocks.waited_for(inputs)))
 
     def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
@@ -271,7 +275,7 @@ class Walk:
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
         results = list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted) if regathers else loop(hoisted))
-        if self.blocks is None or not self.loops_wait:
+        if self.blocks is None or not self.waits:
             return results
         return self.blocks.add_loop(results, num_carry)
 

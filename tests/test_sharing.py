@@ -125,7 +125,7 @@ def test_short_layers_are_no_calls(monkeypatch):
 
 
 def test_a_bound_on_gathers_sees_every_use():
-    """Where `prefetch_bytes` bounds what is gathered ahead, layers are no calls: the bound goes from one to the next."""
+    """Where `prefetch_bytes` bounds what is gathered ahead, layers are no calls: the bound goes across them."""
     step = jzero.make_train_step(unrolled([layer] * LAYERS), remat="as_written")
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, prefetch_bytes=4 * WIDTH * WIDTH)
     state = jzero.shard_train_state(jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0)), config=config)

@@ -41,7 +41,8 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     sizes = [x.num_bytes for x in program.buffers]
     for i in () if gpu else (*program.regathered, *program.copies.values()):
         sizes[i] = 0
-    ahead = dict(_ahead(program)) if gpu else {}
+    # What a pass of a backward loop reduces is reduced during the next one.
+    reduced = {t: _reduced_bytes(body) for t, body in _reducing_loops(program)} if gpu else {}
 
     live: set[int] = set()
     best, at_peak = -1, _no_bytes()
@@ -50,7 +51,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
             live -= _taken_over(op, live, sizes, last, t)
         live |= set(op.writes)
         found = _no_bytes()
-        found["working"] = ahead.get(t, 0)
+        found["working"] = reduced.get(t, 0)
         for i in live:
             found[kinds[i]] += sizes[i]
         for kind, num_bytes in bodies[t].at_peak.items() if t in bodies else ():
@@ -116,32 +117,9 @@ def _kept(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
 def _reducing_loops(program: TracedProgram) -> Iterator[tuple[int, TracedProgram]]:
     """The backward loops that reduce gradients: when, and their bodies."""
     for t, op in enumerate(program.operations):
-        if op.inner is not None and op.backward and any(x.kind == "reduce-scatter" for x in op.inner.transfers):
+        if op.inner is not None and op.backward and _reduced_bytes(op.inner):
             yield t, op.inner
 
 
-def _ahead(program: TracedProgram) -> Iterator[tuple[int, int]]:
-    """Yields what a loop's first pass takes for operations beside which it is computed, and its last reduction."""
-    operations = program.operations
-    born = {i: t for t, op in enumerate(operations) for i in op.writes}
-    for t, body in _reducing_loops(program):
-        stacks = [born[i] for i in operations[t].reads if i in born and program.buffers[i].times > 1]
-        taken = _prefix(body)
-        for before in range(max(stacks, default=t) + 1, t):
-            yield before, taken
-        # What a pass reduces is reduced during the next one.
-        yield t, sum(x.num_bytes for x in body.transfers if x.kind == "reduce-scatter")
-
-
-def _prefix(body: TracedProgram) -> int:
-    """Bytes at the most of a loop body up to the first collective, or until it needs what the loop carries."""
-    last = {i: t for t, op in enumerate(body.operations) for i in op.reads}
-    live: set[int] = set()
-    peak = 0
-    for t, op in enumerate(body.operations):
-        if op.is_transfer or op.reads & body.varying:
-            return peak
-        live |= set(op.writes)
-        peak = max(peak, sum(body.buffers[i].num_bytes for i in live))
-        live = {i for i in live if last.get(i, -1) > t}
-    return peak
+def _reduced_bytes(body: TracedProgram) -> int:
+    return sum(x.num_bytes for x in body.transfers if x.kind == "reduce-scatter")

@@ -11,9 +11,7 @@ its compilers for GPUs and TPUs share are enough to tell:
 * A loop's carried values and what it stacks exist once, outside of its body; a donated argument and the result that
   replaces it are one.
 * Operations count in the order of the program. The GPU compiler departs from it where a backward loop reduces
-  gradients: to overlap them it reduces those of one pass during the next, and those from before the loop after it; and
-  it takes the first pass out of the loop, and then recomputes, up to the first collective, what that pass needs beside
-  whatever comes before the loop.
+  gradients: to overlap them it reduces those of one pass during the next, and those from before the loop after it.
 * On GPUs a stack of layers that is cut behind the first dimension of a layer is copied into another layout for as long
   as loops gather from it.
 * On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
@@ -155,7 +153,6 @@ class TracedProgram:
       transfers: The collectives, those of inner loops included.
       flops: Operations of its products, those of inner loops included.
       outputs: The buffers that outlive it.
-      varying: The buffers that a loop carries from pass to pass, if this is its body.
       transposed: Inside of a loop: the stacks that it gathers along another dimension than a layer's first.
       copies: For the buffers of such stacks, those of their copies.
       regathered: The buffers with results that the program gathers, which take the place of donated arguments.
@@ -167,7 +164,6 @@ class TracedProgram:
         self.transfers: list[Transfer] = []
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
-        self.varying: frozenset[int] = NOTHING
         self.regathered: frozenset[int] = NOTHING
         self.transposed: set[int] = set()
         self.copies: dict[int, int] = {}
@@ -325,7 +321,6 @@ class _Visitor:
             _Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
-        body.varying = body.reads(given[num_consts:num_outside])
         outputs = body.run(jaxpr, given, self.name, backward=self.backward)
         self.program.include(body.finish(outputs), length)
         kind: Kind = "gradients" if self.backward else "working"
