@@ -380,6 +380,61 @@ def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
 
 
+def recomputed_layers(p, batch):
+    layer = jax.checkpoint(lambda h, w: h + jnp.tanh(h @ w["up"]) @ w["down"])
+    return jnp.square(functools.reduce(layer, p, batch)).mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False), ("cpu", False)])
+def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(platform, waits, stage, monkeypatch):
+    """Compilers for GPUs put off the products that make them, and keep what they are made of for all layers."""
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    widths = [64, 80, 96, 112, 128]  # so that gradients tell whose they are
+    params = [{"up": rng.normal(size=(32, w)) / 8, "down": rng.normal(size=(w, 32)) / 8} for w in widths]
+    params = jax.tree.map(np.float32, params)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    fn = jzero.value_and_grad(recomputed_layers)
+    found = reductions_before(fn, state, batch)
+    layers = [(32, w // 8) for w in widths]
+    assert set(layers) <= set(found)
+    for i, layer in enumerate(layers):
+        earlier = [j for j, other in enumerate(layers) if other in found[layer]]
+        assert earlier == (list(range(i + 2, len(layers))) if waits else []), i
+    want = jax.grad(recomputed_layers)(params, batch)
+    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
+def reductions_before(fn, *args):
+    """For the shape of each reduced gradient, the shapes of those that have to be reduced before."""
+    found = {}
+
+    def flow(jaxpr, of_inputs):
+        needs = dict(zip(jaxpr.invars, of_inputs, strict=True))
+        read = lambda v: frozenset() if _compat.is_literal(v) else needs.get(v, frozenset())
+        for eqn in jaxpr.eqns:
+            of_inputs = [read(v) for v in eqn.invars]
+            inner = list(_compat.contained_jaxprs(eqn))
+            if inner and len(inner[0].invars) == len(of_inputs):
+                needs.update(zip(eqn.outvars, flow(inner[0], of_inputs), strict=True))
+                continue
+            needed = frozenset().union(*of_inputs)
+            if eqn.primitive.name == "reduce_scatter":
+                (shape,) = (v.aval.shape for v in eqn.outvars)
+                found[shape] = needed
+                needed |= {shape}
+            needs.update(dict.fromkeys(eqn.outvars, needed))
+        return [read(v) for v in jaxpr.outvars]
+
+    jaxpr = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0]
+    flow(jaxpr, [frozenset()] * len(jaxpr.invars))
+    return found
+
+
 def waited_for_by_loops(fn, *args, kinds=("reduce_scatter",)):
     """The shapes of what is reduced over devices, or of other results, before some loop begins."""
     found = set()
