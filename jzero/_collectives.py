@@ -44,7 +44,7 @@ class Wire:
       replica_axis: The mesh axis that repeats the shards, if any.
       reduce_scatter: Whether gradients are reduced by a reduce-scatter or by all-reduce and slice.
       reduce_dtype: What gradients are cast to before; `None`: nothing.
-      reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all
+      reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all uses and
         micro-batches.
       predivide: What gradients are divided by before they are reduced, so that a sum over many devices does not
         overflow fp16.

@@ -409,6 +409,8 @@ class _Role:
             return stored
         cut = self.leaf.grad.cut
         assert cut is not None
+        if self.wire.reduce_last and self.steps == 1:  # of a use, as the loss makes it
+            return jnp.zeros(cut.shape, self.leaf.compute_dtype)
         slot = jnp.zeros(cut.shape if self.wire.reduce_last else cut.shard_shape, self.leaf.grad.dtype)
         return jax.device_put(slot, jax.memory.Space.Host) if self.is_streamed else slot
 
@@ -432,4 +434,5 @@ class _Role:
             grad = reduce_whole(grad, self.wire)
         elif self.wire.reduce_last or not self.has_slot:
             grad = reduce_shard(grad, cut, self.wire)
+            grad = grad.astype(self.leaf.grad.dtype) if self.steps == 1 else grad
         return grad

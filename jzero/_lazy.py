@@ -19,6 +19,7 @@ from jzero._placement import is_on_host, on_device
 from jzero._rounding import narrow
 
 __all__ = [
+    "Bundle",
     "Deferred",
     "Lazy",
     "after",
@@ -215,6 +216,54 @@ def share(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], l
         return [value(x) for x in values]
 
     return leaves, whole
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Values that go into or come out of a call, which would take a parameter that occurs in two of them for two.
+
+    Attributes:
+      leaves: The distinct lazy parameters and arrays.
+      template: What the values are made of: places among the leaves, or operations and what they are applied to.
+    """
+
+    leaves: tuple[Any, ...]
+    template: tuple[Any, ...]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits into leaves and static template."""
+        return self.leaves, self.template
+
+    @classmethod
+    def tree_unflatten(cls, template: tuple[Any, ...], leaves: Sequence[Any]) -> Bundle:
+        """Joins what `tree_flatten` split."""
+        return cls(tuple(leaves), template)
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Bundle:
+        """Bundles arrays and lazy values."""
+        leaves, _ = share(values)
+        index = {id(x): i for i, x in enumerate(leaves)}
+
+        def template(x: Any) -> Any:
+            return (x.operation, tuple(map(template, x.inputs))) if isinstance(x, Deferred) else index[id(x)]
+
+        return cls(tuple(leaves), tuple(map(template, values)))
+
+    def values(self) -> list[Any]:
+        """Returns the values; equal ones are one."""
+        made: dict[Any, Any] = {}
+
+        def value(x: Any) -> Any:
+            if isinstance(x, int):
+                return self.leaves[x]
+            if x not in made:
+                operation, inputs = x
+                made[x] = Deferred(tuple(map(value, inputs)), operation)
+            return made[x]
+
+        return list(map(value, self.template))
 
 
 def after(params: dict[int, Any], values: Sequence[jax.Array]) -> dict[int, Any]:

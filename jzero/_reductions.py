@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jzero import _compat
-from jzero._lazy import Lazy, defer, is_lazy, on_shard, share
+from jzero._lazy import Bundle, Lazy, defer, is_lazy, on_shard, share
 from jzero._remat import REMAT
 from jzero._walk import grouped, is_sliceable, only_indexed
 
@@ -74,7 +74,7 @@ class _Counter:
                 return [kept]
             name = eqn.primitive.name
             if name in ("jit", "pjit"):
-                return self.walk(eqn.params["jaxpr"], inputs, times)
+                return _apart(self.walk(eqn.params["jaxpr"], inputs, times))
             if name in REMAT:
                 for y in self.walk(eqn.params["jaxpr"], inputs, times):
                     self.use([y], times)
@@ -103,3 +103,10 @@ class _Counter:
         times *= eqn.params["length"]
         for y in self.walk(jaxpr, values, times):
             self.use([y], times)
+
+
+def _apart(values: Sequence[Any]) -> list[Any]:
+    """Returns what comes out of a call: other parameters than went in, for all that is known outside."""
+    bundle = Bundle.of(values)
+    leaves = (dataclasses.replace(x) if isinstance(x, _Parameter) else x for x in bundle.leaves)
+    return Bundle(tuple(leaves), bundle.template).values()

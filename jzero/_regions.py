@@ -18,9 +18,10 @@ pass of a loop likewise begins when what comes after the loop has reduced its gr
 kept beside it (7B on 8 H200: 15402 MiB without, 15154 with; on CPUs it would take 5 % more). At stage 3 it does not
 wait for parameters that stay whole, which are small: the scanned 124M would expose 47 % of its communication, not 29.
 
-At stages 1 and 2, where nothing is gathered, it waits for all (124M scanned and recomputed, stage 2: 1727 MiB without,
-1412 with), and so does a recomputed block for the block after the next, whose gradients its own is selected by (124M
-unrolled and recomputed: 2856 MiB without, 1722 with). Nothing waits for gradients that go to the host.
+At stages 1 and 2, where nothing is gathered, it waits for all that is reduced as it is made (124M scanned and
+recomputed, stage 2: 1727 MiB without, 1412 with), and so does a recomputed block for the block after the next, whose
+gradients its own is selected by (124M unrolled and recomputed: 2856 MiB without, 1722 with). Nothing waits for
+gradients that go to the host.
 
 Every use waiting for its own gradient in this way would hide nothing (124M unrolled, not recomputed: the modelled step
 is 16 % longer).

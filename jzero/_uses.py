@@ -147,12 +147,17 @@ class Blocks:
         self._late.append(tokens)
         return results
 
-    def waited_for(self, values: Sequence[Any]) -> list[Any]:
-        """Returns values that are about to be used: what gets its gradients late waits for theirs."""
+    def waited_for(self, values: Sequence[Any], *, free: bool) -> list[Any]:
+        """Returns values that are about to be used: what gets its gradients late waits for theirs.
+
+        Args:
+          values: Arrays or lazy values.
+          free: Whether it waits for parameters, too, that every device holds whole.
+        """
         tokens = [*self._loop, *itertools.chain(*self._late[-2:-1])]
         if not tokens:
             return list(values)
-        found = {id(x): x for value in values for x in _parameters(value)}
+        found = {id(x): x for value in values for x in _parameters(value) if free or not is_free(x)}
         slots = {i: x.slot for i, x in found.items() if x.slot is not None and not is_on_host(x.slot)}
         new = {i: dataclasses.replace(found[i], slot=_with_tokens(slot, tokens)) for i, slot in slots.items()}
         return [_replaced(x, new) for x in values]
@@ -178,27 +183,32 @@ class Blocks:
 
 
 def _late_gradients(values: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Returns values, and a token if they have gradients: those are there when that of the token is."""
-    held = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if not held:
-        return list(values), []
-    new, token = _with_late_gradients([values[i] for i in held])
-    late = dict(zip(held, new, strict=True))
-    return [late.get(i, x) for i, x in enumerate(values)], [token]
+    """Returns values, and a token for each that may have a gradient: it is there when that of the token is.
+
+    One by one: what depends on the batch alone must not seem to be differentiated because something beside it is.
+    """
+    tokens, new = [], []
+    for x in values:
+        late = x
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            late, token = _with_late_gradient(x)
+            tokens.append(token)
+        new.append(late)
+    return new, tokens
 
 
 @jax.custom_vjp
-def _with_late_gradients(values: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """Returns values and a token: what gradients the values have is there when that of the token is."""
-    return values, jnp.zeros(())
+def _with_late_gradient(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a value and a token: what gradient the value has is there when that of the token is."""
+    return x, jnp.zeros(())
 
 
-def _late(_: None, cotangents: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array]]:
-    of_values, of_token = cotangents
-    return (list(after(dict(enumerate(of_values)), [of_token]).values()),)
+def _late(_: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    of_value, of_token = cotangents
+    return (after({0: of_value}, [of_token])[0],)
 
 
-_with_late_gradients.defvjp(lambda values: (_with_late_gradients(values), None), _late)
+_with_late_gradient.defvjp(lambda x: (_with_late_gradient(x), None), _late)
 
 
 @jax.custom_vjp

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero._ahead import chosen_ahead, scan_ahead
 from jzero._blocks import parts_of
-from jzero._lazy import Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._lazy import Bundle, Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
 from jzero._regions import Fence, regathered, settled
 from jzero._remat import REMAT, recomputes
 from jzero._sharing import Common, Structures
@@ -118,15 +118,21 @@ class Walk:
 
     def _layer(self, common: Common, inputs: list[Any]) -> list[Any]:
         inner = dataclasses.replace(self, shares=False, uses=None, blocks=None)
-        key = (inner, self._structure(common))
+        key = ("layer", inner, self._structure(common))
         if key not in self.cache:
 
-            def layer(inputs: list[Any]) -> list[Any]:
-                return inner(common, inputs)
+            def layer(inputs: Bundle) -> Bundle:
+                return Bundle.of(inner(common, inputs.values()))
 
             self.cache[key] = jax.jit(layer)
         with _compat.in_names(common.names):
-            return list(self.cache[key]([*inputs, *common.numbers]))
+            return self._call(self.cache[key], [*inputs, *common.numbers])
+
+    def _call(self, fn: Callable[[Bundle], Bundle], inputs: list[Any]) -> list[Any]:
+        """Calls a function of lazy values in which nothing waits for what is outside."""
+        if self.blocks is not None:
+            inputs = self.blocks.waited_for(inputs, free=not self.regather)
+        return fn(Bundle.of(inputs)).values()
 
     def _structure(self, common: Common) -> int:
         """Returns the number that all have in this trace that do the same."""
@@ -177,7 +183,7 @@ class Walk:
 
         if not self.regather or all(is_free(x) for x in leaves):
             if self.blocks is not None and not self.regather:
-                leaves = self.blocks.waited_for(leaves)
+                leaves = self.blocks.waited_for(leaves, free=True)
             return call(leaves)
         if opaque:
             return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
@@ -189,15 +195,15 @@ class Walk:
     def _jit(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         """A call stays a call: one function per jaxpr, which `jax.jit` caches by the layout of its inputs."""
         jaxpr = eqn.params["jaxpr"]
-        key = (self, id(jaxpr))
+        key = ("jit", self, id(jaxpr))
         if key not in self.cache:
 
-            def call(inputs: list[Any]) -> list[Any]:
-                return self(jaxpr, inputs)
+            def call(inputs: Bundle) -> Bundle:
+                return Bundle.of(self(jaxpr, inputs.values()))
 
             call.__name__ = eqn.params.get("name", "jit")
             self.cache[key] = jax.jit(call)
-        return list(self.cache[key](inputs))
+        return self._call(self.cache[key], inputs)
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
@@ -207,25 +213,30 @@ class Walk:
             self, regather=False, sealing=False, loops_ahead=policy is None, shares=False, uses=None, blocks=None
         )
         common = Common.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
-        inputs = [*inputs, *common.numbers]
-        key = (inner, self._structure(common), prevent_cse, id(eqn.params["policy"]))
+        bundle = Bundle.of([*inputs, *common.numbers])
+        key = ("remat", inner, self._structure(common), prevent_cse, id(eqn.params["policy"]))
         if key not in self.cache:
 
-            def block(inputs: list[Any]) -> list[Any]:
+            def block(inputs: Bundle) -> list[Any]:
                 # Outputs must be whole: a lazy one would carry the shard past the checkpoint.
-                return [make_whole(y) for y in inner(common, inputs)]
+                return [make_whole(y) for y in inner(common, inputs.values())]
 
-            body = jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
-            self.cache[key] = body if self.in_loop else jax.jit(body)
-        body = self.cache[key]
+            checkpointed = jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
+            self.cache[key] = checkpointed if self.in_loop else jax.jit(checkpointed)
+        recomputed = self.cache[key]
+
+        def body(leaves: list[Any]) -> list[Any]:
+            return list(recomputed(Bundle(tuple(leaves), bundle.template)))
+
+        leaves = list(bundle.leaves)
         with _compat.in_names(common.names):
-            if self.regather and not self.in_loop and not all(map(is_free, inputs)):
-                return settled(body, inputs, held=True, uses=self.uses, blocks=self.blocks)
+            if self.regather and not self.in_loop and not all(map(is_free, leaves)):
+                return settled(body, leaves, held=True, uses=self.uses, blocks=self.blocks)
             if self.sealing:
-                return settled(body, inputs)
+                return settled(body, leaves)
             if self.blocks is None or self.regather or not self.waits:
-                return list(body(inputs))
-            return self.blocks.add_late(body(self.blocks.waited_for(inputs)))
+                return body(leaves)
+            return self.blocks.add_late(body(self.blocks.waited_for(leaves, free=True)))
 
     def _scan(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
@@ -289,7 +300,7 @@ class Walk:
         found = chosen_ahead(jaxpr, jaxpr.invars[first:], xs, self.prefetch_bytes, eqn.params["length"])
         if not found or not is_undone:
             return found
-        where, instead = "a loop or a `cond` that is computed again with its gathers", "Move it out."
+        where, instead = "a loop that is computed again with its gathers", "Move it out."
         if not self.sealing:
             where = "a `jax.checkpoint` with a policy, which would be asked about what the scan carries"
             instead = (

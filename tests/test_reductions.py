@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jzero
+from jzero import _compat
 from jzero._collectives import Wire
 from jzero._layout import Cut
 from jzero._lazy import Lazy
@@ -51,6 +52,22 @@ def recomputed_tied(w):
 
 def handed_on_by_a_checkpoint(w):
     return (X @ jax.checkpoint(lambda w: w * 2.0)(w)).sum()
+
+
+def selected(w):
+    return (X @ jnp.where(w > 0, w, 0.1 * w)).sum()
+
+
+def twice_into_a_call(w):
+    return (X @ jax.jit(lambda a, b: a @ b)(w, w)).sum()
+
+
+def two_of_it_into_a_checkpoint(w):
+    return (X @ jax.checkpoint(lambda a, b: a @ b)(w, 2 * w)).sum()
+
+
+def out_of_a_call_and_again(w):
+    return (X @ (jax.jit(lambda w: 2 * w)(w) @ w)).sum()
 
 
 def branches(w):
@@ -102,6 +119,10 @@ CASES = [  # the dimension that is cut, and whether gradients of uses would be r
     (recomputed, MATRIX, 0, False),
     (recomputed_tied, MATRIX, 0, True),
     (handed_on_by_a_checkpoint, MATRIX, 0, False),
+    (selected, MATRIX, 0, False),
+    (twice_into_a_call, MATRIX, 0, False),
+    (two_of_it_into_a_checkpoint, MATRIX, 0, False),
+    (out_of_a_call_and_again, MATRIX, 0, True),
     (branches, MATRIX, 0, False),
     (constant_of_a_loop, MATRIX, 0, False),
     (constant_of_two_loops, MATRIX, 0, True),
@@ -145,3 +166,22 @@ def test_stage_1_reduces_each_gradient_once(loss, shape, dim, repeatedly):
     # Sums of 8 equal gradients, in another order; in bf16 these differ by a rounding.
     tolerance = 2e-2 if loss is cast_for_each_use else 1e-5
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("accumulate_dtype", ["float32", "bfloat16"])
+def test_tied_gradients_travel_as_the_loss_makes_them(stage, accumulate_dtype):
+    """Whatever dtype they are summed in over micro-batches, of which there is one."""
+    precision = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype=accumulate_dtype)
+    plain = jzero.TrainState.create(params={"w": jnp.ones((32, 32))}, tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision))
+    loss_fn = lambda params, batch: ((jnp.tanh(batch @ params["w"]) @ params["w"].T) ** 2).mean()
+    fn = jzero.value_and_grad(loss_fn)
+    found = reduced(_compat.open_jaxpr(jax.make_jaxpr(fn)(state, jnp.ones((8, 32), jnp.bfloat16)))[0])
+    assert [x.dtype for x in found] == [jnp.bfloat16] * stage
+
+
+def reduced(jaxpr):
+    """What is reduced and scattered."""
+    found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_scatter"]
+    return found + [x for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn) for x in reduced(inner)]

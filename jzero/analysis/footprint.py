@@ -83,7 +83,7 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     last.update(dict.fromkeys(program.outputs, len(operations)))
     if not gpu:
         return last
-    # Gradients that are complete before a backward loop wait until after it to be reduced.
+    # Gradients that are complete before a backward loop are there until after it.
     loop = max((t for t, _ in _reducing_loops(program)), default=0)
     for op in operations[:loop]:
         if op.is_transfer and op.backward and not op.gathers:

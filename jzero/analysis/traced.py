@@ -11,7 +11,8 @@ its compilers for GPUs and TPUs share are enough to tell:
 * A loop's carried values and what it stacks exist once, outside of its body; a donated argument and the result that
   replaces it are one.
 * Operations count in the order of the program. The GPU compiler departs from it where a backward loop reduces
-  gradients: to overlap them it reduces those of one pass during the next, and those from before the loop after it.
+  gradients: to overlap them it reduces those of one pass during the next. What was reduced before the loop counts until
+  after it: without that 1.4B at stage 3 is reckoned 7 % below what the compiler says, with it 2 %.
 * On GPUs a stack of layers that is cut behind the first dimension of a layer is copied into another layout for as long
   as loops gather from it.
 * On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
