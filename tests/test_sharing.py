@@ -124,6 +124,11 @@ def test_short_layers_are_no_calls(monkeypatch):
     assert num_functions(unrolled([long] * LAYERS), make_params(), way) > 0
 
 
+def test_layers_that_differ_are_no_calls():
+    """Nothing would be traced once for them."""
+    assert num_functions(unrolled(DIFFERENT["a number"]), make_params(), WAYS["stage 2"]) == 0
+
+
 def test_a_bound_on_gathers_sees_every_use():
     """Where `prefetch_bytes` bounds what is gathered ahead, layers are no calls: the bound goes across them."""
     step = jzero.make_train_step(unrolled([layer] * LAYERS), remat="as_written")
