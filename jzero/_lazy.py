@@ -251,6 +251,10 @@ class Bundle:
 
         return cls(tuple(leaves), tuple(map(template, values)))
 
+    def map(self, fn: Callable[[Any], Any]) -> Bundle:
+        """Returns the same of other leaves."""
+        return Bundle(tuple(map(fn, self.leaves)), self.template)
+
     def values(self) -> list[Any]:
         """Returns the values; equal ones are one."""
         made: dict[Any, Any] = {}

@@ -74,7 +74,9 @@ class _Counter:
                 return [kept]
             name = eqn.primitive.name
             if name in ("jit", "pjit"):
-                return _apart(self.walk(eqn.params["jaxpr"], inputs, times))
+                # What comes out of a call is another parameter than what went in, for all that is known outside.
+                outputs = Bundle.of(self.walk(eqn.params["jaxpr"], inputs, times))
+                return outputs.map(lambda x: dataclasses.replace(x) if is_lazy(x) else x).values()
             if name in REMAT:
                 for y in self.walk(eqn.params["jaxpr"], inputs, times):
                     self.use([y], times)
@@ -103,10 +105,3 @@ class _Counter:
         times *= eqn.params["length"]
         for y in self.walk(jaxpr, values, times):
             self.use([y], times)
-
-
-def _apart(values: Sequence[Any]) -> list[Any]:
-    """Returns what comes out of a call: other parameters than went in, for all that is known outside."""
-    bundle = Bundle.of(values)
-    leaves = (dataclasses.replace(x) if isinstance(x, _Parameter) else x for x in bundle.leaves)
-    return Bundle(tuple(leaves), bundle.template).values()

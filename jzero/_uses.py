@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._lazy import Deferred, Lazy, after, first_elements, is_free, is_lazy
+from jzero._lazy import Bundle, Lazy, after, first_elements, is_free, is_lazy
 from jzero._placement import is_on_host
 
 __all__ = ["Block", "Blocks", "Use", "Uses", "arrived_tokens"]
@@ -56,7 +56,8 @@ class Uses:
 
     def add(self, inputs: Sequence[Any]) -> list[Any]:
         """Notes the use of what is to be gathered of some lazy values; returns them, waiting for their time."""
-        found = {id(x): x for value in inputs for x in _parameters(value) if not is_free(x)}
+        bundle = Bundle.of(inputs)
+        found = {id(x): x for x in bundle.leaves if not is_free(x)}
         size = sum(math.prod(x.shape) * jnp.dtype(x.wire_dtype).itemsize for x in found.values())
         fence = self._before(size)
         self._all.append(Use(size))
@@ -64,7 +65,7 @@ class Uses:
             return list(inputs)
         waiting = after(dict(enumerate(found.values())), fence)
         new = dict(zip(found, waiting.values(), strict=True))
-        return [_replaced(x, new) for x in inputs]
+        return bundle.map(lambda x: new.get(id(x), x)).values()
 
     def finish(self, results: Sequence[Any]) -> None:
         """Notes what the last use has computed."""
@@ -157,10 +158,13 @@ class Blocks:
         tokens = [*self._loop, *itertools.chain(*self._late[-2:-1])]
         if not tokens:
             return list(values)
-        found = {id(x): x for value in values for x in _parameters(value) if free or not is_free(x)}
-        slots = {i: x.slot for i, x in found.items() if x.slot is not None and not is_on_host(x.slot)}
-        new = {i: dataclasses.replace(found[i], slot=_with_tokens(slot, tokens)) for i, slot in slots.items()}
-        return [_replaced(x, new) for x in values]
+
+        def waited(x: Any) -> Any:
+            if not isinstance(x, Lazy) or x.slot is None or is_on_host(x.slot) or (is_free(x) and not free):
+                return x
+            return dataclasses.replace(x, slot=_with_tokens(x.slot, tokens))
+
+        return Bundle.of(values).map(waited).values()
 
     def add(self, block: Block) -> None:
         """Notes a block."""
@@ -226,16 +230,3 @@ def arrived_tokens(num_tokens: int, cotangents: Sequence[jax.Array]) -> list[jax
     """Returns the gradients of tokens, which are there when `cotangents` are; what they are does not matter."""
     firsts = [x.reshape(()).astype(jnp.float32) for x in first_elements(cotangents)]
     return [sum(firsts, jnp.zeros(()))] * num_tokens
-
-
-def _parameters(x: Any) -> list[Lazy]:
-    """The lazy parameters that a value is made of."""
-    if isinstance(x, Deferred):
-        return [p for y in x.inputs for p in _parameters(y)]
-    return [x] if isinstance(x, Lazy) else []
-
-
-def _replaced(x: Any, new: dict[int, Lazy]) -> Any:
-    if isinstance(x, Deferred):
-        return Deferred(tuple(_replaced(y, new) for y in x.inputs), x.operation)
-    return new.get(id(x), x)

@@ -97,7 +97,9 @@ class Walk:
         walk = dataclasses.replace(self, uses=uses, blocks=blocks)
         if uses is not None:
             return uses.end(_compat.evaluate(jaxpr, inputs, walk._apply))
-        return walk._in_parts(jaxpr, inputs) if self.shares else _compat.evaluate(jaxpr, inputs, walk._apply)
+        if self.shares and len(_compat.open_jaxpr(jaxpr)[0].eqns) >= 2 * FEWEST:
+            return walk._in_parts(jaxpr, inputs)
+        return _compat.evaluate(jaxpr, inputs, walk._apply)
 
     def _in_parts(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr whose layers, where they do the same, become calls of one function."""

@@ -179,6 +179,7 @@ def test_tied_gradients_travel_as_the_loss_makes_them(stage, accumulate_dtype):
     fn = jzero.value_and_grad(loss_fn)
     found = reduced(_compat.open_jaxpr(jax.make_jaxpr(fn)(state, jnp.ones((8, 32), jnp.bfloat16)))[0])
     assert [x.dtype for x in found] == [jnp.bfloat16] * stage
+    assert fn(state, jnp.ones((8, 32), jnp.bfloat16))[1]["w"].dtype == accumulate_dtype
 
 
 def reduced(jaxpr):
