@@ -434,5 +434,4 @@ class _Role:
             grad = reduce_whole(grad, self.wire)
         elif self.wire.reduce_last or not self.has_slot:
             grad = reduce_shard(grad, cut, self.wire)
-            grad = grad.astype(self.leaf.grad.dtype) if self.steps == 1 else grad
         return grad

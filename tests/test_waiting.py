@@ -1,0 +1,223 @@
+"""What backward passes on GPUs wait for: gradients of what comes after a loop or a recomputed layer."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jzero
+from jzero import _compat
+from tests.test_prefetch import on
+
+
+def head_after_a_loop(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
+    return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("platform", "options", "waits"),
+    [
+        ("gpu", {"stage": 1}, True),
+        ("gpu", {"stage": 2}, True),
+        ("gpu", {"stage": 3}, True),
+        ("gpu", {"stage": 3, "reshard_after_forward": False}, True),
+        ("gpu", {"stage": 3, "rules": {"head": jzero.LeafRule(persistent=True)}}, False),
+        ("tpu", {"stage": 2}, False),
+        ("tpu", {"stage": 3}, False),
+        ("cpu", {"stage": 3}, False),
+    ],
+)
+def test_the_backward_loop_waits_for_the_gradient_of_the_head(platform, options, waits, monkeypatch):
+    """Else compilers for GPUs put off the product that makes it, and keep the gradient of the logits meanwhile."""
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"stack": (5, 32, 32), "head": (32, 512)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
+    config = jzero.ZeroConfig(persistence_threshold=0, **options)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    step = jzero.make_train_step(head_after_a_loop)
+    assert ((32, 512 // 8) in waited_for_by_loops(step, state, batch)) == waits
+    fn = jzero.value_and_grad(head_after_a_loop)
+    np.testing.assert_allclose(fn(state, batch)[0], head_after_a_loop(params, batch), rtol=2e-6)
+    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+    want = jax.grad(head_after_a_loop)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
+
+
+def tied_head_after_a_loop(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch @ p["head"] @ p["head"].T, p["stack"])[0]
+    return jax.nn.logsumexp(hidden @ p["head"], axis=-1).mean()
+
+
+def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
+    """At stage 1 its gradient is reduced once, at the end; what comes of the head is made before the loop."""
+    on("gpu", monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"stack": (5, 32, 32), "head": (32, 512)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 6 for name, size in sizes.items()}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    fn = jzero.value_and_grad(tied_head_after_a_loop)
+    for stage, of_a_use in ((1, (512, 32)), (2, (32, 512 // 8))):
+        state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
+        kinds = ("dot_general",) if stage == 1 else ("reduce_scatter",)
+        assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
+        want = jax.grad(tied_head_after_a_loop)(params, batch)
+        grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
+def long_layer(h, w):
+    return functools.reduce(lambda x, _: jnp.sin(x), range(20), h @ w["up"]) @ w["down"]
+
+
+def head_in_a_call(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
+    return jnp.square(jax.jit(lambda h, w: h @ w["up"])(hidden, p["layers"][0])).mean()
+
+
+def layers_after_a_loop(p, batch):
+    hidden = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, p["stack"])[0]
+    return jnp.square(functools.reduce(long_layer, p["layers"], hidden)).mean()
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 3, "persistence_threshold": 0}], ids=str)
+@pytest.mark.parametrize("loss_fn", [head_in_a_call, layers_after_a_loop])
+def test_the_backward_loop_waits_for_what_calls_reduce(loss_fn, options, monkeypatch):
+    on("gpu", monkeypatch)
+    rng = np.random.default_rng(0)
+    layer = lambda: {"up": rng.normal(size=(16, 64)) / 4, "down": rng.normal(size=(64, 16)) / 8}
+    params = {"stack": rng.normal(size=(5, 16, 16)) / 4, "layers": [layer() for _ in range(3)]}
+    params = jax.tree.map(np.float32, params)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(**options))
+    fn = jzero.value_and_grad(loss_fn, remat="as_written")
+    batch = rng.normal(size=(16, 16)).astype(np.float32)
+    assert (16, 64 // 8) in reductions_before(fn, state, batch)[16 // 8, 16]
+    want = jax.grad(loss_fn)(params, batch)
+    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
+def carries_what_depends_on_the_batch(p, batch):
+    def layer(carry, w):
+        return (jnp.tanh(carry[0] @ w), carry[1] * 0.5 + 1), None
+
+    (hidden, scale), _ = lax.scan(layer, (batch, 1 + 0 * batch[0, 0]), p["stack"])
+    scale = lax.while_loop(lambda t: t < 100, lambda t: t * 2, scale)
+    return jnp.square(jnp.tanh(hidden @ p["head"])).mean() * scale
+
+
+def hands_on_what_depends_on_the_batch(p, batch):
+    layer = jax.checkpoint(lambda h, t, w: (jnp.tanh(h @ w), t * 0.5 + 1))
+    hidden, scale = batch, 1 + 0 * batch[0, 0]
+    for w in p["stack"]:
+        hidden, scale = layer(hidden, scale, w)
+    scale = lax.while_loop(lambda t: t < 100, lambda t: t * 2, scale)
+    return jnp.square(jnp.tanh(hidden @ p["head"])).mean() * scale
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "stages"),
+    [(carries_what_depends_on_the_batch, (1, 2, 3)), (hands_on_what_depends_on_the_batch, (1, 2))],
+)
+def test_what_waits_is_not_differentiated_for_it(loss_fn, stages, monkeypatch):
+    """A `while` has no derivative, and needs none here."""
+    on("gpu", monkeypatch)
+    rng = np.random.default_rng(0)
+    sizes = {"stack": (4, 16, 16), "head": (16, 64)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 4 for name, size in sizes.items()}
+    batch = rng.normal(size=(8, 16)).astype(np.float32)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    # Each device's scale depends on one number of its own part, which counts for nothing.
+    want = jax.grad(loss_fn)(params, batch)
+    for stage in stages:
+        # What a loop that gathers ahead carries counts as differentiated.
+        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, prefetch_bytes=0)
+        _, grads = jzero.value_and_grad(loss_fn)(jzero.shard_train_state(plain, config=config), batch)
+        grads = jax.tree.map(np.asarray, grads)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, want)
+
+
+def recomputed_layers(p, batch):
+    layer = jax.checkpoint(lambda h, w: h + jnp.tanh(h @ w["up"]) @ w["down"])
+    return jnp.square(functools.reduce(layer, p, batch)).mean()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False), ("cpu", False)])
+def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(platform, waits, stage, monkeypatch):
+    """Compilers for GPUs put off the products that make them, and keep what they are made of for all layers."""
+    on(platform, monkeypatch)
+    rng = np.random.default_rng(0)
+    widths = [64, 80, 96, 112, 128]  # so that gradients tell whose they are
+    params = [{"up": rng.normal(size=(32, w)) / 8, "down": rng.normal(size=(w, 32)) / 8} for w in widths]
+    params = jax.tree.map(np.float32, params)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
+    batch = rng.normal(size=(16, 32)).astype(np.float32)
+    fn = jzero.value_and_grad(recomputed_layers)
+    found = reductions_before(fn, state, batch)
+    layers = [(32, w // 8) for w in widths]
+    assert set(layers) <= set(found)
+    for i, layer in enumerate(layers):
+        earlier = [j for j, other in enumerate(layers) if other in found[layer]]
+        assert earlier == (list(range(i + 2, len(layers))) if waits else []), i
+    want = jax.grad(recomputed_layers)(params, batch)
+    grads = jax.tree.map(np.asarray, fn(state, batch)[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
+
+
+def reductions_before(fn, *args):
+    """For the shape of each reduced gradient, the shapes of those that have to be reduced before."""
+    found = {}
+
+    def flow(jaxpr, of_inputs):
+        needs = dict(zip(jaxpr.invars, of_inputs, strict=True))
+        read = lambda v: frozenset() if _compat.is_literal(v) else needs.get(v, frozenset())
+        for eqn in jaxpr.eqns:
+            of_inputs = [read(v) for v in eqn.invars]
+            inner = list(_compat.contained_jaxprs(eqn))
+            if inner and len(inner[0].invars) == len(of_inputs):
+                needs.update(zip(eqn.outvars, flow(inner[0], of_inputs), strict=True))
+                continue
+            needed = frozenset().union(*of_inputs)
+            if eqn.primitive.name == "reduce_scatter":
+                (shape,) = (v.aval.shape for v in eqn.outvars)
+                found[shape] = needed
+                needed |= {shape}
+            needs.update(dict.fromkeys(eqn.outvars, needed))
+        return [read(v) for v in jaxpr.outvars]
+
+    jaxpr = _compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0]
+    flow(jaxpr, [frozenset()] * len(jaxpr.invars))
+    return found
+
+
+def waited_for_by_loops(fn, *args, kinds=("reduce_scatter",)):
+    """The shapes of what is reduced over devices, or of other results, before some loop begins."""
+    found = set()
+
+    def search(jaxpr):
+        needs = {}
+        for eqn in jaxpr.eqns:
+            of_inputs = [needs.get(v, frozenset()) for v in eqn.invars if not _compat.is_literal(v)]
+            needed = frozenset().union(*of_inputs)
+            if eqn.primitive.name in ("scan", "while"):
+                found.update(needed)
+            if eqn.primitive.name in kinds:
+                needed |= {v.aval.shape for v in eqn.outvars}
+            needs.update(dict.fromkeys(eqn.outvars, needed))
+            for inner in _compat.contained_jaxprs(eqn):
+                search(inner)
+
+    search(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return found
