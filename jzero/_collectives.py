@@ -2,17 +2,25 @@
 
 Shape legend: `D` is the natural size of the cut dimension, `P` the padded one, `N` the devices on
 the ZeRO axis, `...` all other dimensions.
+
+[Note: Collectives beside other mesh axes]
+What a parameter is cut over by further axes of the mesh (tensor parallelism) is the compiler's to handle in the loss,
+but it does not split an `all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, and
+every device would send and hold the parameter as if there was no such axis. So these two run in a `shard_map` over the
+other axes, each device on its own part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jzero._layout import Cut
 from jzero._precision import cast_dtype
@@ -98,7 +106,7 @@ def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
         shard = lax.stop_gradient(shard)
         # Collectives know no booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
-        whole = lax.all_gather(bits, wire.axis, axis=cut.dim, tiled=True)
+        whole = _on_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
         return to_natural(whole.astype(shard.dtype), cut)
 
 
@@ -133,12 +141,21 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
     with jax.named_scope("zero_reduce"):
         x = to_stored(wire.to_reduce(x), cut)
         if wire.reduce_scatter:
-            shard = lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True)
+            shard = _on_parts(lambda x: lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
         else:
             size = cut.stored_size // cut.num_shards
             whole = sum_along(x, wire.axis)
             shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
         return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)
+
+
+def _on_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
+    """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
+    if not cut.further:
+        return collective(x)
+    spec = PartitionSpec(*cut.further[: x.ndim])
+    axes = {name for names in cut.further for name in names or ()}
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
 
 
 def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:

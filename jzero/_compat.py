@@ -20,6 +20,7 @@ from jax._src import (
 )
 from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
+from jax.sharding import NamedSharding
 
 __all__ = [
     "CRASHES_ON_DELETED",
@@ -204,9 +205,27 @@ def equation_context(eqn: Equation) -> Iterator[None]:
         yield
 
 
+def where_traced(eqn: Equation) -> contextlib.AbstractContextManager[Any]:
+    """Enters the settings that an equation was traced under, its mesh included."""
+    return eqn.ctx.manager
+
+
+def has_mesh(variable: Any) -> bool:
+    """Whether the type of a variable of a jaxpr names a mesh."""
+    sharding = getattr(variable.aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
 def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[Any]:
-    """Applies an equation's primitive to new inputs and returns its outputs as a list."""
-    params = eqn.primitive.get_bind_params({**eqn.params, **changed_params})
+    """Applies an equation's primitive to new inputs and returns its outputs as a list.
+
+    The sharding that some equations hold for their output's type says nothing but the mesh that they were traced in,
+    where all axes are automatic: it is left out.
+    """
+    own = eqn.params
+    if isinstance(own.get("sharding"), NamedSharding) and eqn.primitive.name != "sharding_constraint":
+        own = {**own, "sharding": None}
+    params = eqn.primitive.get_bind_params({**own, **changed_params})
     if isinstance(params, tuple):  # the form that jax documents: functions first
         functions, params = params
         outputs = eqn.primitive.bind(*functions, *inputs, **params)

@@ -17,7 +17,7 @@ from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero._collectives import Wire, batch_index, mean, reduce_shard, reduce_whole, sum_along, sum_over
 from jzero._config import may_prefetch
 from jzero._lazy import Lazy, make_whole
-from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
+from jzero._mesh import AnyMesh, batch_axes, mesh_platform, num_batch_shards
 from jzero._placement import is_on_host, on_device
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._precision import cast_dtype, times, widen
@@ -202,7 +202,7 @@ class _LocalStep:
             return frozenset()
 
         def param(leaf: LeafPlan) -> Lazy | None:
-            cut, dtype = leaf.grad.cut, leaf.compute_dtype
+            cut, dtype = leaf.grad.travelling(self.plan.mesh), leaf.compute_dtype
             return None if cut is None else Lazy(None, None, None, cut, self.wire, dtype, dtype)
 
         return reduced_repeatedly(self.traced.jaxpr, list(map(param, self.plan.leaves)))
@@ -220,7 +220,7 @@ class _LocalStep:
         key = [jax.random.fold_in(k, index) for k in key]
         whole = dataclasses.replace(wire, reduce_last=True)
         roles = [
-            _Role(leaf, whole if i in self.summed else wire, self.micro.steps, i in self.streamed)
+            _Role(leaf, plan.mesh, whole if i in self.summed else wire, self.micro.steps, i in self.streamed)
             for i, leaf in enumerate(plan.leaves)
         ]
         carried = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
@@ -253,9 +253,10 @@ class _LocalStep:
 
     def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
         """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
-        if leaf is None or leaf.cut is None:
+        cut = None if leaf is None else leaf.travelling(self.plan.mesh)
+        if leaf is None or cut is None:
             return x
-        return Lazy(x, None, None, leaf.cut, self.wire, leaf.dtype, leaf.dtype)
+        return Lazy(x, None, None, cut, self.wire, leaf.dtype, leaf.dtype)
 
     def _forward(
         self, roles: list[_Role], params: list[jax.Array], carried: list[Any], loss_scale: list[jax.Array]
@@ -390,6 +391,7 @@ class _Role:
     """What one parameter is to the loss at this stage: which array is differentiated, and how it is made whole."""
 
     leaf: LeafPlan
+    mesh: AnyMesh
     wire: Wire
     steps: int
     is_streamed: bool
@@ -416,18 +418,18 @@ class _Role:
 
     def value(self, variable: jax.Array | None, stored: jax.Array) -> Any:
         """The parameter as the walk takes it."""
-        param, dtype = self.leaf.param, self.leaf.compute_dtype
-        if param.cut is not None:
-            lazy = Lazy(stored, None, variable, param.cut, self.wire, dtype, dtype)
+        cut, dtype = self.leaf.param.travelling(self.mesh), self.leaf.compute_dtype
+        if cut is not None:
+            lazy = Lazy(stored, None, variable, cut, self.wire, dtype, dtype)
             return lazy if self.leaf.scan_dim is not None else lazy.land()
-        if self.has_slot and variable is not None:
-            assert self.leaf.grad.cut is not None
-            return Lazy(None, stored, variable, self.leaf.grad.cut, self.wire, dtype, dtype)
+        cut = self.leaf.grad.travelling(self.mesh)
+        if self.has_slot and variable is not None and cut is not None:
+            return Lazy(None, stored, variable, cut, self.wire, dtype, dtype)
         return stored if variable is None else variable
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """The gradient, reduced over all devices, in the plan's layout."""
-        cut = self.leaf.grad.cut
+        cut = self.leaf.grad.travelling(self.mesh)
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         if cut is None:

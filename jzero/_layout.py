@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -50,12 +50,14 @@ class Cut:
       shape: The natural shape of the leaf.
       num_shards: N.
       flat: Dimensions `dim` and up are stored as one.
+      further: The further mesh axes that each dimension lies over, where collectives have to know; empty for none.
     """
 
     dim: int
     shape: tuple[int, ...]
     num_shards: int
     flat: bool = False
+    further: tuple[Any, ...] = ()
 
     @property
     def natural_size(self) -> int:
@@ -97,7 +99,26 @@ class Cut:
     def drop_leading(self) -> Cut:
         """Returns the cut of one slice of a stack (one step of a scan over dimension 0)."""
         assert self.dim > 0
-        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:])
+        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], further=self.further[1:])
+
+    def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
+        """Returns the cut of a leaf that also lies over further mesh axes.
+
+        Args:
+          spec: The axes of each dimension of the natural shape, as in a `PartitionSpec`. Those of the dimension that
+            is cut, and those that do not divide theirs, are left out.
+          sizes: The size of each mesh axis.
+        """
+
+        def kept(d: int, names: Any) -> Any:
+            if not isinstance(names, str | tuple) or d == self.dim or (self.flat and d > self.dim):
+                return None
+            names = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if sizes[n] > 1)
+            return names if names and self.shape[d] % math.prod(sizes[n] for n in names) == 0 else None
+
+        entries = [*spec, *[None] * len(self.shape)][: len(self.shape)]
+        further = tuple(kept(d, names) for d, names in enumerate(entries))
+        return dataclasses.replace(self, further=further if any(further) else ())
 
     def spec(self, base: PartitionSpec, axis: str) -> PartitionSpec:
         """Returns the spec of the stored array: `base` plus the ZeRO axis on the cut dimension."""

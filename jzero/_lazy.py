@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._collectives import Wire, gather_param, view_param
@@ -23,6 +24,7 @@ __all__ = [
     "Deferred",
     "Lazy",
     "after",
+    "constrained",
     "defer",
     "fenced",
     "first_elements",
@@ -358,6 +360,22 @@ def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
     return None if rule is None else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
 
 
+def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
+    """Returns a lazy value whose arrays lie over further mesh axes by `spec`, of its natural shape.
+
+    Those in host memory, and what is computed from parameters alone, lie as they did.
+    """
+    if not isinstance(x, Lazy) or any(array is not None and is_on_host(array) for array in (x.shard, x.slot)):
+        return x
+    cut = x.cut.beside(spec, dict(jax.sharding.get_abstract_mesh().shape))
+
+    def lie(array: jax.Array | None) -> jax.Array | None:
+        return None if array is None else lax.with_sharding_constraint(array, PartitionSpec(*cut.further[: array.ndim]))
+
+    whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
+    return dataclasses.replace(x, shard=lie(x.shard), whole=whole, slot=lie(x.slot), cut=cut)
+
+
 def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy:
     return lazy
 
@@ -373,15 +391,15 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
     if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
         return None
     order = tuple(params["permutation"])
-    return _each(lazy, lambda x, _: lax.transpose(x, order), dim=order.index(lazy.cut.dim), shape=shape)
+    return _each(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)
 
 
 def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
     dims = tuple(params["dimensions"])
     if any(_is_cut(lazy.cut, d) for d in dims):
         return None
-    dim = lazy.cut.dim - sum(d < lazy.cut.dim for d in dims)
-    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dim=dim, shape=shape)
+    rest = [d for d in range(len(lazy.shape)) if d not in dims]
+    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)
 
 
 def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -395,7 +413,7 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
         zeros, ones = (0,) * x.ndim, (1,) * x.ndim
         return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
 
-    return _each(lazy, cut_slice, dim=lazy.cut.dim, shape=shape)
+    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
 def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -408,7 +426,7 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
         return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
 
-    return _each(lazy, cut_slice, dim=lazy.cut.dim, shape=shape)
+    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
 def _is_cut(cut: Cut, dim: int) -> bool:
@@ -416,13 +434,14 @@ def _is_cut(cut: Cut, dim: int) -> bool:
     return dim >= cut.dim if cut.flat else dim == cut.dim
 
 
-def _each(lazy: Lazy, fn: Any, *, dim: int, shape: tuple[int, ...]) -> Lazy:
+def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
     `own(values, untouched)` takes the value of each dimension that the array holds whole, and
-    `untouched` for the cut one.
+    `untouched` for the cut one. The result is of `shape`; `dims` are the dimensions that it had before.
     """
     old = lazy.cut
+    further = [old.further[d] if old.further and shape[i] == old.shape[d] else None for i, d in enumerate(dims)]
 
     def for_shard(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
@@ -438,7 +457,7 @@ def _each(lazy: Lazy, fn: Any, *, dim: int, shape: tuple[int, ...]) -> Lazy:
         shard=apply(lazy.shard, for_shard),
         whole=apply(lazy.whole, for_whole),
         slot=apply(lazy.slot, for_whole if lazy.wire.reduce_last else for_shard),
-        cut=Cut(dim, shape, old.num_shards, old.flat),
+        cut=Cut(list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(further) if any(further) else ()),
     )
 
 
@@ -446,7 +465,6 @@ _ON_SHARD: dict[str, Any] = {
     "convert_element_type": _cast,
     "copy": _same,
     "dynamic_slice": _dynamic_slice,
-    "sharding_constraint": _same,
     "slice": _slice,
     "squeeze": _squeeze,
     "transpose": _transpose,

@@ -65,6 +65,10 @@ class StateLeaf:
         """Spec of the stored array."""
         return self.base if self.cut is None else self.cut.spec(self.base, axis)
 
+    def travelling(self, mesh: AnyMesh) -> Cut | None:
+        """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
+        return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
+
     def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
         """Bytes of one device's part of the stored array, padding included."""
         # An abstract mesh will do here: nothing but the sizes of its axes counts.

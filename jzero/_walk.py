@@ -32,7 +32,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero._ahead import chosen_ahead, scan_ahead
 from jzero._blocks import parts_of
-from jzero._lazy import Bundle, Lazy, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._lazy import Bundle, Lazy, constrained, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._own_derivatives import with_own_derivative
 from jzero._regions import Fence, regathered, settled
 from jzero._remat import REMAT, recomputes
 from jzero._sharing import Common, Structures
@@ -144,12 +145,12 @@ class Walk:
         lazy = any(map(is_lazy, inputs))
         if eqn.primitive.name == "shard_map":
             return self._shard_map(eqn, [make_whole(x) for x in inputs])
+        if eqn.primitive.name == "sharding_constraint":
+            return [self._constrain(eqn, inputs[0])]
         if lazy:
             kept = on_shard(eqn, inputs) or defer(eqn, inputs)
             if kept is not None:
                 return [kept]
-        if eqn.primitive.name == "sharding_constraint":
-            return [self._constrain(eqn, inputs[0])]
         if self.uses is None or all(is_free(x) for x in inputs):
             return self._evaluate(eqn, inputs)
         # A scan gathers in its turns, and bounds that itself.
@@ -340,14 +341,27 @@ class Walk:
 
         return self._use(loop, inputs, opaque=True)
 
+    def _with_own_derivative(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        if not self._names_mesh(eqn):
+            return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=True)
+
+        def evaluate(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
+            return self._branch(jaxpr, *xs)
+
+        fn = with_own_derivative(eqn, evaluate)
+        return self._use(lambda xs: fn(*xs), inputs, opaque=True)
+
     # What names the mesh.
 
     def _names_mesh(self, eqn: Equation) -> bool:
-        """Whether something inside an equation names mesh axes, so that it must be walked even without parameters."""
+        """Whether something inside an equation names a mesh, so that it must be walked even without parameters.
+
+        See [Note: Meshes in types].
+        """
 
         def search(jaxpr: Jaxpr) -> bool:
             if id(jaxpr) not in self.cache:
-                self.cache[id(jaxpr)] = any(
+                self.cache[id(jaxpr)] = any(map(_compat.has_mesh, [*jaxpr.constvars, *jaxpr.invars])) or any(
                     inner.primitive.name in ("sharding_constraint", "shard_map") or self._names_mesh(inner)
                     for inner in jaxpr.eqns
                 )
@@ -361,7 +375,10 @@ class Walk:
         if not isinstance(sharding, NamedSharding):
             return x
         spec = _drop_axes(sharding.spec, self.axes)
-        return lax.with_sharding_constraint(x, spec) if any(e is not None for e in spec) else x
+        mesh = jax.sharding.get_abstract_mesh()
+        if all(name in self.axes or mesh.shape[name] == 1 for name in mesh.axis_names):
+            return x
+        return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
 
     def _shard_map(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         axes = _compat.shard_map_axes(eqn)
@@ -391,6 +408,8 @@ _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
     "remat2": Walk._remat,
     "scan": Walk._scan,
     "while": Walk._while,
+    "custom_jvp_call": Walk._with_own_derivative,
+    "custom_vjp_call": Walk._with_own_derivative,
 }
 
 

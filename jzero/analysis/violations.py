@@ -3,16 +3,20 @@
 [Note: What is a parameter]
 Compiled programs do not say which array is which parameter. A gathered or reduced array is taken for those leaves of
 the plan that have its sizes, in any order and without ones (compilers transpose), whole or as one slice of a stack.
+Where further mesh axes cut a leaf (tensor parallelism), it is also one device's part along these.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jzero._mesh import AnyMesh
 from jzero._plan import LeafPlan, ZeroPlan
@@ -68,7 +72,7 @@ def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list
     names = _Names(plan)
     violations: list[str] = []
     notes: list[str] = []
-    for check in (_wide_gathers, _all_reduces, _hoisted_stacks, _surviving_gathers, _lost_donation):
+    for check in (_wide_gathers, _all_reduces, _undivided, _hoisted_stacks, _surviving_gathers, _lost_donation):
         for is_violation, text in check(compiled, plan, names):
             (violations if is_violation else notes).append(text)
     return list(dict.fromkeys(violations)), list(dict.fromkeys(notes))
@@ -94,9 +98,10 @@ class _Names:
         self.slices: dict[tuple[int, ...], list[LeafPlan]] = {}
         for leaf in plan.leaves:
             for shape in {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}:
-                self._add(self.whole, shape, leaf)
+                part = _part(shape, leaf.param.base, plan.mesh)
+                self._add(self.whole, part, leaf)
                 if leaf.scan_dim is not None:
-                    self._add(self.slices, shape[: leaf.scan_dim] + shape[leaf.scan_dim + 1 :], leaf)
+                    self._add(self.slices, _without(part, leaf.scan_dim), leaf)
 
     def _add(self, table: dict[tuple[int, ...], list[LeafPlan]], shape: tuple[int, ...], leaf: LeafPlan) -> None:
         found = table.setdefault(sizes_of(shape), [])
@@ -106,6 +111,19 @@ class _Names:
     def of(self, shape: tuple[int, ...]) -> list[LeafPlan]:
         key = sizes_of(shape)
         return [*self.whole.get(key, ()), *self.slices.get(key, ())]
+
+
+def _part(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
+    """Sizes of what one device has of an array that lies over mesh axes."""
+    entries = [*spec, *[None] * len(shape)]
+    return tuple(
+        n // math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
+        for n, names in zip(shape, entries, strict=False)
+    )
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1 :]
 
 
 def sizes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,6 +196,33 @@ def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[
                 yield False, text + "a reduce-scatter was planned and lowered: the compiler's choice for this torus."
             else:
                 yield True, text + "a reduce-scatter was planned."
+
+
+def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
+    """What further mesh axes cut, gathered over these to be exchanged."""
+    split = [leaf for leaf in plan.leaves if any(leaf.param.base)]
+    for kind in ("all-gather", "reduce-scatter", "all-reduce") if split else ():
+        right = {sizes_of(part) for leaf in plan.leaves for _, part in _exchanged(leaf, kind, plan.mesh)}
+        wrong = {sizes_of(shape): leaf for leaf in split for shape, _ in _exchanged(leaf, kind, plan.mesh)}
+        for c in _of_zero(compiled, plan, kind):
+            for x in c.results:
+                leaf = wrong.get(sizes_of(x.shape))
+                if leaf and x.size > SMALL and sizes_of(x.shape) not in right:
+                    to = " to" if kind == "reduce-scatter" else " of"
+                    text = f"A collective ({kind}{to} {_say(x)}) exchanges {leaf.path} or its gradient whole, "
+                    yield True, text + f"of which each device holds a part: {leaf.param.base}."
+
+
+def _exchanged(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes that a collective's result has for a leaf or a slice of it: of the leaf, and of one device's part."""
+    shapes = {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}
+    if kind == "reduce-scatter":
+        shapes = {leaf.grad.cut.shard_shape} if leaf.grad.cut else set()
+    for shape in shapes:
+        part = _part(shape, leaf.param.base, mesh)
+        yield shape, part
+        if leaf.scan_dim is not None:
+            yield _without(shape, leaf.scan_dim), _without(part, leaf.scan_dim)
 
 
 def _hoisted_stacks(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
