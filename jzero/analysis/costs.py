@@ -132,15 +132,15 @@ def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
     called = next(program.called(x), None)
     if called is None:
         return float(sum(read) + written)
-    return float(sum(_read(called, i, size) for i, size in enumerate(read)) + _written(called, x))
+    return float(sum(_read(program, called, i, size) for i, size in enumerate(read)) + _written(program, called, x))
 
 
 def _in_memory(arrays: Sequence[Array]) -> int:
     return sum(x.num_bytes for x in arrays if not x.memory_space)
 
 
-def _read(called: Computation, index: int, size: int) -> int:
-    """Bytes that a fusion reads of one parameter: of one that it only slices, the slices."""
+def _read(program: Program, called: Computation, index: int, size: int) -> int:
+    """Bytes that a fusion reads of one parameter: of one that it, or a fusion in it, only slices, the slices."""
     parameter = next((x for x in called.instructions if x.opcode == "parameter" and x.operands == (str(index),)), None)
     if parameter is None or not size:
         return size
@@ -154,13 +154,15 @@ def _read(called: Computation, index: int, size: int) -> int:
                 pending.append(user.name)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 sliced += user.results[0].num_bytes
+            elif user.opcode == "fusion" and (inner := next(program.called(user), None)) is not None:
+                sliced += sum(_read(program, inner, i, size) for i, x in enumerate(user.operands) if x == name)
             elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
                 return size
     return min(size, sliced)
 
 
-def _written(called: Computation, x: Instruction) -> int:
-    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+def _written(program: Program, called: Computation, x: Instruction) -> int:
+    """Bytes that a fusion writes: of an array that it, or a fusion in it, updates in place, the update."""
     root = called.root
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
     total = 0
@@ -170,6 +172,8 @@ def _written(called: Computation, x: Instruction) -> int:
             made = called.by_name.get(made.operands[0])
         if made is not None and made.opcode == "dynamic-update-slice":
             total += sum(array.num_bytes for array in called.arrays(made.operands[1]))
+        elif made is not None and made.opcode == "fusion" and (inner := next(program.called(made), None)) is not None:
+            total += _written(program, inner, made)
         else:
             total += sum(array.num_bytes for array in called.arrays(name) if not array.memory_space)
     if all(array.memory_space for array in x.results):
