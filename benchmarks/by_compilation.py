@@ -3,7 +3,8 @@
 No accelerator is needed: the compilers of `jzero[gpu]` and `jzero[tpu]` tell peak memory, collectives and the schedule;
 exposed communication is the model of `jzero/analysis/schedule.py` over that schedule. Each line of the result file is
 one program; lines that are there already are not compiled again, so that a run can be taken up. `--table` prints them
-as tables beside ZeRO's bound.
+as tables beside ZeRO's bound. `--tensor 4` puts tensor parallelism over 4 devices beside ZeRO; "sent" is then what ZeRO
+sends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 import time
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from benchmarks.engines import ENGINES, make_engine
-from benchmarks.gpt import AXIS, GPT, SIZES, init_of
+from benchmarks.gpt import AXIS, GPT, MODEL, SIZES, init_of, placed
 from jzero.analysis.machines import parse_machine
 from jzero.analysis.topologies import topology_devices
 
@@ -45,11 +47,13 @@ class Case(NamedTuple):
     remat: bool
     engine: str
     stage: int
+    tensor: int = 1
 
     @property
     def key(self) -> str:
         """How a result file names it."""
         how = f"{'scanned' if self.scan else 'unrolled'}{'+remat' if self.remat else ''}"
+        how += f"+tensor{self.tensor}" if self.tensor > 1 else ""
         return "/".join((self.topology, self.size, how, self.engine, str(self.stage)))
 
 
@@ -57,12 +61,15 @@ def cases(options: argparse.Namespace) -> list[Case]:
     """Returns the programs to compile, small ones first."""
     models = list(itertools.product(["124M"], [True, False], [True, False]))
     models += [("1.4B", True, True), ("7B", True, True)]
+    if options.tensor > 1:
+        models = [(size, True, True) for size in ("1.4B", "7B")]
     found = [
-        Case(options.topology, size, scan, remat, engine, stage)
+        Case(options.topology, size, scan, remat, engine, stage, options.tensor)
         for size, scan, remat in models
         for engine in ENGINES
         if not (remat and engine == "jzero as written")  # the model says itself what to recompute
         if engine != ("jzero tuned" if scan else "jzero, XLA ahead")
+        if options.tensor == 1 or engine in ("jzero", "gspmd")
         for stage in STAGES.get(engine, (3, 2, 1))
     ]
     wanted = [c for c in found if all(w in c.key for w in options.only) and not any(w in c.key for w in options.skip)]
@@ -71,11 +78,12 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of one program."""
-    model = GPT(SIZES[case.size], scan=case.scan, remat=case.remat)
-    mesh = jzero.make_mesh(devices=topology_devices(case.topology))
+    axes = {AXIS: -1, MODEL: case.tensor} if case.tensor > 1 else {AXIS: -1}
+    mesh = jzero.make_mesh(devices=topology_devices(case.topology), **axes)
+    model = GPT(SIZES[case.size], scan=case.scan, remat=case.remat, mesh=mesh if case.tensor > 1 else None)
     engine = make_engine(case.engine, model, case.stage, mesh)
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
-    batch = jax.ShapeDtypeStruct((mesh.size * options.rows, options.seq_len + 1), jnp.int32, sharding=rows)
+    batch = jax.ShapeDtypeStruct((mesh.shape[AXIS] * options.rows, options.seq_len + 1), jnp.int32, sharding=rows)
     started = time.perf_counter()
     try:
         report = jzero.analyze(engine.step, engine.like, batch, topology=case.topology, mesh=mesh)
@@ -83,8 +91,13 @@ def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"key": case.key, "refused": str(error).splitlines()[0], "jax": jax.__version__}
-    size = sum(x.size for x in jax.tree.leaves(jax.eval_shape(init_of(model), jax.random.key(0))))
+    params = jax.tree.leaves(placed(jax.eval_shape(init_of(model), jax.random.key(0)), model.mesh))
+    size = sum(x.size for x in params)
     large = [c for c in report.collectives if c.elements > size // 1000]
+    beside = {}
+    if case.tensor > 1:
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in params)
+        beside = {"held": held, "sent_beside": sum(c.sent_bytes for c in report.collectives if AXIS not in c.axis)}
     return {
         "key": case.key,
         "parameters": size,
@@ -92,6 +105,7 @@ def compiled(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "peak": report.memory.peak,
         "elements": report.communication_elements,
         "sent_bytes": sum(c.sent_bytes for c in report.collectives),
+        **beside,
         "kinds": sorted({f"{c.kind} {c.dtype}{' in loop' if c.in_loop else ''}" for c in large}),
         "exposed": report.exposed_communication,
         "seconds": None if report.timeline is None else report.timeline.seconds,
@@ -122,13 +136,14 @@ def cells(x: dict[str, Any], peer: dict[str, Any], stage: int, topology: str) ->
     if "refused" in x:
         return ["refused: too large", *[""] * 6]
     ratio = f"{x['peak'] / peer['peak']:.2f}" if "peak" in peer else ""
-    sent = x["sent_bytes"] / bound(x["parameters"], stage, topology)
+    of_zero = x["sent_bytes"] - x.get("sent_beside", 0)
+    sent = of_zero / bound(x, stage, topology)
     exposed = "" if x["exposed"] is None else f"{100 * x['exposed']:.1f} %"
     step = "" if x["seconds"] is None else f"{1e3 * x['seconds']:.1f}"
     return [
         f"{x['peak'] / MIB:.0f}",
         ratio,
-        f"{x['sent_bytes'] / MIB:.0f}",
+        f"{of_zero / MIB:.0f}",
         f"{sent:.3f}",
         exposed,
         step,
@@ -164,10 +179,15 @@ def plot(lines: list[dict[str, Any]], path: pathlib.Path) -> None:
     figure.savefig(path)
 
 
-def bound(parameters: int, stage: int, topology: str) -> float:
-    """Bytes that one device sends per step in ZeRO's arithmetic, in bf16 rings: 2Ψ, at stage 3 3Ψ."""
+def bound(x: dict[str, Any], stage: int, topology: str) -> float:
+    """Bytes that one device sends per step in ZeRO's arithmetic, in bf16 rings: 2Ψ, at stage 3 3Ψ.
+
+    Beside tensor parallelism Ψ is what each device holds of the parameters, and what that sends does not count.
+    """
     count = math.prod(parse_machine(topology)[1])
-    return (3 if stage == 3 else 2) * parameters * 2 * (count - 1) / count
+    tensor = re.search(r"\+tensor(\d+)", x["key"])
+    count //= int(tensor[1]) if tensor else 1
+    return (3 if stage == 3 else 2) * x.get("held", x["parameters"]) * 2 * (count - 1) / count
 
 
 def main() -> None:
@@ -177,7 +197,8 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("by_compilation.jsonl"))
     parser.add_argument("--only", nargs="*", default=[], help="parts of keys such as 124M, scanned+remat, jzero/3")
     parser.add_argument("--skip", nargs="*", default=[], help="parts of keys to leave out")
-    parser.add_argument("--rows", type=int, default=4, help="sequences per device")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that share a layer: tensor parallelism")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per device, or group of --tensor devices")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--table", action="store_true", help="print the results, compile nothing")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the results to this SVG file, compile nothing")

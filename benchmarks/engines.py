@@ -23,13 +23,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
-from benchmarks.gpt import AXIS, GPT, init_of, loss_of
+from benchmarks.gpt import AXIS, GPT, init_of, loss_of, placed
 
 ENGINES = ("jzero", "jzero as written", "jzero, XLA ahead", "jzero tuned", "replicated", "gspmd", "map_variables")
 TX = optax.adamw(1e-4)
@@ -71,13 +70,18 @@ def _plain(model: GPT) -> Callable[[jax.Array], Any]:
     return lambda key: jzero.TrainState.create(params=init(key), tx=TX)
 
 
+def _shapes(model: GPT) -> Any:
+    shapes = jax.eval_shape(_plain(model), jax.random.key(0))
+    return shapes.replace(params=placed(shapes.params, model.mesh))
+
+
 def _jzero(
     model: GPT, stage: int, mesh: Mesh, compiler_options: Any = None, remat: Any = None, **fields: Any
 ) -> Engine:
     config = jzero.ZeroConfig(stage=stage, precision="bf16", **fields)
     step = jzero.make_train_step(loss_of(model), compiler_options=compiler_options, remat=remat)
     make = lambda key: jzero.init_train_state(_plain(model), key, config=config, mesh=mesh)
-    shapes = jax.eval_shape(_plain(model), jax.random.key(0))
+    shapes = _shapes(model)
     return Engine(step, make, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
 
 
@@ -86,11 +90,14 @@ def _layouts(model: GPT, stage: int, mesh: Mesh, *, largest: bool = False) -> tu
 
     With `largest` stacks of layers are cut on their largest dimension, not on the first.
     """
-    shapes = jax.eval_shape(_plain(model), jax.random.key(0))
+    shapes = _shapes(model)
     plan = jzero.plan_train_state(shapes, config=jzero.ZeroConfig(stage=stage), mesh=mesh)
     if largest:
         stacks = [leaf.param for leaf in plan.leaves if leaf.scan_dim == 0]
-        rules = {re.escape(x.path): jzero.LeafRule(dim=1 + int(np.argmax(x.shape[1:])), scan_dim=0) for x in stacks}
+        largest_free = lambda x: max(
+            (d for d in range(1, len(x.shape)) if not any(x.base[d : d + 1])), key=lambda d: x.shape[d]
+        )
+        rules = {re.escape(x.path): jzero.LeafRule(dim=largest_free(x), scan_dim=0) for x in stacks}
         plan = jzero.plan_train_state(shapes, config=jzero.ZeroConfig(stage=stage, rules=rules), mesh=mesh)
     named = lambda tree: jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), tree, is_leaf=lambda x: isinstance(x, PartitionSpec)

@@ -1,4 +1,8 @@
-"""The model of the benchmarks: a pre-norm GPT, scanned or unrolled, recomputed or not, plain or FSDP by hand."""
+"""The model of the benchmarks: a pre-norm GPT, scanned or unrolled, recomputed or not, plain or FSDP by hand.
+
+With a mesh that has an axis `"model"` it is tensor parallel, as Megatron does it: heads and hidden units lie over that
+axis, and the vocabulary of the head.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXIS = "data"
+MODEL = "model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +58,42 @@ class Block(nn.Module):
 
     width: int
     heads: int
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:  # [B, S, D]
         y = nn.LayerNorm()(x)
-        q, k, v = jnp.split(nn.Dense(3 * self.width, use_bias=False)(y), 3, axis=-1)
-        heads = (*x.shape[:2], self.heads, -1)
-        y = jax.nn.dot_product_attention(q.reshape(heads), k.reshape(heads), v.reshape(heads), is_causal=True)
-        x = x + nn.Dense(self.width, use_bias=False)(y.reshape(x.shape))
-        y = nn.Dense(4 * self.width, use_bias=False)(nn.LayerNorm()(x))
-        return x + nn.Dense(self.width, use_bias=False)(nn.gelu(y)), None
+        if self.mesh is None:
+            q, k, v = jnp.split(nn.Dense(3 * self.width, use_bias=False)(y), 3, axis=-1)
+            heads = (*x.shape[:2], self.heads, -1)
+            q, k, v = q.reshape(heads), k.reshape(heads), v.reshape(heads)
+        else:  # one product, too, but such that all three are cut by heads
+            y = nn.DenseGeneral((3, self.heads, self.width // self.heads), use_bias=False, name="qkv")(y)
+            q, k, v = jnp.moveaxis(constrained(y, self.mesh, None, None, MODEL, None), 2, 0)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        out, up, down = ("out", "up", "down") if self.mesh else (None, None, None)
+        x = x + nn.Dense(self.width, use_bias=False, name=out)(y.reshape(x.shape))
+        y = nn.Dense(4 * self.width, use_bias=False, name=up)(nn.LayerNorm()(x))
+        y = nn.gelu(constrained(y, self.mesh, None, MODEL))
+        return x + nn.Dense(self.width, use_bias=False, name=down)(y), None
+
+
+def constrained(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
+    """Returns `x`, over the mesh as named, its rows over the devices that share the batch."""
+    if mesh is None:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(AXIS, *names)))
+
+
+def placed(params: Any, mesh: Mesh | None) -> Any:
+    """Returns shapes of parameters with the layout that tensor parallelism gives them."""
+
+    def place(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dim = {"qkv": -2, "out": -2, "up": -1, "down": -2, "head": -1}.get(path[-2].key)
+        names = [MODEL if d - x.ndim == dim else None for d in range(x.ndim)]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*names)))
+
+    return params if mesh is None else jax.tree_util.tree_map_with_path(place, params)
 
 
 class GPT(nn.Module):
@@ -72,12 +104,14 @@ class GPT(nn.Module):
       scan: Whether blocks are one `nn.scan`.
       remat: Whether blocks are recomputed in the backward pass.
       fsdp: Whether modules gather their own parameters, see `by_hand`.
+      mesh: The mesh, if it is tensor parallel.
     """
 
     size: Size
     scan: bool = True
     remat: bool = True
     fsdp: bool = False
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -87,7 +121,7 @@ class GPT(nn.Module):
         block = own(Block)
         if self.remat:
             block = nn.remat(block, prevent_cse=not self.scan)
-        shape = (size.width, size.width // size.head)
+        shape = (size.width, size.width // size.head, self.mesh)
         if self.scan:
             blocks = nn.scan(
                 block,
@@ -101,7 +135,8 @@ class GPT(nn.Module):
             for i in range(size.layers):
                 x, _ = block(*shape, name=f"layer_{i}")(x, None)
         x = own(nn.LayerNorm)(name="norm")(x)
-        return own(nn.Dense)(size.vocab, use_bias=False, name="head")(x)
+        logits = own(nn.Dense)(size.vocab, use_bias=False, name="head")(x)
+        return constrained(logits, self.mesh, None, MODEL)
 
 
 def loss_of(model: GPT) -> Callable[..., jax.Array]:

@@ -151,6 +151,7 @@ def scan_ahead(
     loop = _Loop(body, frozenset(ahead), **options)
     xs = [ahead.get(i, x) for i, x in enumerate(xs)]
     diff, rest = zip(*(_separated(tree) for tree in (closed, init, xs)), strict=True)
+    differentiable = [tuple(values) for values in diff]
 
     @jax.custom_vjp
     def region(diff: Any, rest: Any) -> Any:
@@ -167,7 +168,7 @@ def scan_ahead(
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, None]:
         closed, xs, kept, turn = residuals
         found = loop.backward(closed, xs, kept, turn, cotangents)
-        return [{i: some.get(i) for i in values} for some, values in zip(found, diff, strict=True)], None
+        return [{i: some.get(i) for i in which} for some, which in zip(found, differentiable, strict=True)], None
 
     region.defvjp(forward, backward, symbolic_zeros=True)
     return region(list(diff), list(rest))

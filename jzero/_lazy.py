@@ -32,7 +32,6 @@ __all__ = [
     "is_lazy",
     "make_whole",
     "on_shard",
-    "share",
 ]
 
 Equation = Any
@@ -180,50 +179,13 @@ def is_lazy(x: Any) -> bool:
 
 def make_whole(x: Any) -> Any:
     """Returns `x`, made whole if it is lazy."""
-    leaves, whole = share([x])
-    return whole(leaves)[0]
-
-
-def share(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Returns the distinct lazy parameters and arrays that `values` are made of, and what puts them together.
-
-    That function takes as many leaves, makes each whole once however often it occurs, and returns the whole values.
-    """
-    leaves: list[Any] = []
-    index: dict[int, int] = {}
-
-    def visit(x: Any) -> None:
-        if isinstance(x, Deferred):
-            for y in x.inputs:
-                visit(y)
-        elif id(x) not in index:
-            index[id(x)] = len(leaves)
-            leaves.append(x)
-
-    for x in values:
-        visit(x)
-
-    def whole(given: Sequence[Any]) -> list[Any]:
-        made: dict[int, Any] = {}
-
-        def value(x: Any) -> Any:
-            if id(x) not in made:
-                if isinstance(x, Deferred):
-                    made[id(x)] = _compat.bind(x.operation.eqn, [value(y) for y in x.inputs])[0]
-                else:
-                    leaf = given[index[id(x)]]
-                    made[id(x)] = leaf.make_whole() if isinstance(leaf, Lazy) else leaf
-            return made[id(x)]
-
-        return [value(x) for x in values]
-
-    return leaves, whole
+    return Bundle.of([x]).whole()[0]
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Values that go into or come out of a call, which would take a parameter that occurs in two of them for two.
+    """Values and what they are made of, so that a parameter that occurs in two of them is one.
 
     Attributes:
       leaves: The distinct lazy parameters and arrays.
@@ -245,13 +207,24 @@ class Bundle:
     @classmethod
     def of(cls, values: Sequence[Any]) -> Bundle:
         """Bundles arrays and lazy values."""
-        leaves, _ = share(values)
-        index = {id(x): i for i, x in enumerate(leaves)}
+        leaves: list[Any] = []
+        index: dict[int, int] = {}
 
         def template(x: Any) -> Any:
-            return (x.operation, tuple(map(template, x.inputs))) if isinstance(x, Deferred) else index[id(x)]
+            if isinstance(x, Deferred):
+                return x.operation, tuple(map(template, x.inputs))
+            if id(x) not in index:
+                index[id(x)] = len(leaves)
+                leaves.append(x)
+            return index[id(x)]
 
-        return cls(tuple(leaves), tuple(map(template, values)))
+        made = tuple(map(template, values))
+        return cls(tuple(leaves), made)
+
+    def of_leaves(self) -> Callable[[Sequence[Any]], Bundle]:
+        """Returns what makes the same of other leaves; it holds none of these."""
+        template = self.template
+        return lambda leaves: Bundle(tuple(leaves), template)
 
     def map(self, fn: Callable[[Any], Any]) -> Bundle:
         """Returns the same of other leaves."""
@@ -259,17 +232,24 @@ class Bundle:
 
     def values(self) -> list[Any]:
         """Returns the values; equal ones are one."""
+        return self._made(lambda x: x, lambda operation, inputs: Deferred(tuple(inputs), operation))
+
+    def whole(self) -> list[Any]:
+        """Returns the values whole; what occurs more than once is made once."""
+        return self._made(
+            lambda x: x.make_whole() if isinstance(x, Lazy) else x,
+            lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0],
+        )
+
+    def _made(self, leaf: Callable[[Any], Any], apply: Callable[[_Operation, list[Any]], Any]) -> list[Any]:
         made: dict[Any, Any] = {}
 
         def value(x: Any) -> Any:
-            if isinstance(x, int):
-                return self.leaves[x]
             if x not in made:
-                operation, inputs = x
-                made[x] = Deferred(tuple(map(value, inputs)), operation)
+                made[x] = leaf(self.leaves[x]) if isinstance(x, int) else apply(x[0], [value(y) for y in x[1]])
             return made[x]
 
-        return list(map(value, self.template))
+        return [value(x) for x in self.template]
 
 
 def after(params: dict[int, Any], values: Sequence[jax.Array]) -> dict[int, Any]:

@@ -65,6 +65,8 @@ def settled(
     use, tokens = (None, []) if uses is None else uses.last_with_tokens()
     block = Block(sum(map(_whole_bytes, _parameters(inputs))))
     earlier = [] if blocks is None else blocks.taken()
+    later_use, later_block = None if use is None else use.taken, block.taken
+    num_tokens, num_earlier = len(tokens), len(earlier)
     shards: list[int] = []
     fixed: list[bool] = []
 
@@ -84,18 +86,18 @@ def settled(
         of_results, of_token, of_block = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
         leaves, treedef = jax.tree.flatten(vjp)
         waiting = {i: leaves[i] for i in shards}
-        if use is not None and use.is_taken:
+        if later_use is not None and later_use.is_set:
             waiting = after(waiting, [of_token])
         elif held:
             waiting, _ = fenced(waiting, first_elements(of_results))
-        if block.is_taken:
+        if later_block.is_set:
             waiting = after(waiting, [of_block])
         for i, x in waiting.items():
             leaves[i] = x
         (of_moving,) = treedef.unflatten(leaves)(of_results)
-        of_tokens = arrived_tokens(len(tokens), _arrays_beside_params(of_moving) or of_results)
+        of_tokens = arrived_tokens(num_tokens, _arrays_beside_params(of_moving) or of_results)
         of_inputs = _merged(fixed, [None] * len(fixed), _without_shards(of_moving))
-        return of_inputs, of_tokens, _reduced_tokens(len(earlier), of_moving)
+        return of_inputs, of_tokens, _reduced_tokens(num_earlier, of_moving)
 
     region.defvjp(forward, backward, symbolic_zeros=True)
     results, token, block.token = region(inputs, tokens, earlier)
@@ -178,12 +180,14 @@ def regathered(
     """
     use, tokens = (None, []) if uses is None else uses.last_with_tokens()
     earlier = [] if blocks is None else blocks.taken()
+    later_use = None if use is None else use.taken
+    count, num_tokens, num_earlier = len(inputs), len(tokens), len(earlier)
     lazy = {i: x for i, x in enumerate(inputs) if is_lazy(x)}
     dense = {i: x for i, x in enumerate(inputs) if i not in lazy}
 
     def plain(lazy: dict[int, Any], dense: dict[int, Any]) -> list[Any]:
         merged = {**lazy, **dense}
-        return fn([merged[i] for i in range(len(inputs))])
+        return fn([merged[i] for i in range(count)])
 
     @jax.custom_vjp
     def region(
@@ -197,7 +201,7 @@ def regathered(
 
     def backward(residuals: Any, cotangents: tuple[list[Any], jax.Array]) -> tuple[Any, Any, Tokens, Tokens]:
         (lazy, dense), (of_results, of_token) = residuals, cotangents
-        if use is not None and use.is_taken:
+        if later_use is not None and later_use.is_set:
             lazy = after(lazy, [of_token])
         elif fence == "light" and _num_bytes(of_results) > sum(map(_whole_bytes, lazy.values())):
             lazy, _ = fenced(lazy, first_elements(of_results))
@@ -205,8 +209,8 @@ def regathered(
             lazy, of_results = fenced(lazy, of_results)
         of_lazy, of_dense = jax.vjp(plain, lazy, dense)[1](of_results)
         # Then the parameters of this use are not needed any more; what they themselves get takes a reduction longer.
-        of_tokens = arrived_tokens(len(tokens), jax.tree.leaves(of_dense) or of_results)
-        return _without_shards(of_lazy), of_dense, of_tokens, _reduced_tokens(len(earlier), of_lazy)
+        of_tokens = arrived_tokens(num_tokens, jax.tree.leaves(of_dense) or of_results)
+        return _without_shards(of_lazy), of_dense, of_tokens, _reduced_tokens(num_earlier, of_lazy)
 
     region.defvjp(forward, backward)
     results, token = region(lazy, dense, tokens, earlier)

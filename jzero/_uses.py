@@ -27,6 +27,13 @@ __all__ = ["Block", "Blocks", "Use", "Uses", "arrived_tokens"]
 
 
 @dataclasses.dataclass
+class Mark:
+    """Whether something later takes a token. A gradient looks at it, and must not hold arrays of the forward pass."""
+
+    is_set: bool = False
+
+
+@dataclasses.dataclass
 class Use:
     """One use of parameters that are gathered for it.
 
@@ -34,13 +41,13 @@ class Use:
       size: What is gathered, in bytes.
       results: What it computed.
       token: The number that it hands on; `None` if it does not gather again by itself.
-      is_taken: Whether a later use takes the token.
+      taken: Whether a later use takes the token.
     """
 
     size: int
     results: Sequence[jax.Array] = ()
     token: jax.Array | None = None
-    is_taken: bool = False
+    taken: Mark = dataclasses.field(default_factory=Mark)
 
 
 class Uses:
@@ -77,19 +84,21 @@ class Uses:
         taken, ahead = [], last.size
         for use in reversed(self._all[:-1]):
             ahead += use.size
-            if use.token is not None and not use.is_taken and use.size <= self.limit < ahead:
-                use.is_taken = True
+            if use.token is not None and not use.taken.is_set and use.size <= self.limit < ahead:
+                use.taken.is_set = True
                 taken.append(use.token)
         return last, taken
 
     def end(self, outputs: list[Any]) -> list[Any]:
         """Returns the outputs; uses whose token nobody took may gather again once a gradient of these is there."""
-        waiting = [use for use in self._all if use.token is not None and not use.is_taken and use.size <= self.limit]
+        waiting = [
+            use for use in self._all if use.token is not None and not use.taken.is_set and use.size <= self.limit
+        ]
         at = next((i for i, x in enumerate(outputs) if not is_lazy(x) and jnp.issubdtype(x.dtype, jnp.inexact)), None)
         if not waiting or at is None:
             return outputs
         for use in waiting:
-            use.is_taken = True
+            use.taken.is_set = True
         return [*outputs[:at], _with_tokens(outputs[at], [use.token for use in waiting]), *outputs[at + 1 :]]
 
     def _before(self, size: int) -> list[jax.Array]:
@@ -109,12 +118,12 @@ class Block:
     Attributes:
       size: What it gathers, in bytes.
       token: The number that it hands on.
-      is_taken: Whether something later takes the token.
+      taken: Whether something later takes the token.
     """
 
     size: int
     token: jax.Array | None = None
-    is_taken: bool = False
+    taken: Mark = dataclasses.field(default_factory=Mark)
 
 
 class Blocks:
@@ -181,7 +190,7 @@ class Blocks:
             ahead += block.size
             if ahead > self.limit:
                 assert block.token is not None
-                block.is_taken = True
+                block.taken.is_set = True
                 return [*self._loop, block.token]
         return self._loop
 

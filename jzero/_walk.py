@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero._ahead import chosen_ahead, scan_ahead
 from jzero._blocks import parts_of
-from jzero._lazy import Bundle, Lazy, constrained, defer, is_free, is_lazy, make_whole, on_shard, share
+from jzero._lazy import Bundle, Lazy, constrained, defer, is_free, is_lazy, make_whole, on_shard
 from jzero._own_derivatives import with_own_derivative
 from jzero._regions import Fence, regathered, settled
 from jzero._remat import REMAT, recomputes
@@ -179,10 +179,11 @@ class Walk:
 
     def _use(self, fn: Callable[[list[Any]], list[Any]], inputs: list[Any], *, opaque: bool) -> list[Any]:
         """Calls `fn` on whole values."""
-        leaves, whole = share(inputs)
+        bundle = Bundle.of(inputs)
+        leaves, bundled = list(bundle.leaves), bundle.of_leaves()
 
         def call(leaves: list[Any]) -> list[Any]:
-            return fn(whole(leaves))
+            return fn(bundled(leaves).whole())
 
         if not self.regather or all(is_free(x) for x in leaves):
             if self.blocks is not None and not self.regather:
@@ -198,11 +199,12 @@ class Walk:
     def _jit(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         """A call stays a call: one function per jaxpr, which `jax.jit` caches by the layout of its inputs."""
         jaxpr = eqn.params["jaxpr"]
-        key = ("jit", self, id(jaxpr))
+        inner = dataclasses.replace(self, uses=None, blocks=None)
+        key = ("jit", inner, id(jaxpr))
         if key not in self.cache:
 
             def call(inputs: Bundle) -> Bundle:
-                return Bundle.of(self(jaxpr, inputs.values()))
+                return Bundle.of(inner(jaxpr, inputs.values()))
 
             call.__name__ = eqn.params.get("name", "jit")
             self.cache[key] = jax.jit(call)
@@ -226,12 +228,11 @@ class Walk:
 
             checkpointed = jax.checkpoint(block, prevent_cse=prevent_cse, policy=policy)
             self.cache[key] = checkpointed if self.in_loop else jax.jit(checkpointed)
-        recomputed = self.cache[key]
+        recomputed, leaves, bundled = self.cache[key], list(bundle.leaves), bundle.of_leaves()
 
         def body(leaves: list[Any]) -> list[Any]:
-            return list(recomputed(Bundle(tuple(leaves), bundle.template)))
+            return list(recomputed(bundled(leaves)))
 
-        leaves = list(bundle.leaves)
         with _compat.in_names(common.names):
             if self.regather and not self.in_loop and not all(map(is_free, leaves)):
                 return settled(body, leaves, held=True, uses=self.uses, blocks=self.blocks)
@@ -250,9 +251,12 @@ class Walk:
         # Carried values that the body hands on unchanged are constants of the loop.
         fixed = [is_lazy(x) and v is o for x, v, o in zip(init, carry_vars, jaxpr.outvars, strict=False)]
         lazily = [is_lazy(x) and only_indexed(jaxpr, v) for x, v in zip(consts, const_vars, strict=True)]
-        hoisted, whole = share([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
+        outside = Bundle.of([None if lazy else x for x, lazy in zip(consts, lazily, strict=True)] + init)
+        hoisted, bundled = list(outside.leaves), outside.of_leaves()
         regathers = self.regather and not all(is_free(x) for x in hoisted)
-        inner = dataclasses.replace(self, in_loop=True, sealing=self.sealing or regathers, shares=False)
+        inner = dataclasses.replace(
+            self, in_loop=True, sealing=self.sealing or regathers, shares=False, uses=None, blocks=None
+        )
 
         ahead = self._ahead(eqn, xs, num_consts + num_carry)
         if ahead and regathers:
@@ -267,7 +271,7 @@ class Walk:
 
         def loop(leaves: list[Any]) -> list[Any]:
             """The loop, given what the constants and carried values are made of that are gathered before it."""
-            before = whole(leaves)
+            before = bundled(leaves).whole()
             constants = [x if lazy else w for x, w, lazy in zip(consts, before[:num_consts], lazily, strict=True)]
             carry0 = before[num_consts:]
 

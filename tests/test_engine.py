@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,20 @@ def test_gradients_equal_plain_jax_at_stage_3(loss_fn):
     if loss_fn is branches:
         batch["x"] = np.abs(batch["x"])
     _assert_equal(_sharded(3, 8), loss_fn, batch)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [f if f in (scan, nested_jit, remat, branches) else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
+    ids=lambda f: f.__name__,
+)
+def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
+    """`jax.checking_leaks` finds what caches of jax would keep alive, and users' own leaks only if there are none."""
+    state = _sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    with jax.checking_leaks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, _batch())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero import _compat
@@ -109,10 +110,15 @@ def in_columns(w):
     return sum(((i + 1) * (X @ w[:, i : i + 4]) ** 2).sum() for i in (0, 4, 8, 12))
 
 
+def tied_and_constrained(w):
+    return tied(lax.with_sharding_constraint(w, NamedSharding(jzero.make_mesh(), PartitionSpec())))
+
+
 MATRIX, STACK = (16, 16), (4, 16, 16)
 CASES = [  # the dimension that is cut, and whether gradients of uses would be reduced one by one
     (once, MATRIX, 0, False),
     (tied, MATRIX, 0, True),
+    (tied_and_constrained, MATRIX, 0, True),
     (cast_for_each_use, MATRIX, 0, True),
     (in_a_call, MATRIX, 0, False),
     (in_two_calls, MATRIX, 0, True),
