@@ -124,6 +124,18 @@ def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
 
 
+@pytest.mark.parametrize("options", [{}, {"reduce": "last"}], ids=str)
+def test_sums_over_micro_batches_travel_in_parts(options):
+    mesh = jzero.make_mesh(data=4, model=2)
+    first, _, _ = trained_on_one_device(True)
+    state = jzero.TrainState.create(params=split(first, mesh), tx=optax.sgd(0.1))
+    config = jzero.ZeroConfig(stage=2 if options else 1, persistence_threshold=0)
+    state = jzero.shard_train_state(state, config=config, mesh=mesh)
+    loss_fn = functools.partial(next_token_loss, Llama(mesh))
+    step = jzero.make_train_step(loss_fn, accumulate_steps=2, **options)
+    assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
+
+
 def assert_each_part_travels_alone(report):
     """Devices along the data axis exchange what one device of the model axis holds; along that none is gathered."""
     plan = report.plan
@@ -251,6 +263,38 @@ def test_parameters_that_the_loss_constrains(stage):
         )
     gathered = [row.elements for row in report.collectives if row.kind == "all-gather" and row.in_loop]
     assert gathered.count(2 * 5 * 32 * 32 // 2) == (stage == 3), "each layer twice, half of it"
+
+
+def of_its_transpose(w, x):
+    return x @ w.T
+
+
+def of_a_slice(w, x):
+    return x @ w[3:61]  # of the dimension that the model axis cuts: it is not cut any more
+
+
+def of_its_columns(w, x):
+    return x @ w[:, :64]
+
+
+@pytest.mark.parametrize(
+    ("use", "width", "gathered"),
+    [(of_its_transpose, 128, 64 * 128 // 2), (of_a_slice, 58, 58 * 128), (of_its_columns, 64, 64 * 128 // 2)],
+)
+def test_parts_survive_what_is_done_to_shards(use, width, gathered):
+    mesh = jzero.make_mesh(data=4, model=2)
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(64, 128)).astype(np.float32)
+    batch = rng.normal(size=(16, width)).astype(np.float32)
+    plain = jzero.TrainState.create(
+        params={"w": jax.device_put(w, NamedSharding(mesh, P("model", None)))}, tx=optax.sgd(0.1)
+    )
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
+    loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
+    fn = jax.jit(jzero.value_and_grad(loss_fn, remat="as_written"))
+    np.testing.assert_allclose(fn(state, batch)[1]["w"], jax.grad(loss_fn)({"w": w}, batch)["w"], rtol=1e-4, atol=1e-5)
+    rows = [row for row in jzero.analyze(fn, state, batch).collectives if row.kind == "all-gather"]
+    assert {row.elements // row.count for row in rows if row.axis == "data"} == {gathered}
 
 
 def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
