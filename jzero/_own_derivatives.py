@@ -4,7 +4,7 @@
 The loss is traced outside of the step's `shard_map`. What a sharding constraint returns carries its mesh in the type,
 with ZeRO's axes as automatic as all others, and so does all that is computed from it. Inside, ZeRO's axes are manual.
 An equation without jaxprs takes the types of its new inputs; one that holds jaxprs takes theirs, which then do not
-match. These are walked, whatever they hold, and so are functions that bring their own derivative. The rule for it, too,
+match. These are walked, whatever they hold, and so are functions that bring their own derivative: the rule for it, too,
 is traced where the function was, and walked.
 """
 

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,21 @@ which is how a gathered parameter would slip through. They are done again, on ac
 
 FEWEST = 16
 """Equations of a layer that is traced once for all that do the same; of fewer a call takes as long."""
+
+
+class Meshes(NamedTuple):
+    """What equations say about meshes.
+
+    Attributes:
+      named: One names axes, in a constraint or a `shard_map`: all around it has to be walked.
+      carried: One has a mesh in a type: all around it is walked if it can be, see [Note: Meshes in types].
+    """
+
+    named: bool
+    carried: bool
+
+
+NO_MESHES = Meshes(named=False, carried=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +177,12 @@ class Walk:
 
     def _evaluate(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         """Applies an equation that needs its inputs whole, or looks into them itself."""
-        lazy = any(map(is_lazy, inputs))
-        names_mesh = self._names_mesh(eqn)
-        if lazy or names_mesh or (self.sealing and recomputes(eqn)):
+        lazy, meshes = any(map(is_lazy, inputs)), self._meshes_in(eqn)
+        if lazy or meshes.carried or (self.sealing and recomputes(eqn)):
             rule = _RULES.get(eqn.primitive.name)
             if rule is not None:
                 return rule(self, eqn, inputs)
-        if names_mesh:
+        if meshes.named:
             raise ValueError(
                 f"The loss holds a sharding constraint or `shard_map` inside a `{eqn.primitive.name}`, which jzero "
                 "cannot look into. Move it out of that function."
@@ -346,7 +360,7 @@ class Walk:
         return self._use(loop, inputs, opaque=True)
 
     def _with_own_derivative(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
-        if not self._names_mesh(eqn):
+        if not self._meshes_in(eqn).carried:
             return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=True)
 
         def evaluate(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
@@ -357,21 +371,19 @@ class Walk:
 
     # What names the mesh.
 
-    def _names_mesh(self, eqn: Equation) -> bool:
-        """Whether something inside an equation names a mesh, so that it must be walked even without parameters.
+    def _meshes_in(self, eqn: Equation) -> Meshes:
+        """What the jaxprs that an equation holds say about meshes."""
+        held = [self._meshes_of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
+        return Meshes(any(x.named for x in held), any(x.carried for x in held)) if held else NO_MESHES
 
-        See [Note: Meshes in types].
-        """
-
-        def search(jaxpr: Jaxpr) -> bool:
-            if id(jaxpr) not in self.cache:
-                self.cache[id(jaxpr)] = any(map(_compat.has_mesh, [*jaxpr.constvars, *jaxpr.invars])) or any(
-                    inner.primitive.name in ("sharding_constraint", "shard_map") or self._names_mesh(inner)
-                    for inner in jaxpr.eqns
-                )
-            return bool(self.cache[id(jaxpr)])
-
-        return any(search(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
+    def _meshes_of(self, jaxpr: Jaxpr) -> Meshes:
+        if id(jaxpr) not in self.cache:
+            inside = [self._meshes_in(eqn) for eqn in jaxpr.eqns]
+            named = any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in jaxpr.eqns)
+            named = named or any(x.named for x in inside)
+            carried = any(map(_compat.has_mesh, [*jaxpr.constvars, *jaxpr.invars])) or any(x.carried for x in inside)
+            self.cache[id(jaxpr)] = Meshes(named, named or carried)
+        return cast("Meshes", self.cache[id(jaxpr)])
 
     def _constrain(self, eqn: Equation, x: Any) -> Any:
         """A sharding constraint without ZeRO's axes: inside, they are this device's own."""
