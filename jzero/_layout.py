@@ -99,7 +99,8 @@ class Cut:
     def drop_leading(self) -> Cut:
         """Returns the cut of one slice of a stack (one step of a scan over dimension 0)."""
         assert self.dim > 0
-        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], further=self.further[1:])
+        further = self.further[1:] if any(self.further[1:]) else ()
+        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], further=further)
 
     def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that also lies over further mesh axes.

@@ -343,11 +343,16 @@ def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
 def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     """Returns a lazy value whose arrays lie over further mesh axes by `spec`, of its natural shape.
 
-    Those in host memory, and what is computed from parameters alone, lie as they did.
+    Those in host memory, and what is computed from parameters alone, lie as they did; so do all if `spec` names no axis
+    for a dimension that is not cut.
     """
     if not isinstance(x, Lazy) or any(array is not None and is_on_host(array) for array in (x.shard, x.slot)):
         return x
-    cut = x.cut.beside(spec, dict(jax.sharding.get_abstract_mesh().shape))
+    before = [*x.cut.further, *[None] * len(x.shape)]
+    entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
+    cut = x.cut.beside(entries, dict(jax.sharding.get_abstract_mesh().shape))
+    if not cut.further or cut == x.cut:
+        return x
 
     def lie(array: jax.Array | None) -> jax.Array | None:
         return None if array is None else lax.with_sharding_constraint(array, PartitionSpec(*cut.further[: array.ndim]))

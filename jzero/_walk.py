@@ -364,6 +364,8 @@ class Walk:
             return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=True)
 
         def evaluate(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
+            # Made anew: the cache knows jaxprs by their identity, so this one has to live as long.
+            self.cache["kept", id(jaxpr)] = jaxpr
             return self._branch(jaxpr, *xs)
 
         fn = with_own_derivative(eqn, evaluate)

@@ -300,6 +300,30 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     assert {row.elements // row.count for row in rows if row.axis == "data"} == {gathered}
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "names", [(), ("data",), ("data", None), ("model", None), (P.UNCONSTRAINED, P.UNCONSTRAINED)], ids=str
+)
+def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, stage):
+    mesh = jzero.make_mesh(data=4, model=2)
+    params = {
+        "w": jax.device_put(jnp.ones((64, 128)), NamedSharding(mesh, P(None, "model"))),
+        "v": jnp.ones((128, 128)),
+    }
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
+
+    def loss_fn(p, batch):
+        hidden = constrained(jnp.tanh(batch @ constrained(p["w"], mesh, *names)), mesh, "data", "model")
+        # So parts of "v" have the sizes of "w", which is not exchanged whole for that.
+        return jnp.square(hidden @ constrained(p["v"], mesh, None, "model")).mean()
+
+    report = jzero.analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
+    report.verify()
+    reduced = sum(row.elements for row in report.collectives if (row.kind, row.axis) == ("reduce-scatter", "data"))
+    assert reduced == 64 * 128 // 2 + 128 * 128 // 2
+
+
 def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
     mesh = jzero.make_mesh(data=4, model=2)
 

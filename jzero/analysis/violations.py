@@ -9,6 +9,7 @@ Where further mesh axes cut a leaf (tensor parallelism), it is also one device's
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -202,7 +203,10 @@ def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Fi
     """What further mesh axes cut, gathered over these to be exchanged."""
     split = [leaf for leaf in plan.leaves if any(leaf.param.base)]
     for kind in ("all-gather", "reduce-scatter", "all-reduce") if split else ():
-        right = {sizes_of(part) for leaf in plan.leaves for _, part in _exchanged(leaf, kind, plan.mesh)}
+        exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _exchanged(leaf, kind, plan.mesh)]
+        right = {sizes_of(part) for _, _, part in exchanged}
+        # A constraint of the loss may cut what the plan does not.
+        right |= {sizes_of(y) for leaf, x, _ in exchanged if not any(leaf.param.base) for y in _cut_once(x, plan)}
         wrong = {sizes_of(shape): leaf for leaf in split for shape, _ in _exchanged(leaf, kind, plan.mesh)}
         for c in _of_zero(compiled, plan, kind):
             for x in c.results:
@@ -211,6 +215,13 @@ def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Fi
                     to = " to" if kind == "reduce-scatter" else " of"
                     text = f"A collective ({kind}{to} {_say(x)}) exchanges {leaf.path} or its gradient whole, "
                     yield True, text + f"of which each device holds a part: {leaf.param.base}."
+
+
+def _cut_once(shape: tuple[int, ...], plan: ZeroPlan) -> Iterator[tuple[int, ...]]:
+    """The shapes of parts over one of the further mesh axes."""
+    further = [n for name, n in plan.mesh.shape.items() if name not in (plan.config.axis, plan.config.replica_axis)]
+    for d, n in itertools.product(range(len(shape)), further):
+        yield (*shape[:d], shape[d] // n, *shape[d + 1 :])
 
 
 def _exchanged(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
