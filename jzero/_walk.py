@@ -363,10 +363,13 @@ class Walk:
         if not self._meshes_in(eqn).carried:
             return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=True)
 
+        # What it recomputes is not sealed: tangents could not be transposed through that.
+        walk = dataclasses.replace(self, sealing=False)
+
         def evaluate(jaxpr: Any, xs: Sequence[Any]) -> list[Any]:
             # Made anew: the cache knows jaxprs by their identity, so this one has to live as long.
             self.cache["kept", id(jaxpr)] = jaxpr
-            return self._branch(jaxpr, *xs)
+            return walk._branch(jaxpr, *xs)
 
         fn = with_own_derivative(eqn, evaluate)
         return self._use(lambda xs: fn(*xs), inputs, opaque=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import re
 
 import jax
@@ -187,6 +188,14 @@ def _shifted_jvp(primals, tangents):
     return shifted(x, rows, by), 3 * moved + tangents[2]
 
 
+@jax.custom_jvp
+def recomputed(x):
+    return jax.checkpoint(lambda x: jax.nn.silu(jnp.sin(x)))(x)
+
+
+recomputed.defjvp(lambda x, t: jax.jvp(jax.checkpoint(lambda x: jax.nn.silu(jnp.sin(x))), x, t))
+
+
 OWN = {
     "relu": lambda x, rows: jax.nn.relu(x),
     "where": lambda x, rows: jnp.where(x > 0, x, 0.1 * x),
@@ -200,6 +209,7 @@ OWN = {
     "jvp_in_scan": lambda x, rows: lax.scan(lambda c, y: (c + shifted(y, rows[0], c), None), 0.0, x.T[:, :4])[0],
     "vjp_in_remat": lambda x, rows: jax.checkpoint(lambda x: scaled(x, rows, 1.5)[0])(x),
     "jvp_in_cond": lambda x, rows: lax.cond(rows[0] > 0, lambda x: shifted(x, rows, 0.5), lambda x: x, x),
+    "jvp_of_remat_in_cond": lambda x, rows: lax.cond(rows[0] > 0, recomputed, lambda x: x, x),
     "second": lambda x, rows: jax.grad(lambda x: shifted(x, rows, 0.5).sum())(x),
 }
 
@@ -219,7 +229,7 @@ def test_functions_of_what_is_constrained(name, stage):
 
     def loss_of_parts(p, batch):
         """The mean of what the devices compute, each of its four rows."""
-        parts = [jax.tree.map(lambda x: x[4 * i : 4 * i + 4], batch) for i in range(4)]  # noqa: B023
+        parts = [jax.tree.map(operator.itemgetter(slice(4 * i, 4 * i + 4)), batch) for i in range(4)]
         return sum(loss_fn(p, part, None) for part in parts) / 4
 
     want, want_grads = jax.value_and_grad(loss_of_parts)(params, batch)

@@ -201,13 +201,12 @@ def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[
 
 def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
     """What further mesh axes cut, gathered over these to be exchanged."""
-    split = [leaf for leaf in plan.leaves if any(leaf.param.base)]
-    for kind in ("all-gather", "reduce-scatter", "all-reduce") if split else ():
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
         exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _exchanged(leaf, kind, plan.mesh)]
         right = {sizes_of(part) for _, _, part in exchanged}
         # A constraint of the loss may cut what the plan does not.
         right |= {sizes_of(y) for leaf, x, _ in exchanged if not any(leaf.param.base) for y in _cut_once(x, plan)}
-        wrong = {sizes_of(shape): leaf for leaf in split for shape, _ in _exchanged(leaf, kind, plan.mesh)}
+        wrong = {sizes_of(shape): leaf for leaf, shape, _ in exchanged if any(leaf.param.base)}
         for c in _of_zero(compiled, plan, kind):
             for x in c.results:
                 leaf = wrong.get(sizes_of(x.shape))
