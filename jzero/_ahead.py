@@ -36,6 +36,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jzero import _compat
 from jzero._lazy import Lazy, after
+from jzero._own_derivatives import instantiated
 from jzero._remat import REMAT
 
 __all__ = ["chosen_ahead", "scan_ahead"]
@@ -210,7 +211,7 @@ class _Loop:
             {i: x for i, (x, like) in enumerate(zip(some, likes, strict=True)) if _inexact(like)}
             for some, likes in zip(cotangents, turn.results, strict=True)
         )
-        of_end = {i: _dense(x) for i, x in of_end.items()}
+        of_end = {i: instantiated(x) for i, x in of_end.items()}
         of_ys = {i: x for i, x in of_ys.items() if not isinstance(x, SymbolicZero)}
         none_yet = {i: jnp.zeros_like(x) for i, x in _separated(closed)[0].items() if i in turn.wanted[0]}
 
@@ -390,7 +391,7 @@ def _recomputed(jaxpr: Any, inputs: Sequence[Any], wanted: Sequence[int]) -> lis
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     for eqn, outputs in _needed(jaxpr, wanted)[0]:
         with _compat.equation_context(eqn):
-            args = [v.val if _compat.is_literal(v) else env.get(v) for v in eqn.invars]
+            args = [_compat.value_of(v) if _compat.is_literal(v) else env.get(v) for v in eqn.invars]
             if eqn.primitive.name in CALLS:
                 results = _recomputed(eqn.params["jaxpr"], args, outputs)
             else:
@@ -398,7 +399,7 @@ def _recomputed(jaxpr: Any, inputs: Sequence[Any], wanted: Sequence[int]) -> lis
                 results = [every[i] for i in outputs]
         env.update(zip((eqn.outvars[i] for i in outputs), results, strict=True))
     atoms = [jaxpr.outvars[i] for i in wanted]
-    return [v.val if _compat.is_literal(v) else env[v] for v in atoms]
+    return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in atoms]
 
 
 def _needed(jaxpr: Any, wanted: Sequence[int]) -> tuple[list[tuple[Any, list[int]]], list[int]]:
@@ -457,10 +458,6 @@ def _write(stacks: Any, rows: Any, at: jax.Array) -> Any:
 
 def _inexact(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _dense(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _no_cotangent(like: Any) -> Any:

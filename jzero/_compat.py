@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import (
     core,  # nor has the effect of naming a mesh axis
     effects,  # which effects are ordered has no public name
@@ -33,6 +34,7 @@ __all__ = [
     "has_side_effects",
     "in_names",
     "is_literal",
+    "jaxprs_retraced",
     "names_of",
     "open_jaxpr",
     "ordered_effects",
@@ -41,6 +43,7 @@ __all__ = [
     "scan_groups",
     "shard_map_axes",
     "starves_steps",
+    "value_of",
 ]
 
 Jaxpr = Any
@@ -70,6 +73,12 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex_core.Literal)
 
 
+def value_of(literal: Any) -> Any:
+    """Returns the value of a literal, without the mesh that it was traced under."""
+    value = literal.val
+    return value.view() if isinstance(value, np.ndarray) else value
+
+
 def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns `(jaxpr, consts)` of an open or closed jaxpr."""
     if hasattr(jaxpr, "consts"):
@@ -81,6 +90,22 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
     for jaxpr in jex_core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(jaxpr)[0]
+
+
+def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., Any]]) -> dict[str, Any]:
+    """Returns the parameters of an equation that hold jaxprs, with those that are traced where this is called.
+
+    Args:
+      eqn: The equation.
+      function_of: Given a jaxpr, returns the function that is traced in its place.
+    """
+
+    def anew(jaxpr: Jaxpr) -> Jaxpr:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in jaxpr.in_avals]
+        return jax.make_jaxpr(function_of(jaxpr))(*shapes)
+
+    holding = {k: v for k, v in eqn.params.items() if any(jex_core.jaxprs_in_params({k: v}))}
+    return dict(jax.tree.map(anew, holding))
 
 
 def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: Any) -> Any:
@@ -137,7 +162,7 @@ def evaluate(jaxpr: Any, inputs: Sequence[Any], apply: Callable[[Equation, list[
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if is_literal(atom) else env[atom]
+        return value_of(atom) if is_literal(atom) else env[atom]
 
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
     last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)})
@@ -210,9 +235,9 @@ def where_traced(eqn: Equation) -> contextlib.AbstractContextManager[Any]:
     return eqn.ctx.manager
 
 
-def has_mesh(variable: Any) -> bool:
-    """Whether the type of a variable of a jaxpr names a mesh."""
-    sharding = getattr(variable.aval, "sharding", None)
+def has_mesh(atom: Any) -> bool:
+    """Whether the type of a variable or literal of a jaxpr names a mesh."""
+    sharding = getattr(atom.aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
 

@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 
-__all__ = ["with_own_derivative"]
+__all__ = ["instantiated", "with_own_derivative"]
 
 Equation = Any
 Function = Callable[..., list[Any]]
@@ -75,7 +77,7 @@ class _Own:
         return outputs, pullback
 
     def backward(self, pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        counts = {i: _instantiated(c) for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)}
+        counts = {i: instantiated(c) for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)}
 
         def pull(pullback: Any, counts: dict[int, Any]) -> Any:
             return pullback([counts.get(i, np.zeros(c.shape, jax.dtypes.float0)) for i, c in enumerate(cotangents)])[0]
@@ -96,11 +98,17 @@ class _Own:
 
 
 def _shape_of(kind: Any) -> jax.ShapeDtypeStruct:
-    """A type without its mesh."""
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+    """A type without its mesh; what varies over that is known where there is one."""
+    of_mesh: dict[str, Any] = {}
+    if kind.manual_axis_type.varying:
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+        of_mesh = {"sharding": sharding, "manual_axis_type": kind.manual_axis_type}
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
 
 
-def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
+def instantiated(x: Any) -> Any:
+    """Returns a gradient as an array, where it may be a zero in name only."""
+    if not isinstance(x, SymbolicZero):
+        return x
+    zeros, varying = jnp.zeros(x.shape, x.dtype), tuple(x.manual_axis_type.varying)
+    return lax.pcast(zeros, varying, to="varying") if varying else zeros

@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jzero._lazy import Lazy, after, fenced, first_elements, is_lazy
+from jzero._own_derivatives import instantiated
 from jzero._placement import is_on_host
 from jzero._uses import Block, Blocks, Uses, arrived_tokens
 
@@ -83,7 +84,7 @@ def settled(
         return (results, jnp.zeros(()), jnp.zeros(())), vjp
 
     def backward(vjp: Any, cotangents: tuple[list[Any], jax.Array, jax.Array]) -> tuple[Any, Tokens, Tokens]:
-        of_results, of_token, of_block = jax.tree.map(_instantiated, cotangents, is_leaf=_is_zero)
+        of_results, of_token, of_block = jax.tree.map(instantiated, cotangents, is_leaf=_is_zero)
         leaves, treedef = jax.tree.flatten(vjp)
         waiting = {i: leaves[i] for i in shards}
         if later_use is not None and later_use.is_set:
@@ -130,10 +131,6 @@ def _merged(fixed: list[bool], values: list[Any], moving: list[Any]) -> list[Any
 
 def _is_zero(x: Any) -> bool:
     return isinstance(x, SymbolicZero)
-
-
-def _instantiated(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if _is_zero(x) else x
 
 
 def _reduced_tokens(num_tokens: int, cotangents: Any) -> Tokens:

@@ -133,7 +133,7 @@ class _Rewrite:
             run = functools.partial(_compat.evaluate, part, apply=_compat.bind if is_new else self._apply)
             body = jax.checkpoint(run, policy=keeps_heavy) if is_new else run
             env |= zip(part.outvars, body([env[v] for v in part.invars]), strict=True)
-        return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         kind = eqn.primitive.name

@@ -66,7 +66,7 @@ class Common(NamedTuple):
             for eqn in jaxpr.eqns
         ]
         holes = [_Hole(x.aval, id(x)) for x in literals.values()]
-        numbers = [x.val for x in literals.values()]
+        numbers = [_compat.value_of(x) for x in literals.values()]
         return cls(jaxpr.constvars, [*jaxpr.invars, *holes], jaxpr.outvars, eqns, names, numbers)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -132,7 +133,7 @@ class Walk:
             else:
                 outputs = _compat.evaluate(part, values, self._apply)
             env |= zip(part.outvars, outputs, strict=True)
-        return [v.val if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+        return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
     def _layer(self, common: Common, inputs: list[Any]) -> list[Any]:
         inner = dataclasses.replace(self, shares=False, uses=None, blocks=None)
@@ -158,8 +159,6 @@ class Walk:
 
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         lazy = any(map(is_lazy, inputs))
-        if eqn.primitive.name == "shard_map":
-            return self._shard_map(eqn, [make_whole(x) for x in inputs])
         if eqn.primitive.name == "sharding_constraint":
             return [self._constrain(eqn, inputs[0])]
         if lazy:
@@ -178,7 +177,8 @@ class Walk:
     def _evaluate(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         """Applies an equation that needs its inputs whole, or looks into them itself."""
         lazy, meshes = any(map(is_lazy, inputs)), self._meshes_in(eqn)
-        if lazy or meshes.carried or (self.sealing and recomputes(eqn)):
+        is_of_mesh = meshes.carried or eqn.primitive.name == "shard_map"
+        if lazy or is_of_mesh or (self.sealing and recomputes(eqn)):
             rule = _RULES.get(eqn.primitive.name)
             if rule is not None:
                 return rule(self, eqn, inputs)
@@ -204,9 +204,24 @@ class Walk:
                 leaves = self.blocks.waited_for(leaves, free=True)
             return call(leaves)
         if opaque:
-            return list(_checkpointed(call, prevent_cse=not self.in_loop)(leaves))
+            return list(self._checkpointed(call)(leaves))
         fence = None if self.in_loop else self.fence
         return regathered(call, leaves, fence=fence, uses=self.uses, blocks=self.blocks)
+
+    def _checkpointed(self, fn: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], Any]:
+        """`fn` with everything kept for the backward pass but gathered parameters."""
+        policy = self._without_gathers(lambda *_, **__: True)
+        return jax.checkpoint(fn, prevent_cse=not self.in_loop, policy=policy)
+
+    def _without_gathers(self, policy: Callable[..., Any]) -> Callable[..., Any]:
+        """`policy`, not asked about ZeRO's gathers and what only changes their layout: these are done again."""
+
+        def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
+            if primitive.name in LAYOUT_ONLY and self.axes.issuperset(params.get("axis_name", ())):
+                return False
+            return policy(primitive, *args, **params)
+
+        return refusing
 
     # Equations that hold jaxprs.
 
@@ -225,7 +240,7 @@ class Walk:
         return self._call(self.cache[key], inputs)
 
     def _remat(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
-        policy = _refuse_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
+        policy = self._without_gathers(eqn.params["policy"]) if eqn.params["policy"] is not None else None
         given = eqn.params["prevent_cse"]
         prevent_cse = given if isinstance(given, bool) else any(given)
         inner = dataclasses.replace(
@@ -306,7 +321,7 @@ class Walk:
                 end, ys = lax.scan(lambda c, x: body(closed, c, _first_dropped(x)), start, xs, **options)
             return [*(w if f else c for c, w, f in zip(end, carry0, fixed, strict=True)), *ys]
 
-        results = list(_checkpointed(loop, prevent_cse=not self.in_loop)(hoisted) if regathers else loop(hoisted))
+        results = list(self._checkpointed(loop)(hoisted) if regathers else loop(hoisted))
         if self.blocks is None or not self.waits:
             return results
         return self.blocks.add_loop(results, num_carry)
@@ -374,6 +389,18 @@ class Walk:
         fn = with_own_derivative(eqn, evaluate)
         return self._use(lambda xs: fn(*xs), inputs, opaque=True)
 
+    def _retraced(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        """An equation whose jaxprs only jax can put together: they are traced anew, on the mesh of the step."""
+        if not self._meshes_in(eqn).carried:
+            return self._use(functools.partial(_compat.bind, eqn), inputs, opaque=True)
+        walk = dataclasses.replace(self, sealing=False)
+
+        def bind(xs: list[Any]) -> list[Any]:
+            anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(walk._branch, jaxpr))
+            return _compat.bind(eqn, xs, **anew)
+
+        return self._use(bind, inputs, opaque=True)
+
     # What names the mesh.
 
     def _meshes_in(self, eqn: Equation) -> Meshes:
@@ -386,7 +413,8 @@ class Walk:
             inside = [self._meshes_in(eqn) for eqn in jaxpr.eqns]
             named = any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in jaxpr.eqns)
             named = named or any(x.named for x in inside)
-            carried = any(map(_compat.has_mesh, [*jaxpr.constvars, *jaxpr.invars])) or any(x.carried for x in inside)
+            atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
+            carried = any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
             self.cache[id(jaxpr)] = Meshes(named, named or carried)
         return cast("Meshes", self.cache[id(jaxpr)])
 
@@ -402,6 +430,7 @@ class Walk:
         return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
 
     def _shard_map(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        """The loss's own `shard_map`, on the mesh of the step."""
         axes = _compat.shard_map_axes(eqn)
         if axes & self.axes:
             raise ValueError(
@@ -409,16 +438,15 @@ class Walk:
                 "the loss already runs once per device along it, on the local part of the batch. Name other axes in "
                 "`axis_names`, or drop the `shard_map` and use collectives over the axis directly."
             )
-        jaxpr, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
-        assert not consts
+        walk = dataclasses.replace(self, sealing=self.sealing or self.regather, shares=False)
         fn = jax.shard_map(
-            lambda *xs: tuple(self(jaxpr, xs)),
+            lambda *xs: tuple(walk._branch(eqn.params["jaxpr"], *xs)),
             in_specs=tuple(eqn.params["in_specs"]),
             out_specs=tuple(eqn.params["out_specs"]),
             axis_names=set(axes),
-            check_vma=False,
+            check_vma=eqn.params["check_vma"],
         )
-        return list(fn(*inputs))
+        return self._use(lambda xs: list(fn(*xs)), inputs, opaque=True)
 
 
 _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
@@ -431,21 +459,10 @@ _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
     "while": Walk._while,
     "custom_jvp_call": Walk._with_own_derivative,
     "custom_vjp_call": Walk._with_own_derivative,
+    "custom_linear_solve": Walk._retraced,
+    "reduce": Walk._retraced,
+    "shard_map": Walk._shard_map,
 }
-
-
-def _checkpointed(fn: Callable[[list[Any]], list[Any]], *, prevent_cse: bool) -> Callable[[list[Any]], Any]:
-    """`fn` with everything kept for the backward pass but gathered parameters."""
-    return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=_refuse_gathers(lambda *_, **__: True))
-
-
-def _refuse_gathers(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """`policy`, not asked about gathers and what only changes their layout: these are done again."""
-
-    def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
-        return False if primitive.name in LAYOUT_ONLY else policy(primitive, *args, **params)
-
-    return refusing
 
 
 def _is_shared(eqns: Sequence[Equation]) -> bool:

@@ -204,6 +204,7 @@ OWN = {
     "set": lambda x, rows: x.at[:, 2:4].set(0.5),
     "sort": lambda x, rows: jnp.sort(x, axis=1),
     "solve": lambda x, rows: jnp.linalg.solve(x[:4, :4] @ x[:4, :4].T + jnp.eye(4), x[:4, :4]),
+    "reduce": lambda x, rows: lax.reduce(x, jnp.float32(1), lambda a, b: a * 0.5 + b, (0,)),
     "vjp": lambda x, rows: scaled(x, rows, 1.5)[0],
     "jvp": lambda x, rows: shifted(x, rows, jnp.max(x)),
     "jvp_in_scan": lambda x, rows: lax.scan(lambda c, y: (c + shifted(y, rows[0], c), None), 0.0, x.T[:, :4])[0],
@@ -218,14 +219,25 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_functions_of_what_is_constrained(name, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
+    assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
+
+
+@pytest.mark.parametrize("name", ["relu", "sort", "solve", "reduce", "jvp_in_scan", "jvp_of_remat_in_cond"])
+def test_functions_of_what_is_computed_under_a_mesh(name):
+    """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
+    with jax.set_mesh(mesh):
+        assert_as_on_one_device(OWN[name], 3, mesh)
+
+
+def assert_as_on_one_device(fn, stage, mesh):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32) / 4, "d": rng.normal(size=(16,)).astype(np.float32)}
     batch = {"x": rng.normal(size=(16, 16)).astype(np.float32), "rows": np.full((16,), 1)}
 
     def loss_fn(p, batch, mesh=mesh):
         hidden = constrained(batch["x"] @ p["w"], mesh, "data", "model")
-        return jnp.square(OWN[name](hidden, batch["rows"])).mean() + jnp.square(p["d"]).sum()
+        return jnp.square(fn(hidden, batch["rows"])).mean() + jnp.square(p["d"]).sum()
 
     def loss_of_parts(p, batch):
         """The mean of what the devices compute, each of its four rows."""

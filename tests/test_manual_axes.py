@@ -1,0 +1,212 @@
+"""Losses that call `jax.shard_map` themselves, over an axis of the mesh that is not ZeRO's."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+
+WIDTH, HIDDEN = 16, 64
+
+
+@jax.custom_vjp
+def doubled(x, y):
+    """The sine of one and the cosine of the other, with twice their derivatives, so that it shows whose is used."""
+    return jnp.sin(x) * y, jnp.cos(y)
+
+
+def _doubled_backward(residuals, counts):
+    x, y = residuals
+    return 2 * counts[0] * jnp.cos(x) * y, 2 * (counts[0] * jnp.sin(x) - counts[1] * jnp.sin(y))
+
+
+doubled.defvjp(lambda x, y: (doubled(x, y), (x, y)), _doubled_backward)
+
+
+@jax.custom_jvp
+def recomputed(x, by):
+    return jax.checkpoint(lambda x: jax.nn.silu(jnp.sin(x)))(x) + by, 3 * by
+
+
+@recomputed.defjvp
+def _recomputed_jvp(primals, tangents):
+    (x, by), (of_x, of_by) = primals, tangents
+    y, moved = jax.jvp(jax.checkpoint(lambda x: jax.nn.silu(jnp.sin(x))), (x,), (of_x,))
+    return (y + by, 3 * by), (moved + of_by, 3 * of_by)
+
+
+def first_or_second(yes, no, x):
+    return lax.cond(lax.axis_index("model") > 0, yes, no, x)
+
+
+def turns(body, x):
+    return lax.scan(lambda c, _: (body(c), None), x, length=3)[0]
+
+
+INSIDE = {
+    "literals": lambda x: jnp.maximum(2.5 * x + 1, 0.5).at[0].set(1.0),
+    "relu": jax.nn.relu,
+    "logsumexp": lambda x: x - jax.nn.logsumexp(x / lax.pmax(lax.stop_gradient(jnp.abs(x).max()), "model")),
+    "gather": lambda x: x + lax.all_gather(x, "model", axis=1, tiled=True).sum(),
+    "permute": lambda x: x + lax.ppermute(x, "model", [(0, 1)]),
+    "scatter": lambda x: x + lax.psum_scatter(jnp.hstack([x, 2 * x]), "model", scatter_dimension=1, tiled=True),
+    "scan": lambda x: turns(lambda c: jax.nn.relu(c) + jnp.sin(c), x),
+    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, c: jax.nn.relu(c) + i * jnp.sin(c), x),
+    "while_loop": lambda x: x * lax.while_loop(lambda c: c < 3, lambda c: c + 1.5, 0.0),
+    "cond": lambda x: first_or_second(lambda x: 3 * jax.nn.relu(x), jnp.sin, x),
+    "remat": jax.checkpoint(lambda x: jax.nn.relu(jnp.sin(x) * 2) * x),
+    "remat_with_policy": jax.checkpoint(
+        lambda x: jax.nn.relu(jnp.sin(x) * 2) * x, policy=jax.checkpoint_policies.nothing_saveable
+    ),
+    "remat_in_scan": lambda x: turns(jax.checkpoint(lambda c: jax.nn.relu(jnp.sin(c)) + c), x),
+    "vjp": lambda x: doubled(x, x)[0],
+    "vjp_of_second": lambda x: doubled(x, x)[1],
+    "vjp_in_scan": lambda x: turns(lambda c: doubled(c, 2 * c)[0] + c, x),
+    "jvp": lambda x: recomputed(x, 0.5)[0],
+    "jvp_in_cond": lambda x: first_or_second(lambda x: recomputed(x, 0.5)[0], lambda x: x, x),
+    "jit_and_grad": jax.jit(jax.grad(lambda x: (jax.nn.silu(x) * 2).sum())),
+    "vmap": jax.vmap(jax.nn.relu),
+}
+
+
+def parameters(layers=()):
+    rng = np.random.default_rng(0)
+    sizes = {"up": (*layers, WIDTH, HIDDEN), "down": (*layers, HIDDEN, WIDTH)}
+    params = {name: rng.normal(size=size).astype(np.float32) / 5 for name, size in sizes.items()}
+    return params, rng.normal(size=(8, WIDTH)).astype(np.float32)
+
+
+def split(fn, mesh, check_vma):
+    """`fn(x, up, down)` on the half of the hidden units that each device along the model axis has."""
+    return jax.shard_map(
+        lambda *args: lax.psum(fn(*args), "model"),
+        mesh=mesh,
+        axis_names={"model"},
+        in_specs=(P(), P(None, "model"), P("model", None)),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+
+def state_of(params, mesh, **config):
+    """Kernels lie over the model axis as Megatron cuts them."""
+    cut = {"up": -1, "down": -2}
+    specs = {k: P(*("model" if d - x.ndim == cut[k] else None for d in range(x.ndim))) for k, x in params.items()}
+    placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in params.items()}
+    state = jzero.TrainState.create(params=placed, tx=optax.sgd(1.0))
+    return jzero.shard_train_state(state, config=jzero.ZeroConfig(**config, persistence_threshold=0), mesh=mesh)
+
+
+def assert_close(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_is_computed_inside(name, check_vma):
+    """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    params, batch = parameters()
+    layer = split(lambda x, up, down: INSIDE[name](x @ up) @ down, mesh, check_vma)
+
+    def loss_fn(p, batch):
+        return jnp.square(layer(batch, p["up"], p["down"])).mean()
+
+    def loss_of_parts(p):
+        return jnp.mean(jnp.stack([loss_fn(p, rows) for rows in jnp.split(batch, 4)]))
+
+    want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params)
+    for stage in (1, 3):
+        loss, grads = jzero.value_and_grad(loss_fn)(state_of(params, mesh, stage=stage), batch)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        assert_close(grads, want_grads)
+
+
+def mlp(x, up, down):
+    return jax.nn.relu(x @ up) @ down
+
+
+CONFIGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "prefetch_bytes": 1 << 13}]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("remat", ["auto", "as_written"])
+@pytest.mark.parametrize(("scan", "recompute"), [(True, False), (True, True), (False, False), (False, True)])
+def test_layers_that_cut_their_hidden_units_themselves(scan, recompute, remat, config):
+    """As on one device, without `shard_map`; each device exchanges its own part of a kernel, and keeps none."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    layers = 32 if scan else 3  # loops of few gather nothing ahead
+    params, batch = parameters(layers=(layers,))
+
+    def loss_of(mlp, p, batch):
+        def layer(x, kernels):
+            return x + jnp.tanh(mlp(x, kernels["up"], kernels["down"])) / layers, None
+
+        layer = jax.checkpoint(layer, prevent_cse=not scan) if recompute else layer
+        if scan:
+            return jnp.square(lax.scan(layer, batch, p)[0]).mean()
+        rows = [jax.tree.map(operator.itemgetter(i), p) for i in range(layers)]
+        return jnp.square(functools.reduce(lambda x, kernels: layer(x, kernels)[0], rows, batch)).mean()
+
+    want, grads = jax.value_and_grad(lambda p: loss_of(mlp, p, batch))(params)
+    state = state_of(params, mesh, **config)
+    loss_fn = functools.partial(loss_of, split(mlp, mesh, check_vma=True))
+    step = jzero.make_train_step(loss_fn, remat=None if remat == "auto" else remat)
+    report = jzero.analyze(step, state, batch)
+    new, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_close(jzero.gather_params(new), jax.tree.map(lambda p, g: p - g, params, grads))
+    report.verify()
+    moved = collections.Counter()
+    for row in report.collectives:
+        moved[row.kind, row.axis] += row.elements
+    held = layers * WIDTH * HIDDEN  # half of the two kernels of each layer
+    if config["stage"] == 0:
+        assert 0 <= moved.pop(("all-reduce", "data")) - 2 * held < 10
+    else:
+        assert moved.pop(("reduce-scatter", "data")) == held
+        assert moved.pop(("all-reduce", "data")) < 10
+        times = moved.pop(("all-gather", "data")) / held
+        if config["stage"] < 3:
+            assert times == 1
+        elif scan:
+            # What the last turns of both loops gather ahead is in vain.
+            assert times == (2 + 2 / layers if "prefetch_bytes" in config else 2)
+        else:  # compilers for CPUs merge gathers of the forward and the backward pass
+            assert 1 <= times <= 2
+    assert list(moved) == [("all-reduce", "model")], "sums of partial products"
+
+
+def test_a_gather_of_the_loss_is_not_done_again():
+    """The backward pass gathers parameters again; what the loss itself gathers is kept, as without jzero."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    params, batch = parameters()
+    gathering = jax.shard_map(
+        lambda x, up, down: jnp.sin(lax.all_gather(jnp.sin(x @ up), "model", axis=1, tiled=True)) @ down,
+        mesh=mesh,
+        axis_names={"model"},
+        in_specs=(P(), P(None, "model"), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+
+    def loss_fn(p, batch):
+        return jnp.square(gathering(batch, p["up"], p["down"])).mean()
+
+    step = jzero.make_train_step(loss_fn, remat="as_written")
+    text = step.lower(state_of(params, mesh, stage=3), batch).as_text()
+    gathers = re.findall(r"all_gather.*-> tensor<(\d+)x(\d+)xf32>", text)
+    # The gradient of the batch is not wanted, so "up" is needed once.
+    assert collections.Counter(gathers) == {("16", "32"): 1, ("32", "16"): 2, ("2", "64"): 1}
