@@ -160,7 +160,7 @@ class Walk:
     def _apply(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         lazy = any(map(is_lazy, inputs))
         if eqn.primitive.name == "sharding_constraint":
-            return [self._constrain(eqn, inputs[0])]
+            return [self._constrain(inputs[0], eqn.params["sharding"])]
         if lazy:
             kept = on_shard(eqn, inputs) or defer(eqn, inputs)
             if kept is not None:
@@ -177,7 +177,7 @@ class Walk:
     def _evaluate(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         """Applies an equation that needs its inputs whole, or looks into them itself."""
         lazy, meshes = any(map(is_lazy, inputs)), self._meshes_in(eqn)
-        is_of_mesh = meshes.carried or eqn.primitive.name == "shard_map"
+        is_of_mesh = meshes.carried or _names_mesh(eqn)
         if lazy or is_of_mesh or (self.sealing and recomputes(eqn)):
             rule = _RULES.get(eqn.primitive.name)
             if rule is not None:
@@ -229,11 +229,13 @@ class Walk:
         """A call stays a call: one function per jaxpr, which `jax.jit` caches by the layout of its inputs."""
         jaxpr = eqn.params["jaxpr"]
         inner = dataclasses.replace(self, uses=None, blocks=None)
-        key = ("jit", inner, id(jaxpr))
+        key = ("jit", inner, id(jaxpr), eqn.params["in_shardings"], eqn.params["out_shardings"])
         if key not in self.cache:
 
             def call(inputs: Bundle) -> Bundle:
-                return Bundle.of(inner(jaxpr, inputs.values()))
+                constrained = map(self._constrain, inputs.values(), eqn.params["in_shardings"])
+                outputs = inner(jaxpr, list(constrained))
+                return Bundle.of(list(map(self._constrain, outputs, eqn.params["out_shardings"])))
 
             call.__name__ = eqn.params.get("name", "jit")
             self.cache[key] = jax.jit(call)
@@ -411,16 +413,14 @@ class Walk:
     def _meshes_of(self, jaxpr: Jaxpr) -> Meshes:
         if id(jaxpr) not in self.cache:
             inside = [self._meshes_in(eqn) for eqn in jaxpr.eqns]
-            named = any(eqn.primitive.name in ("sharding_constraint", "shard_map") for eqn in jaxpr.eqns)
-            named = named or any(x.named for x in inside)
+            named = any(map(_names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
             carried = any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
             self.cache[id(jaxpr)] = Meshes(named, named or carried)
         return cast("Meshes", self.cache[id(jaxpr)])
 
-    def _constrain(self, eqn: Equation, x: Any) -> Any:
+    def _constrain(self, x: Any, sharding: Any) -> Any:
         """A sharding constraint without ZeRO's axes: inside, they are this device's own."""
-        sharding = eqn.params["sharding"]
         if not isinstance(sharding, NamedSharding):
             return x
         spec = _drop_axes(sharding.spec, self.axes)
@@ -463,6 +463,13 @@ _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
     "reduce": Walk._retraced,
     "shard_map": Walk._shard_map,
 }
+
+
+def _names_mesh(eqn: Equation) -> bool:
+    """Whether an equation itself names axes of the mesh."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    name = eqn.primitive.name
+    return name in ("sharding_constraint", "shard_map") or any(isinstance(s, NamedSharding) for s in shardings)
 
 
 def _is_shared(eqns: Sequence[Equation]) -> bool:

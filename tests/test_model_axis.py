@@ -290,6 +290,35 @@ def test_parameters_that_the_loss_constrains(stage):
     assert gathered.count(2 * 5 * 32 * 32 // 2) == (stage == 3), "each layer twice, half of it"
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("of_what", ["in_shardings", "out_shardings"])
+def test_shardings_of_calls_are_constraints(of_what, stage):
+    mesh = jzero.make_mesh(data=4, model=2)
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=size).astype(np.float32) for name, size in [("w", (64, 32)), ("v", (32, 12))]}
+    batch = rng.normal(size=(32, 64)).astype(np.float32) / 8
+    rows, columns = NamedSharding(mesh, P("data", None)), NamedSharding(mesh, P(None, "model"))
+    shardings = {
+        "in_shardings": {"in_shardings": (rows, columns)},
+        "out_shardings": {"out_shardings": NamedSharding(mesh, P("data", "model"))},
+    }
+
+    def loss_fn(p, batch, of_call=shardings[of_what]):
+        hidden = jax.jit(lambda x, w: jnp.tanh(x @ w), **of_call)(batch, p["w"])
+        return jnp.square(hidden @ p["v"]).mean()
+
+    want, want_grads = jax.value_and_grad(lambda p: loss_fn(p, batch, {}))(params)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
+    fn = jax.jit(jzero.value_and_grad(loss_fn))
+    loss, grads = fn(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), dict(grads), want_grads)
+    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", fn.lower(state, batch).compile().as_text())
+    assert "8,16" in products, "hidden units lie over two devices"
+    assert "8,32" not in products
+
+
 def of_its_transpose(w, x):
     return x @ w.T
 
