@@ -215,9 +215,10 @@ class Walk:
 
     def _without_gathers(self, policy: Callable[..., Any]) -> Callable[..., Any]:
         """`policy`, not asked about ZeRO's gathers and what only changes their layout: these are done again."""
+        axes = self.axes  # jax keeps policies, and the walk holds what is traced
 
         def refusing(primitive: Any, *args: Any, **params: Any) -> Any:
-            if primitive.name in LAYOUT_ONLY and self.axes.issuperset(params.get("axis_name", ())):
+            if primitive.name in LAYOUT_ONLY and axes.issuperset(params.get("axis_name", ())):
                 return False
             return policy(primitive, *args, **params)
 
