@@ -189,6 +189,90 @@ def test_layers_that_cut_their_hidden_units_themselves(scan, recompute, remat, c
     assert list(moved) == [("all-reduce", "model")], "sums of partial products"
 
 
+EXPERTS = 4
+
+
+def ring_attention(q, k, v):
+    """Attention over a sequence of which each device has a part: keys and values go round."""
+    size = lax.axis_size("seq")
+
+    def turn(carry, _):
+        k, v, peak, total, out = carry
+        scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        weights, old = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
+        out = out * old[..., None] + jnp.einsum("bqk,bkd->bqd", weights, v)
+        k, v = (lax.ppermute(x, "seq", [(i, (i + 1) % size) for i in range(size)]) for x in (k, v))
+        return (k, v, new_peak, total * old + weights.sum(-1), out), None
+
+    none_yet = (jnp.full_like(q[..., 0], -1e30), jnp.zeros_like(q[..., 0]), jnp.zeros_like(q))
+    (_, _, _, total, out), _ = lax.scan(turn, (k, v, *none_yet), None, length=size)
+    return out / total[..., None]
+
+
+def experts_apart(tokens, weights, up, down):
+    """Each device has some of the experts and some of the tokens; tokens go to all experts, results come back."""
+    hidden = jax.nn.silu(jnp.einsum("nd,edh->neh", lax.all_gather(tokens, "expert", tiled=True), up))
+    results = jnp.einsum("neh,ehd->ned", hidden, down)
+    results = lax.all_to_all(results, "expert", split_axis=0, concat_axis=1, tiled=True)
+    return jnp.einsum("ned,ne->nd", results, weights)
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 4) @ v
+
+
+def experts_together(tokens, weights, up, down):
+    hidden = jax.nn.silu(jnp.einsum("nd,edh->neh", tokens, up))
+    return jnp.einsum("neh,ehd,ne->nd", hidden, down, weights)
+
+
+@pytest.mark.parametrize("remat", [None, True, "as_written"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_experts_and_parts_of_a_sequence(stage, remat):
+    """ZeRO, ring attention and expert parallelism in one loss, against the same on one device."""
+    mesh = jzero.make_mesh(data=2, expert=2, seq=2)
+    rng = np.random.default_rng(0)
+    sizes = {"gate": (WIDTH, EXPERTS), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    sizes |= dict.fromkeys("qk", (WIDTH, WIDTH))
+    params = {name: rng.normal(size=size).astype(np.float32) / 4 for name, size in sizes.items()}
+    batch = rng.normal(size=(8, 8, WIDTH)).astype(np.float32)
+
+    def loss_of(attention, experts, p, batch):
+        x = batch + attention(batch @ p["q"], batch @ p["k"], batch)
+        tokens = x.reshape(-1, WIDTH)
+        return jnp.square(experts(tokens, jax.nn.softmax(tokens @ p["gate"]), p["up"], p["down"])).mean()
+
+    want, grads = jax.value_and_grad(functools.partial(loss_of, attention, experts_together))(params, batch)
+    over = functools.partial(jax.shard_map, mesh=mesh)
+    parts, experts = P(None, "seq"), P("expert")
+    loss_fn = functools.partial(
+        loss_of,
+        over(ring_attention, axis_names={"seq"}, in_specs=(parts,) * 3, out_specs=parts),
+        over(experts_apart, axis_names={"expert"}, in_specs=(experts,) * 4, out_specs=experts),
+    )
+    specs = {"up": P("expert"), "down": P("expert")}
+    placed = {k: jax.device_put(x, NamedSharding(mesh, specs.get(k, P()))) for k, x in params.items()}
+    plain = jzero.TrainState.create(params=placed, tx=optax.sgd(1.0))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    step = jzero.make_train_step(loss_fn, remat=remat)
+    report = jzero.analyze(step, state, batch)
+    report.verify()
+    held = sum(leaf.param.size // (2 if leaf.param.path in specs else 1) for leaf in report.plan.leaves)
+    moved = collections.Counter()
+    for row in report.collectives:
+        moved[row.kind, row.axis] += row.elements
+    if stage:
+        assert moved["reduce-scatter", "data"] == held
+        assert held <= moved["all-gather", "data"] <= 2 * held
+        assert moved["all-reduce", "data"] < 10
+    assert {axis for _, axis in moved} == {"data", "expert", "seq"}
+    new, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_close(jzero.gather_params(new), jax.tree.map(lambda p, g: p - g, params, grads))
+
+
 def test_a_gather_of_the_loss_is_not_done_again():
     """The backward pass gathers parameters again; what the loss itself gathers is kept, as without jzero."""
     mesh = jzero.make_mesh(data=4, model=2)
