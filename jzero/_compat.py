@@ -21,7 +21,7 @@ from jax._src import (
 )
 from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "CRASHES_ON_DELETED",
@@ -41,6 +41,7 @@ __all__ = [
     "pipelined_gathers",
     "plain_products",
     "scan_groups",
+    "shape_of",
     "shard_map_axes",
     "starves_steps",
     "value_of",
@@ -92,6 +93,15 @@ def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
         yield open_jaxpr(jaxpr)[0]
 
 
+def shape_of(kind: Any) -> jax.ShapeDtypeStruct:
+    """Returns a type without its mesh; what varies over that is known where there is one."""
+    of_mesh: dict[str, Any] = {}
+    if kind.manual_axis_type.varying:
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+        of_mesh = {"sharding": sharding, "manual_axis_type": kind.manual_axis_type}
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
+
+
 def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., Any]]) -> dict[str, Any]:
     """Returns the parameters of an equation that hold jaxprs, with those that are traced where this is called.
 
@@ -101,8 +111,7 @@ def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., 
     """
 
     def anew(jaxpr: Jaxpr) -> Jaxpr:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in jaxpr.in_avals]
-        return jax.make_jaxpr(function_of(jaxpr))(*shapes)
+        return jax.make_jaxpr(function_of(jaxpr))(*map(shape_of, jaxpr.in_avals))
 
     holding = {k: v for k, v in eqn.params.items() if any(jex_core.jaxprs_in_params({k: v}))}
     return dict(jax.tree.map(anew, holding))

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 
@@ -92,18 +91,9 @@ class _Own:
     def _traced(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)`, traced where the equation was."""
         with _compat.where_traced(self.eqn):
-            shapes = jax.tree.map(lambda x: _shape_of(jax.typeof(x)), args)
+            shapes = jax.tree.map(lambda x: _compat.shape_of(jax.typeof(x)), args)
             jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*shapes)
         return jax.tree.unflatten(jax.tree.structure(out), self.evaluate(jaxpr, jax.tree.leaves(args)))
-
-
-def _shape_of(kind: Any) -> jax.ShapeDtypeStruct:
-    """A type without its mesh; what varies over that is known where there is one."""
-    of_mesh: dict[str, Any] = {}
-    if kind.manual_axis_type.varying:
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
-        of_mesh = {"sharding": sharding, "manual_axis_type": kind.manual_axis_type}
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
 
 
 def instantiated(x: Any) -> Any:

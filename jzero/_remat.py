@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._blocks import keeps_heavy, parts_of
@@ -118,7 +119,7 @@ class _Rewrite:
     """Evaluates jaxprs; calls stay calls, one function per jaxpr, which `jax.jit` caches."""
 
     remat: Remat
-    calls: dict[int, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if self.remat == "cheap":
@@ -156,14 +157,19 @@ class _Rewrite:
 
     def _call(self, eqn: Any) -> Callable[..., Any]:
         jaxpr = eqn.params["jaxpr"]
-        if id(jaxpr) not in self.calls:
+        given, returned = (
+            tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params[k])
+            for k in ("in_shardings", "out_shardings")
+        )
+        key = (id(jaxpr), given, returned)
+        if key not in self.calls:
 
-            def call(*xs: Any) -> list[Any]:
-                return self(jaxpr, xs)
+            def call(*xs: Any) -> tuple[Any, ...]:
+                return tuple(self(jaxpr, xs))
 
             call.__name__ = eqn.params.get("name", "jit")
-            self.calls[id(jaxpr)] = jax.jit(call)
-        return self.calls[id(jaxpr)]
+            self.calls[key] = jax.jit(call, in_shardings=given, out_shardings=returned)
+        return self.calls[key]
 
     def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         def body(*xs: Any) -> list[Any]:

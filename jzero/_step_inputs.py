@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -15,9 +15,21 @@ from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import map_state
 from jzero._traced_loss import check_batch
 
-__all__ = ["abstract_inputs", "check_stored", "in_trace", "optional_rng", "place_inputs"]
+__all__ = [
+    "InputKind",
+    "abstract_inputs",
+    "are_like",
+    "check_stored",
+    "in_trace",
+    "kinds_of",
+    "optional_rng",
+    "place_inputs",
+]
 
 PyTree = Any
+
+InputKind: TypeAlias = tuple[Any, tuple[int, ...], Any]
+"""Type, shape and sharding of an array."""
 
 
 def optional_rng(rng: Any) -> dict[str, Any]:
@@ -51,14 +63,30 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
         )
 
 
-def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any]:
-    """Puts batch and rng on the mesh; arrays that are there already stay."""
+def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
+    """Returns what arrays are like."""
+    return [(type(x), x.shape, x.sharding) for x in inputs]
+
+
+def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
+    """Whether there are as many inputs as kinds, each of its kind."""
+    if len(inputs) != len(kinds):
+        return False
+    pairs = zip(inputs, kinds, strict=True)
+    # A list is made twice as fast as it is generated.
+    return all([type(x) is k[0] and x.shape == k[1] and x.sharding == k[2] for x, k in pairs])  # noqa: C419
+
+
+def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:
+    """Puts batch and rng on the mesh; arrays that are there already stay. Returns them, and whether all did."""
     leaves = check_batch(batch, plan, accumulate_steps)
     split, whole = plan.batch_sharding, plan.whole_sharding
     placed = [_placed(x, split if x.ndim else whole) for x in leaves]
-    if not all(map(operator.is_, placed, leaves)):
+    in_place = all(map(operator.is_, placed, leaves))
+    if not in_place:
         batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
-    return batch, None if rng is None else _placed(rng, whole)
+    key = None if rng is None else _placed(rng, whole)
+    return batch, key, in_place and key is rng
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:

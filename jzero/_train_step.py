@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,16 @@ from jzero._plan import ZeroPlan
 from jzero._precision import times
 from jzero._remat import Remat
 from jzero._state import adapt_sharded, check_alive, check_in_place, map_state
-from jzero._step_inputs import abstract_inputs, check_stored, in_trace, optional_rng, place_inputs
+from jzero._step_inputs import (
+    InputKind,
+    abstract_inputs,
+    are_like,
+    check_stored,
+    in_trace,
+    kinds_of,
+    optional_rng,
+    place_inputs,
+)
 from jzero._step_update import StepGrads, next_state
 from jzero._traced_loss import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
 
@@ -33,12 +42,22 @@ State = Any
 Loss = Callable[..., Any]
 
 
-Expected: TypeAlias = tuple[Callable[[], Any], Any]
-"""A weak reference to the state of the next call, and what is jitted for it."""
-
-
 def _nothing() -> None:
     """A reference to an object that is gone."""
+
+
+class _Expected(NamedTuple):
+    """What the next call is likely to get, which then needs no look.
+
+    Attributes:
+      state: A weak reference to its state.
+      jitted: What is jitted for that.
+      inputs: What batch and rng are like, if they were taken as they came.
+    """
+
+    state: Callable[[], Any] = _nothing
+    jitted: Any = None
+    inputs: Sequence[InputKind] = ()
 
 
 def _reference(x: Any) -> Callable[[], Any]:
@@ -76,7 +95,7 @@ class _Step:
         check_compiler_options(compiler_options)
         self.compiler_options = compiler_options
         self._jits: dict[Any, Any] = {}
-        self._expected: Expected = _nothing, None
+        self._expected = _Expected()
 
     donated: tuple[int, ...] = ()
     uses_opt_state = True
@@ -101,24 +120,26 @@ class _Step:
         return None
 
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
-        plan = state.tx.plan
-        expected, jitted = self._expected
+        plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[Any] = []
-        if expected() is not state or _compat.CRASHES_ON_DELETED:
+        if expected.state() is not state or _compat.CRASHES_ON_DELETED:
             leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
-            jitted = None
-        if in_trace([*leaves, *jax.tree.leaves(batch), rng]):
-            return self._compute(state, batch, rng=rng)
-        check_alive(leaves)
-        batch, rng = place_inputs(plan, batch, rng, self.micro.steps)
-        jitted = jitted or self._jit(plan, state, structure)
+            expected = _Expected()
+        jitted, kinds = expected.jitted, expected.inputs
+        if jitted is None or not are_like(inputs, kinds):
+            if in_trace([*leaves, *inputs]):
+                return self._compute(state, batch, rng=rng)
+            check_alive(leaves)
+            batch, rng, in_place = place_inputs(plan, batch, rng, self.micro.steps)
+            kinds = kinds_of(inputs) if in_place else ()
+            jitted = jitted or self._jit(plan, state, structure)
         try:
             results = jitted(state, batch, **optional_rng(rng))
         except RuntimeError as error:
             if "has been deleted" in str(error):
                 check_alive(state)
             raise
-        self._expected = _reference(self._next_state(state, results)), jitted
+        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
     def _next_state(self, state: Any, results: Any) -> Any:
@@ -149,7 +170,7 @@ class _Step:
         for jitted in self._jits.values():
             jitted.clear_cache()
         self._jits.clear()
-        self._expected = _nothing, None
+        self._expected = _Expected()
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
         """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""

@@ -46,7 +46,7 @@ Equation = Any
 Jaxpr = Any
 
 LAYOUT_ONLY = frozenset(
-    "all_gather convert_element_type reshape transpose squeeze broadcast_in_dim slice expand_dims".split()
+    "all_gather convert_element_type reshape transpose squeeze broadcast_in_dim slice expand_dims pvary pcast".split()
 )
 """Operations whose results a user's remat policy is not asked about: gathers, and what changes layout or type alone,
 which is how a gathered parameter would slip through. They are done again, on activations too: they cost little."""
@@ -161,6 +161,8 @@ class Walk:
         lazy = any(map(is_lazy, inputs))
         if eqn.primitive.name == "sharding_constraint":
             return [self._constrain(inputs[0], eqn.params["sharding"])]
+        if eqn.primitive.name == "reshard":  # jax puts it where a mesh is set; no axis has to be named that way
+            return [inputs[0]]
         if lazy:
             kept = on_shard(eqn, inputs) or defer(eqn, inputs)
             if kept is not None:
@@ -234,9 +236,9 @@ class Walk:
         if key not in self.cache:
 
             def call(inputs: Bundle) -> Bundle:
-                constrained = map(self._constrain, inputs.values(), eqn.params["in_shardings"])
+                constrained = map(inner._constrain, inputs.values(), eqn.params["in_shardings"])
                 outputs = inner(jaxpr, list(constrained))
-                return Bundle.of(list(map(self._constrain, outputs, eqn.params["out_shardings"])))
+                return Bundle.of(list(map(inner._constrain, outputs, eqn.params["out_shardings"])))
 
             call.__name__ = eqn.params.get("name", "jit")
             self.cache[key] = jax.jit(call)

@@ -78,6 +78,8 @@ INSIDE = {
     "jvp_in_cond": lambda x: first_or_second(lambda x: recomputed(x, 0.5)[0], lambda x: x, x),
     "jit_and_grad": jax.jit(jax.grad(lambda x: (jax.nn.silu(x) * 2).sum())),
     "vmap": jax.vmap(jax.nn.relu),
+    "solve": lambda x: jnp.linalg.solve(x.T @ x + 5 * jnp.eye(x.shape[1]), x.T).T,
+    "grad_of_logsumexp": jax.grad(jax.nn.logsumexp),
 }
 
 
@@ -294,3 +296,36 @@ def test_a_gather_of_the_loss_is_not_done_again():
     gathers = re.findall(r"all_gather.*-> tensor<(\d+)x(\d+)xf32>", text)
     # The gradient of the batch is not wanted, so "up" is needed once.
     assert collections.Counter(gathers) == {("16", "32"): 1, ("32", "16"): 2, ("2", "64"): 1}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("scan", [True, False])
+def test_parameters_that_enter_whole_are_not_kept(scan, check_vma):
+    """Where jax tracks what varies over an axis it casts a parameter that does not: this is no reason to keep it."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    layers, width = 8, 64
+    params = {"k": np.random.default_rng(0).normal(size=(layers, width, width)).astype(np.float32) / width}
+    mixed = jax.shard_map(
+        lambda x, k: jnp.sin(x @ k) * 2,
+        mesh=mesh,
+        axis_names={"model"},
+        in_specs=(P("model"), P()),
+        out_specs=P("model"),
+        check_vma=check_vma,
+    )
+
+    def loss_fn(p, batch):
+        if scan:
+            return lax.scan(lambda x, k: (mixed(x, k), None), batch, p["k"])[0].mean()
+        return functools.reduce(lambda x, i: mixed(x, p["k"][i]), range(layers), batch).mean()
+
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(1.0))
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    state = jzero.shard_train_state(state, config=config, mesh=mesh)
+    step = jzero.make_train_step(loss_fn, remat="as_written")
+    lowered = step.lower(state, np.ones((16, width), np.float32))
+    gathers = len(re.findall(r"stablehlo.all_gather\"", lowered.as_text()))
+    assert gathers == (2 if scan else 2 * layers - 1), (
+        "again in the backward pass, which needs no gradient of the batch"
+    )
+    jzero.analyze(step, state, np.ones((16, width), np.float32)).verify()

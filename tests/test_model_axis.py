@@ -310,13 +310,14 @@ def test_shardings_of_calls_are_constraints(of_what, stage):
     want, want_grads = jax.value_and_grad(lambda p: loss_fn(p, batch, {}))(params)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
-    fn = jax.jit(jzero.value_and_grad(loss_fn))
-    loss, grads = fn(state, batch)
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), dict(grads), want_grads)
-    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", fn.lower(state, batch).compile().as_text())
-    assert "8,16" in products, "hidden units lie over two devices"
-    assert "8,32" not in products
+    for remat in (None, True):
+        fn = jax.jit(jzero.value_and_grad(loss_fn, remat=remat))
+        loss, grads = fn(state, batch)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), dict(grads), want_grads)
+        products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", fn.lower(state, batch).compile().as_text())
+        assert "8,16" in products, "hidden units lie over two devices"
+        assert "8,32" not in products
 
 
 def of_its_transpose(w, x):
