@@ -624,3 +624,53 @@ def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
     assert float(jzero.value_and_grad(scaled)(state, batch)[0]) == 16.0
     wrapped = functools.wraps(silent)(lambda *args: silent(*args[:2]))  # takes more than it says
     assert jzero.value_and_grad(wrapped)(state, batch, rng=key)[0].shape == ()
+
+
+@pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
+def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
+    """A batch that is like the last one is not looked at; one that differs in anything is."""
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.shard_train_state(state, stage=1)
+    plan = jzero.plan_of(state)
+    loss = lambda p, batch, rng=None: (batch["x"] @ p["w"]).mean() + batch.get("more", 0.0)
+    train, gradients, evaluate = jzero.make_train_step(loss), jzero.value_and_grad(loss), jzero.make_eval_step(loss)
+
+    def call(batch, **kwargs):
+        nonlocal state
+        if kind == "train":
+            state, metrics = train(state, batch, **kwargs)
+            return float(metrics["loss"])
+        return float(gradients(state, batch, **kwargs)[0] if kind == "gradients" else evaluate(state, batch, **kwargs))
+
+    numpy = lambda value, rows=16: {"x": np.full((rows, 8), value, np.float32)}
+    on_mesh = lambda *args: jax.device_put(numpy(*args), plan.batch_sharding)
+    elsewhere = lambda *args: jax.device_put(numpy(*args), jax.devices()[0])
+    for i, make in enumerate([on_mesh, on_mesh, numpy, on_mesh, elsewhere, on_mesh, numpy, numpy, on_mesh, on_mesh]):
+        assert call(make(i)) == i
+        assert call(make(-i, 8 * (1 + i % 3))) == -i
+    key = jax.random.key(0)
+    for rng in (None, key, key, jax.device_put(key, plan.whole_sharding), None):
+        assert call(on_mesh(2), rng=rng) == 2
+    for more in (1.0, 3.0):
+        assert call({**on_mesh(2), "more": jnp.float32(more)}) == 2 + more
+        assert call({**on_mesh(2), "more": jax.device_put(jnp.float32(more), plan.whole_sharding)}) == 2 + more
+    assert call(on_mesh(5)) == 5
+    assert call(elsewhere(7)) == 7
+    with pytest.raises(ValueError, match=r"must be divisible by 8"):
+        call(elsewhere(5, 12))
+    with pytest.raises(TypeError, match=r"x/0: float"):
+        call({"x": [1.0, 2.0]})
+    with pytest.raises(TypeError, match=r"x: float"):
+        call({"x": 1.0})
+    assert call(on_mesh(6)) == 6
+
+
+def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.shard_train_state(state, stage=1)
+    step = jzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), accumulate_steps=2)
+    rows = lambda n: jax.device_put(np.ones((n, 8), np.float32), jzero.plan_of(state).batch_sharding)
+    for _ in range(2):
+        state, _ = step(state, rows(16))
+    with pytest.raises(ValueError, match=r"divisible by 16 .* x accumulate_steps=2"):
+        step(state, rows(8))
