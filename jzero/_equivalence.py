@@ -17,6 +17,7 @@ from jzero._aux import Synced, Weighted
 from jzero._config import ZeroConfig
 from jzero._mesh import batch_axes
 from jzero._optimizer import ZeroTransformation
+from jzero._placement import place_array
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._rounding import narrow
 from jzero._state import adapt, map_state, plan_of
@@ -197,7 +198,8 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     jzero used in the step, and skips the steps that jzero skipped because of it.
 
     The reference holds the whole state on one device, and the end of the run with jzero on each: take a small model.
-    Dropout differs between the runs: switch it off.
+    Where the mesh has axes beside the batch's, for losses that name them, each device is that one. Dropout differs
+    between the runs: switch it off.
 
     Args:
       loss_fn: As for `make_train_step`, without `rng`.
@@ -272,11 +274,15 @@ class _Reference:
         self.has_aux = has_aux
         self.mutable = mutable
         self.clip_norm = clip_norm
-        # ZeRO's axes, of size one, for models that name them.
         self.axes = batch_axes(plan.config)
-        assert isinstance(plan.mesh, Mesh)
-        self.mesh = Mesh(np.array(plan.mesh.local_devices[:1]).reshape((1,) * len(self.axes)), self.axes)
-        self._jitted = jax.jit(self._step)
+        mesh = plan.mesh
+        assert isinstance(mesh, Mesh)
+        if set(mesh.axis_names) == set(self.axes):
+            mesh = Mesh(np.array(mesh.local_devices[:1]).reshape((1,) * len(self.axes)), self.axes)
+        # A loss that names further axes needs the mesh that it names: there each device has, and computes, everything.
+        self.mesh = mesh
+        self.whole = NamedSharding(mesh, PartitionSpec())
+        self._jitted = jax.jit(self._step, out_shardings=self.whole)
 
     def start(self, state: Any) -> Any:
         """Returns a plain state on one device: the values that jzero stores, in the dtypes that optax computes in."""
@@ -292,9 +298,10 @@ class _Reference:
 
     def __call__(self, state: Any, batch: PyTree, ran: Mapping[str, float]) -> tuple[Any, StepPair]:
         """Returns the state after one step, and the step beside that of jzero, `ran`."""
-        new, loss, norm, weight = self._jitted(
-            state, jax.tree.map(self._place, batch), jnp.float32(ran.get("loss_scale", 1))
-        )
+        with jax.set_mesh(self.mesh):
+            new, loss, norm, weight = self._jitted(
+                state, jax.tree.map(self._place, batch), jnp.float32(ran.get("loss_scale", 1))
+            )
         applied = bool(ran["step_applied"])
         pair = StepPair(ran["loss"], float(loss), ran["grad_norm"], float(norm), applied)
         skips = float(weight) == 0 or (self.plan.config.policy.skips and not applied)
@@ -303,9 +310,10 @@ class _Reference:
     def _place(self, x: Any) -> jax.Array:
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
-        elif not x.is_fully_addressable:  # of several processes: whole on each
+            return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.whole)
+        if not x.is_fully_addressable:  # of several processes: whole on each
             x = x.addressable_data(0)
-        return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+        return place_array(x, x.dtype, self.whole)
 
     def _step(self, state: Any, batch: PyTree, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
@@ -327,13 +335,11 @@ class _Reference:
             for i, (x, leaf) in enumerate(zip(seen, leaves, strict=True))
             if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
         }
-        (_, (total, weight, changed)), found = jax.shard_map(
-            jax.value_and_grad(scaled_loss, has_aux=True),
-            mesh=self.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(trained, seen, batch, carried)
+        value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
+        for name in self.axes:  # of size one, for models that name them
+            value_and_grad = jax.vmap(value_and_grad, in_axes=None, axis_name=name, axis_size=1)
+        results = value_and_grad(trained, seen, batch, carried)
+        (_, (total, weight, changed)), found = jax.tree.map(lambda x: x.reshape(x.shape[len(self.axes) :]), results)
         divisor = jnp.where(weight == 0, 1, weight)
         grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))

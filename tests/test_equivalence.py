@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -14,6 +16,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero import _collectives
@@ -254,6 +259,53 @@ def test_two_axes_and_a_mesh_of_some_devices():
     )
     report.check()
     assert report.num_shards == 3
+
+
+def constrained(mesh, h):
+    return lax.with_sharding_constraint(jax.nn.silu(h), NamedSharding(mesh, P(None, "model")))
+
+
+def named(mesh, h):
+    h = lax.with_sharding_constraint(jax.nn.silu(h), P(None, "model"))
+    return h / lax.pmean(jnp.square(h).mean(), "data")
+
+
+def manual(mesh, h):
+    halves = {"mesh": mesh, "axis_names": {"model"}, "in_specs": P(None, "model"), "out_specs": P()}
+    return jax.shard_map(
+        lambda x: lax.all_gather(jax.nn.silu(x), "model", axis=1, tiled=True), **halves, check_vma=False
+    )(h)
+
+
+@pytest.mark.parametrize(
+    ("inside", "is_set"), [(constrained, False), (constrained, True), (named, True), (manual, False)]
+)
+def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
+    """The reference keeps the mesh that the loss names, and is still one device's training."""
+    mesh = jzero.make_mesh(data=4, model=2)
+
+    def with_activation(activation, params, batch):
+        return jnp.square(activation(batch["x"] @ params["w"]) - batch["y"]).mean()
+
+    loss_fn = functools.partial(with_activation, functools.partial(inside, mesh))
+
+    def of_local_rows(params, batch):
+        return loss_fn(params, {**batch, "y": batch["y"] - batch["y"].mean()})
+
+    def plain(h):
+        h = jax.nn.silu(h)
+        return h / jnp.square(h).mean() if inside is named else h
+
+    state = jzero.TrainState.create(params={"w": jnp.tile(line_state().params["w"], 2)}, tx=optax.adam(1e-2))
+    batches = [{**x, "y": jnp.tile(x["y"], 2)} for x in BATCHES]
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        report = compare(loss_fn, state, stage=3, batches=batches, mesh=mesh)
+        wrong = compare(of_local_rows, state, stage=3, batches=batches, mesh=mesh)
+    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-5)
+    with pytest.raises(AssertionError, match="The loss deviates"):
+        wrong.check()
+    _, losses, norms = plain_run(functools.partial(with_activation, plain), state, batches)
+    assert_reference(report, losses, norms)
 
 
 class NormedModel(nnx.Module):
