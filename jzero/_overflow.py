@@ -66,6 +66,8 @@ class OverflowWatch:
           new: The train state after the step.
           metrics: What the step measured.
         """
+        if "loss_scale" not in metrics:
+            return False
         rules = new.tx.plan.config.policy.loss_scale
         if not isinstance(rules, DynamicLossScale) or isinstance(metrics["loss_scale"], jax.core.Tracer):
             return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -82,8 +82,7 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Adapted:
+class Adapted(NamedTuple):
     """An object of some library, seen as a train state.
 
     Attributes:

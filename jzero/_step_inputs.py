@@ -28,8 +28,8 @@ __all__ = [
 
 PyTree = Any
 
-InputKind: TypeAlias = tuple[Any, tuple[int, ...], Any]
-"""Type, shape and sharding of an array."""
+InputKind: TypeAlias = tuple[Any, Any]
+"""Type and sharding of an array. Of another shape `jax.jit` traces again, and the trace looks at it."""
 
 
 def optional_rng(rng: Any) -> dict[str, Any]:
@@ -65,16 +65,17 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
 
 def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
     """Returns what arrays are like."""
-    return [(type(x), x.shape, x.sharding) for x in inputs]
+    return [(type(x), x.sharding) for x in inputs]
 
 
 def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
     """Whether there are as many inputs as kinds, each of its kind."""
     if len(inputs) != len(kinds):
         return False
-    pairs = zip(inputs, kinds, strict=True)
-    # A list is made twice as fast as it is generated.
-    return all([type(x) is k[0] and x.shape == k[1] and x.sharding == k[2] for x, k in pairs])  # noqa: C419
+    for x, (kind, sharding) in zip(inputs, kinds, strict=True):
+        if type(x) is not kind or (x.sharding is not sharding and x.sharding != sharding):
+            return False
+    return True
 
 
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:

@@ -122,7 +122,7 @@ class _Step:
     def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[Any] = []
-        if expected.state() is not state or _compat.CRASHES_ON_DELETED:
+        if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
             leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
             expected = _Expected()
         jitted, kinds = expected.jitted, expected.inputs
@@ -135,7 +135,7 @@ class _Step:
             jitted = jitted or self._jit(plan, state, structure)
         try:
             results = jitted(state, batch, **optional_rng(rng))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):
                 check_alive(state)
             raise

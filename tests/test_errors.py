@@ -292,11 +292,13 @@ def test_state_edited_by_hand_is_refused():
 
 # In a process of its own: jax 0.10 does not raise for arrays that a step has consumed, it crashes.
 USES_OF_A_CONSUMED_STATE = """
+import sys
 from tests import conftest
+import jax
 import jzero
 from tests.test_errors import BATCH, loss_fn, sharded_state
 
-state = sharded_state()
+state = sharded_state(jzero.make_mesh(devices=jax.devices()[: int(sys.argv[1])]))
 step = jzero.make_train_step(loss_fn)
 known = jzero.make_eval_step(loss_fn)
 known(state, BATCH)
@@ -316,9 +318,10 @@ for name, use in uses.items():
 """
 
 
-def test_consumed_state_is_refused():
+@pytest.mark.parametrize("num_devices", [8, 1])
+def test_consumed_state_is_refused(num_devices):
     finished = subprocess.run(
-        [sys.executable, "-c", USES_OF_A_CONSUMED_STATE],
+        [sys.executable, "-c", USES_OF_A_CONSUMED_STATE, str(num_devices)],
         cwd=ROOT,
         capture_output=True,
         text=True,
