@@ -36,7 +36,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jzero import _compat
 from jzero._lazy import Lazy, after
-from jzero._own_derivatives import instantiated
+from jzero._own_derivatives import Beside, instantiated
 from jzero._remat import REMAT
 
 __all__ = ["chosen_ahead", "scan_ahead"]
@@ -153,6 +153,7 @@ def scan_ahead(
     xs = [ahead.get(i, x) for i, x in enumerate(xs)]
     diff, rest = zip(*(_separated(tree) for tree in (closed, init, xs)), strict=True)
     differentiable = [tuple(values) for values in diff]
+    beside = Beside()
 
     @jax.custom_vjp
     def region(diff: Any, rest: Any) -> Any:
@@ -162,9 +163,10 @@ def scan_ahead(
         wanted = [frozenset(i for i, x in values.items() if x.perturbed) for values in diff]
         diff, rest = jax.tree.map(lambda x: x.value, (diff, rest))
         closed, init, xs = map(_joined, diff, rest)
-        turn = _Turn.traced(loop, closed, init, xs, wanted)
-        results, kept = loop.forward_keeping(turn, closed, init, xs)
-        return results, (closed, xs, kept, turn)
+        turn = _Turn.traced(loop, closed, init, xs, wanted, beside)
+        (end, ys), kept = loop.forward_keeping(turn, closed, init, xs)
+        beside.put([*end, *ys])
+        return (end, ys), (closed, xs, kept, turn)
 
     def backward(residuals: Any, cotangents: Any) -> tuple[Any, None]:
         closed, xs, kept, turn = residuals
@@ -172,7 +174,9 @@ def scan_ahead(
         return [{i: some.get(i) for i in which} for some, which in zip(found, differentiable, strict=True)], None
 
     region.defvjp(forward, backward, symbolic_zeros=True)
-    return region(list(diff), list(rest))
+    end, ys = region(list(diff), list(rest))
+    results = beside.instead([*end, *ys])
+    return results[: len(end)], results[len(end) :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,12 +211,9 @@ class _Loop:
         self, closed: Any, xs: list[Any], kept: list[Any], turn: _Turn, cotangents: tuple[list[Any], list[Any]]
     ) -> tuple[dict[int, Any], dict[int, Any], dict[int, Any]]:
         """Returns the gradients of `closed`, `init` and `xs` by index of what `_separated` tells apart."""
-        of_end, of_ys = (
-            {i: x for i, (x, like) in enumerate(zip(some, likes, strict=True)) if _inexact(like)}
-            for some, likes in zip(cotangents, turn.results, strict=True)
-        )
-        of_end = {i: instantiated(x) for i, x in of_end.items()}
-        of_ys = {i: x for i, x in of_ys.items() if not isinstance(x, SymbolicZero)}
+        of_end = {i: instantiated(cotangents[0][i]) for i in turn.carried}
+        of_ys = dict(enumerate(cotangents[1]))
+        of_ys = {i: x for i, x in of_ys.items() if _inexact(x) and not isinstance(x, SymbolicZero)}
         none_yet = {i: jnp.zeros_like(x) for i, x in _separated(closed)[0].items() if i in turn.wanted[0]}
 
         def one(state: Any, row: Any) -> Any:
@@ -278,6 +279,7 @@ class _Turn:
       pullback: The tree of what the gradient needs.
       results: The dtypes and shapes of the carry and the row of results.
       wanted: What of `closed` and of `row` has a gradient.
+      carried: What of the carry has one.
       origin: Where the backward pass gets each thing that the gradient needs: ("kept", i), ("input", i) or ("made", i),
         output i of `jaxpr` made again.
       kept: Which outputs of `jaxpr` are kept.
@@ -287,22 +289,30 @@ class _Turn:
     pullback: Any
     results: Any
     wanted: Sequence[frozenset[int]]
+    carried: Sequence[int]
     origin: Sequence[tuple[str, int]]
     kept: Sequence[int]
 
     @classmethod
     def traced(
-        cls, loop: _Loop, closed: Any, init: list[Any], xs: list[Any], wanted: Sequence[frozenset[int]]
+        cls,
+        loop: _Loop,
+        closed: Any,
+        init: list[Any],
+        xs: list[Any],
+        wanted: Sequence[frozenset[int]],
+        beside: Beside,
     ) -> _Turn:
-        """Differentiates one turn."""
-        names = (wanted[0], frozenset(range(len(init))), wanted[2])
+        """Differentiates one turn; `wanted` says what of its inputs has a gradient in the first turn."""
 
         def one(*trees: Any) -> Any:
             parts = [_separated(tree) for tree in trees]
-            asked = [{i: x for i, x in diff.items() if i in n} for (diff, _), n in zip(parts, names, strict=True)]
+            asked = [{i: x for i, x in diff.items() if i in n} for (diff, _), n in zip(parts, wanted, strict=True)]
 
             def results(*asked: dict[int, Any]) -> Any:
-                return loop.body(*(_joined({**d, **a}, rest) for (d, rest), a in zip(parts, asked, strict=True)))
+                carry, ys = loop.body(*(_joined({**d, **a}, rest) for (d, rest), a in zip(parts, asked, strict=True)))
+                values = beside.noting([*carry, *ys])
+                return values[: len(carry)], values[len(carry) :]
 
             return jax.vjp(results, *asked)
 
@@ -310,10 +320,22 @@ class _Turn:
         whole = {i: jax.eval_shape(lambda x, at: _shard(x, at).make_whole(), xs[i], at) for i in loop.ahead}
         row = jax.eval_shape(loop.row, xs, at, whole)
         jaxpr, (results, pullback) = jax.make_jaxpr(one, return_shape=True)(closed, init, row)
+        carried = wanted[1] | {i for i, _ in enumerate(init) if beside.moved[i]}
+        if carried != wanted[1]:  # what one turn makes of parameters, the next one gets
+            return cls.traced(loop, closed, init, xs, (wanted[0], carried, wanted[2]), beside)
+        beside.moved[: len(init)] = [i in carried for i, _ in enumerate(init)]
         kinds = ["free"] * len(jax.tree.leaves(closed)) + ["carry"] * len(init)
         kinds += [k for x in row for k in ["free" if isinstance(x, Lazy) else "row"] * len(jax.tree.leaves(x))]
         origin, kept = _origins(jaxpr, kinds, len(jax.tree.leaves(results)))
-        return cls(jaxpr, jax.tree.structure(pullback), results, (wanted[0], wanted[2]), origin, kept)
+        return cls(
+            jaxpr,
+            jax.tree.structure(pullback),
+            results,
+            wanted=(wanted[0], wanted[2]),
+            carried=sorted(carried),
+            origin=origin,
+            kept=kept,
+        )
 
     def run(self, closed: Any, carry: list[Any], row: list[Any]) -> tuple[Any, list[Any]]:
         """Returns the new carry and the row of results, and what is to be kept."""

@@ -23,7 +23,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jzero import _compat
 
-__all__ = ["instantiated", "with_own_derivative"]
+__all__ = ["Beside", "instantiated", "with_own_derivative"]
 
 Equation = Any
 Function = Callable[..., list[Any]]
@@ -102,3 +102,49 @@ def instantiated(x: Any) -> Any:
         return x
     zeros, varying = jnp.zeros(x.shape, x.dtype), tuple(x.manual_axis_type.varying)
     return lax.pcast(zeros, varying, to="varying") if varying else zeros
+
+
+class Beside:
+    """What a function with a derivative of its own returns although it has none, handed on beside it.
+
+    A `custom_vjp` hands on everything as if it were differentiated, as soon as one of its inputs is, and what cannot be
+    differentiated then takes none of it. So its rule notes what is not, and the caller takes that in place of results.
+    Both are traced in one place: where the function is only traced when it is called, nothing is taken.
+
+    Attributes:
+      moved: Of each result, whether it has a derivative; empty until that is known.
+    """
+
+    def __init__(self) -> None:
+        self.moved: list[bool] = []
+        self._values: dict[int, Any] = {}
+        self._is_called = False
+
+    def noting(self, values: list[Any]) -> list[Any]:
+        """Returns values as they are; notes which of them the `jax.vjp` around this differentiates."""
+
+        @jax.custom_vjp
+        def same(values: list[Any]) -> list[Any]:
+            return values
+
+        def forward(values: list[Any]) -> tuple[list[Any], None]:
+            self.moved = [x.perturbed for x in values]
+            return [x.value for x in values], None
+
+        def backward(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+            return ([instantiated(x) for x in cotangents],)
+
+        same.defvjp(forward, backward, symbolic_zeros=True)
+        self.moved = [False] * len(values)
+        return same(values)
+
+    def put(self, results: list[Any]) -> list[Any]:
+        """Takes from the rule what it returns; returns that."""
+        if not self._is_called:
+            self._values = {i: x for i, x in enumerate(results) if not self.moved[i]}
+        return results
+
+    def instead(self, results: list[Any]) -> list[Any]:
+        """Returns what the function returned, as it is to be handed on."""
+        values, self._values, self._is_called = self._values, {}, True
+        return [values.get(i, x) for i, x in enumerate(results)]

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jzero._lazy import Lazy, after, fenced, first_elements, is_lazy
-from jzero._own_derivatives import instantiated
+from jzero._own_derivatives import Beside, instantiated
 from jzero._placement import is_on_host
 from jzero._uses import Block, Blocks, Uses, arrived_tokens
 
@@ -70,6 +70,7 @@ def settled(
     num_tokens, num_earlier = len(tokens), len(earlier)
     shards: list[int] = []
     fixed: list[bool] = []
+    beside = Beside()
 
     @jax.custom_vjp
     def region(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[list[Any], jax.Array, jax.Array]:
@@ -78,10 +79,10 @@ def settled(
     def forward(inputs: list[Any], tokens: Tokens, earlier: Tokens) -> tuple[Any, Any]:
         inputs, fixed[:] = _values_and_fixed(inputs)
         # What depends on the batch alone is closed over: it may be used by what has no derivative.
-        results, vjp = jax.vjp(lambda moving: fn(_merged(fixed, inputs, moving)), _moving(fixed, inputs))
+        results, vjp = jax.vjp(lambda moving: beside.noting(fn(_merged(fixed, inputs, moving))), _moving(fixed, inputs))
         of_params = {id(x.shard) for x in _parameters(inputs)}
         shards[:] = [i for i, x in enumerate(jax.tree.leaves(vjp)) if id(x) in of_params]
-        return (results, jnp.zeros(()), jnp.zeros(())), vjp
+        return (beside.put(results), jnp.zeros(()), jnp.zeros(())), vjp
 
     def backward(vjp: Any, cotangents: tuple[list[Any], jax.Array, jax.Array]) -> tuple[Any, Tokens, Tokens]:
         of_results, of_token, of_block = jax.tree.map(instantiated, cotangents, is_leaf=_is_zero)
@@ -106,7 +107,7 @@ def settled(
         blocks.add(block)
     if use is not None:
         use.token = token
-    return results
+    return beside.instead(results)
 
 
 def _is_input(x: Any) -> bool:

@@ -206,6 +206,24 @@ def embedding_lookup(p, batch):
     return _out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
 
 
+def loop_after_layers_that_count(p, batch):
+    """Layers also hand on what has no derivative, to what cannot be differentiated."""
+
+    def layer(carry, w):
+        h, count = carry
+        h = jnp.tanh(h @ w["w"] + w["b"][None])
+        one = lax.stop_gradient(h * 0 + 1)
+        return (h, count + one.max()), one.mean()
+
+    carry, ones = lax.scan(layer, (batch["x"], 0.0), p["stack"])
+    for checkpointed in (layer, jax.checkpoint(layer), jax.checkpoint(layer)):
+        carry, one = checkpointed(carry, {"w": p["w"], "b": p["b"]})
+        ones = jnp.append(ones, one)
+    h, count = carry
+    count = lax.while_loop(lambda x: x < 50, lambda x: 2 * x, count + ones.sum())
+    return _out(p, h, batch) * count
+
+
 LOSSES = [
     plain,
     scan,
@@ -231,6 +249,7 @@ LOSSES = [
     reused_cheap_results,
     recurrence_over_parameters,
     embedding_lookup,
+    loop_after_layers_that_count,
 ]
 
 
@@ -267,6 +286,26 @@ def test_gradients_equal_plain_jax_at_stage_3(loss_fn):
     if loss_fn is branches:
         batch["x"] = np.abs(batch["x"])
     _assert_equal(_sharded(3, 8), loss_fn, batch)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
+def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
+    """Also that of what layers hand on which does not depend on parameters."""
+    monkeypatch.setattr("jzero._ahead.MOST_IN_VAIN", 1.0)
+
+    def loss_fn(p, batch):
+        def layer(carry, w):
+            h, x = carry
+            return (jnp.tanh(h @ w["w"] + w["b"][None]), jnp.sin(x)), jnp.cos(x).mean()
+
+        carry, ys = lax.scan(layer, (batch["x"], batch["x"]), p["stack"])
+        (h, x), y = jax.checkpoint(layer)(carry, {"w": p["w"], "b": p["b"]})
+        return _out(p, h, batch) + x.mean() + ys.sum() + y
+
+    state = _sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    got = jax.jit(jax.grad(lambda batch: jzero.value_and_grad(loss_fn)(state, batch)[0]))(_batch())
+    want = jax.grad(loss_fn, argnums=1)(_params(), _batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 10**6])

@@ -43,6 +43,7 @@ OFTEN = {
     test_engine.python_loop_over_the_stack,
     test_engine.nested_jit,
     test_engine.tied,
+    test_engine.loop_after_layers_that_count,
     branches,
 }
 
