@@ -463,6 +463,7 @@ _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
     "custom_jvp_call": Walk._with_own_derivative,
     "custom_vjp_call": Walk._with_own_derivative,
     "custom_linear_solve": Walk._retraced,
+    "custom_vmap_call": Walk._retraced,
     "reduce": Walk._retraced,
     "shard_map": Walk._shard_map,
 }

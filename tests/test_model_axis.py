@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax import lax
+from jax import custom_batching, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -196,6 +196,16 @@ def recomputed(x):
 recomputed.defjvp(lambda x, t: jax.jvp(jax.checkpoint(lambda x: jax.nn.silu(jnp.sin(x))), x, t))
 
 
+@custom_batching.custom_vmap
+def batched_on_its_own(x):
+    return 2 * jnp.sin(x)
+
+
+@batched_on_its_own.def_vmap
+def _(_size, is_batched, x):
+    return 2 * jnp.sin(x), is_batched[0]
+
+
 OWN = {
     "relu": lambda x, rows: jax.nn.relu(x),
     "where": lambda x, rows: jnp.where(x > 0, x, 0.1 * x),
@@ -205,6 +215,7 @@ OWN = {
     "sort": lambda x, rows: jnp.sort(x, axis=1),
     "solve": lambda x, rows: jnp.linalg.solve(x[:4, :4] @ x[:4, :4].T + jnp.eye(4), x[:4, :4]),
     "reduce": lambda x, rows: lax.reduce(x, jnp.float32(1), lambda a, b: a * 0.5 + b, (0,)),
+    "custom_vmap": lambda x, rows: batched_on_its_own(lax.stop_gradient(x)) * x,
     "vjp": lambda x, rows: scaled(x, rows, 1.5)[0],
     "jvp": lambda x, rows: shifted(x, rows, jnp.max(x)),
     "jvp_in_scan": lambda x, rows: lax.scan(lambda c, y: (c + shifted(y, rows[0], c), None), 0.0, x.T[:, :4])[0],
@@ -222,7 +233,7 @@ def test_functions_of_what_is_constrained(name, stage):
     assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
 
 
-@pytest.mark.parametrize("name", ["relu", "sort", "solve", "reduce", "jvp_in_scan", "jvp_of_remat_in_cond"])
+@pytest.mark.parametrize("name", ["relu", "sort", "solve", "reduce", "custom_vmap", "jvp_in_scan", "jvp_of_remat_in_cond"])
 def test_functions_of_what_is_computed_under_a_mesh(name):
     """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
