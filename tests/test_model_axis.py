@@ -233,7 +233,9 @@ def test_functions_of_what_is_constrained(name, stage):
     assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
 
 
-@pytest.mark.parametrize("name", ["relu", "sort", "solve", "reduce", "custom_vmap", "jvp_in_scan", "jvp_of_remat_in_cond"])
+@pytest.mark.parametrize(
+    "name", ["relu", "sort", "solve", "reduce", "custom_vmap", "jvp_in_scan", "jvp_of_remat_in_cond"]
+)
 def test_functions_of_what_is_computed_under_a_mesh(name):
     """All types carry the mesh where one is set."""
     mesh = jzero.make_mesh(data=4, model=2)
