@@ -150,6 +150,7 @@ def scan_ahead(
       What the last turn hands on, and the rows of results, stacked.
     """
     loop = _Loop(body, frozenset(ahead), **options)
+    init = [x if hasattr(x, "dtype") else jnp.asarray(x) for x in init]
     xs = [ahead.get(i, x) for i, x in enumerate(xs)]
     diff, rest = zip(*(_separated(tree) for tree in (closed, init, xs)), strict=True)
     differentiable = [tuple(values) for values in diff]

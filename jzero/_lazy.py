@@ -206,19 +206,26 @@ class Bundle:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Bundle:
-        """Bundles arrays and lazy values."""
+        """Bundles arrays and lazy values; parameters that occur behind a `stop_gradient` alone lose their slot."""
         leaves: list[Any] = []
         index: dict[int, int] = {}
+        moving: set[int] = set()
 
-        def template(x: Any) -> Any:
+        def template(x: Any, *, moves: bool) -> Any:
             if isinstance(x, Deferred):
-                return x.operation, tuple(map(template, x.inputs))
-            if id(x) not in index:
-                index[id(x)] = len(leaves)
+                moves = moves and x.operation.eqn.primitive.name != "stop_gradient"
+                return x.operation, tuple(template(y, moves=moves) for y in x.inputs)
+            i = index.setdefault(id(x), len(leaves))
+            if i == len(leaves):
                 leaves.append(x)
-            return index[id(x)]
+            if moves:
+                moving.add(i)
+            return i
 
-        made = tuple(map(template, values))
+        made = tuple(template(x, moves=True) for x in values)
+        for i in set(range(len(leaves))) - moving:
+            if isinstance(leaves[i], Lazy):
+                leaves[i] = dataclasses.replace(leaves[i], slot=None)
         return cls(tuple(leaves), made)
 
     def of_leaves(self) -> Callable[[Sequence[Any]], Bundle]:

@@ -418,7 +418,9 @@ class Walk:
             inside = [self._meshes_in(eqn) for eqn in jaxpr.eqns]
             named = any(map(_names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
-            carried = any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
+            # Lowering an `axis_index` asks the mesh that it was traced in for axes that are not manual.
+            asks = any(eqn.primitive.name == "axis_index" for eqn in jaxpr.eqns)
+            carried = asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
             self.cache[id(jaxpr)] = Meshes(named, named or carried)
         return cast("Meshes", self.cache[id(jaxpr)])
 

@@ -224,6 +224,31 @@ def loop_after_layers_that_count(p, batch):
     return _out(p, h, batch) * count
 
 
+def loops_after_whole_numbers(p, batch):
+    """Calls and loops in loops hand on whole numbers, flags and keys, to what cannot be differentiated."""
+    whole = {"w": p["w"], "b": p["b"]}
+
+    def layer(carry, w):
+        h, (count, flag, key) = carry
+        h = jnp.tanh(h @ w["w"] + w["b"][None])
+        return (h, (count + 1, ~flag, jax.random.fold_in(key, count))), count
+
+    def layers(carry, _):
+        carry, counts = lax.scan(layer, carry, p["stack"])
+        carry, count = layer(carry, whole)
+        return carry, counts.sum() + count
+
+    carry = (batch["x"], (0, True, jax.random.key(0)))
+    carry, counts = lax.scan(layer, carry, p["stack"])
+    carry, more = lax.scan(layers, carry, None, length=2)
+    (h, (count, flag, key)), last = jax.jit(jax.checkpoint(layer))(carry, whole)
+    rows = jnp.searchsorted(p["b"], jnp.linspace(-1, 1, 4)).astype(jnp.int32)
+    size = jnp.abs(lax.stop_gradient(p["w"]) - 1).sum()
+    start = (size + count + counts.sum() + more.sum() + last + flag + rows[0] * 0, key)
+    size, key = lax.while_loop(lambda x: x[0] < 1e4, lambda x: (2 * x[0], jax.random.split(x[1])[0]), start)
+    return _out(p, h, batch) * size * 1e-4 * jax.random.uniform(key)
+
+
 LOSSES = [
     plain,
     scan,
@@ -250,6 +275,7 @@ LOSSES = [
     recurrence_over_parameters,
     embedding_lookup,
     loop_after_layers_that_count,
+    loops_after_whole_numbers,
 ]
 
 

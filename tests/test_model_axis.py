@@ -243,6 +243,40 @@ def test_functions_of_what_is_computed_under_a_mesh(name):
         assert_as_on_one_device(OWN[name], 3, mesh)
 
 
+def weighted(x, w):
+    return x @ w * (1 + lax.axis_index("data"))
+
+
+WEIGHTED = {
+    "scan": lambda x, w: lax.scan(lambda c, x: (c, weighted(x, w)), None, x[:, None])[1],
+    "while": lambda x, w: (
+        weighted(x, w) * lax.while_loop(lambda i: i % 4 != lax.axis_index("data"), lambda i: i + 1, 4)
+    ),
+    "cond": lambda x, w: lax.cond(lax.axis_index("data") < 4, weighted, lambda x, w: 0 * x @ w, x, w),
+    "jit": jax.jit(weighted),
+    "remat": jax.checkpoint(weighted),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_places_along_an_axis_beside_another(name, stage):
+    """`lax.axis_index` in what holds jaxprs."""
+    mesh = jzero.make_mesh(data=4, model=2)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(16, 32)).astype(np.float32)}
+    batch = rng.normal(size=(12, 16)).astype(np.float32)
+    rows = np.repeat(np.arange(4), 3)[:, None]
+    weights = (1 + rows) * (4 + rows if name == "while" else 1)
+    want, grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"] * weights).mean())(params)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    loss, got = jzero.value_and_grad(lambda p, x: jnp.square(WEIGHTED[name](x, p["w"])).mean())(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(got["w"], grads["w"], rtol=1e-5, atol=1e-6 * np.abs(grads["w"]).max())
+
+
 def assert_as_on_one_device(fn, stage, mesh):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32) / 4, "d": rng.normal(size=(16,)).astype(np.float32)}

@@ -44,6 +44,7 @@ OFTEN = {
     test_engine.nested_jit,
     test_engine.tied,
     test_engine.loop_after_layers_that_count,
+    test_engine.loops_after_whole_numbers,
     branches,
 }
 
