@@ -24,6 +24,7 @@ from jzero._state import adapt, map_state, plan_of
 from jzero._train_state import shard_train_state, unshard_train_state
 from jzero._train_step import make_train_step
 from jzero._tree import path_str
+from jzero._walk import Walk
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
 
@@ -198,8 +199,8 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     jzero used in the step, and skips the steps that jzero skipped because of it.
 
     The reference holds the whole state on one device, and the end of the run with jzero on each: take a small model.
-    Where the mesh has axes beside the batch's, for losses that name them, each device is that one. Dropout differs
-    between the runs: switch it off.
+    Where the mesh has axes beside the batch's, which the loss may name, each device holds and computes all of it.
+    Dropout differs between the runs: switch it off.
 
     Args:
       loss_fn: As for `make_train_step`, without `rng`.
@@ -264,7 +265,11 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
 
 
 class _Reference:
-    """Training on one device. Of jzero it knows the dtypes of the plan, and how a state is written."""
+    """Training on one device.
+
+    Of jzero it knows the dtypes of the plan, how a state is written, and how a loss that names a mesh is evaluated on
+    another one.
+    """
 
     def __init__(
         self, loss_fn: Loss, plan: ZeroPlan, *, has_aux: bool, mutable: tuple[str, ...], clip_norm: float | None
@@ -275,13 +280,9 @@ class _Reference:
         self.mutable = mutable
         self.clip_norm = clip_norm
         self.axes = batch_axes(plan.config)
-        mesh = plan.mesh
-        assert isinstance(mesh, Mesh)
-        if set(mesh.axis_names) == set(self.axes):
-            mesh = Mesh(np.array(mesh.local_devices[:1]).reshape((1,) * len(self.axes)), self.axes)
-        # A loss that names further axes needs the mesh that it names: there each device has, and computes, everything.
-        self.mesh = mesh
-        self.whole = NamedSharding(mesh, PartitionSpec())
+        self.mesh = _mesh_of_one(plan.mesh, self.axes)
+        self.mesh_of_loss = jax.sharding.get_abstract_mesh()
+        self.whole = NamedSharding(self.mesh, PartitionSpec())
         self._jitted = jax.jit(self._step, out_shardings=self.whole)
 
     def start(self, state: Any) -> Any:
@@ -335,11 +336,15 @@ class _Reference:
             for i, (x, leaf) in enumerate(zip(seen, leaves, strict=True))
             if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
         }
-        value_and_grad = jax.value_and_grad(scaled_loss, has_aux=True)
-        for name in self.axes:  # of size one, for models that name them
-            value_and_grad = jax.vmap(value_and_grad, in_axes=None, axis_name=name, axis_size=1)
-        results = value_and_grad(trained, seen, batch, carried)
-        (_, (total, weight, changed)), found = jax.tree.map(lambda x: x.reshape(x.shape[len(self.axes) :]), results)
+        args = (trained, seen, batch, carried)
+        (_, (total, weight, changed)), found = jax.shard_map(
+            jax.value_and_grad(self._on_mesh(scaled_loss, args), has_aux=True),
+            mesh=self.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(self.axes),
+            check_vma=False,
+        )(*args)
         divisor = jnp.where(weight == 0, 1, weight)
         grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
@@ -351,6 +356,19 @@ class _Reference:
         new = state.apply_gradients(grads=treedef.unflatten(for_optax))
         new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
         return new, total / divisor, norm, weight
+
+    def _on_mesh(self, loss: Callable[..., Any], args: Sequence[PyTree]) -> Callable[..., Any]:
+        """Returns `loss`, and where it names a mesh itself, the same on that of the reference."""
+        leaves, treedef = jax.tree.flatten(args)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(jax.typeof, leaves)]
+        axis_env = [(name, 1) for name in self.axes]
+        with jax.sharding.use_abstract_mesh(self.mesh_of_loss):
+            trace = jax.make_jaxpr(loss, axis_env=axis_env, return_shape=True)
+            jaxpr, out_shape = trace(*treedef.unflatten(shapes))
+        walk = Walk(frozenset(self.axes), regather=False, shares=False)
+        if not walk.is_of_mesh(jaxpr):
+            return loss
+        return lambda *args: jax.tree.unflatten(jax.tree.structure(out_shape), walk(jaxpr, jax.tree.leaves(args)))
 
     def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and what is carried."""
@@ -364,6 +382,19 @@ class _Reference:
             return result, {name: x.value if isinstance(x, Synced) else x for name, x in changed.items()}
 
         return call, carried
+
+
+def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
+    """Returns a mesh whose `axes` have size one, for models that name them.
+
+    Without further axes it is of one device. Else it is of all, in their order, so that all processes run one program:
+    along the axes of copies each device does the same.
+    """
+    assert isinstance(mesh, Mesh)
+    if set(mesh.axis_names) == set(axes):
+        return Mesh(np.array(mesh.local_devices[:1]).reshape((1,) * len(axes)), axes)
+    others = [f"copies along {name}" if name in axes else name for name in mesh.axis_names]
+    return Mesh(mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in axes)), (*others, *axes))
 
 
 def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:

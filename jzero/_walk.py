@@ -408,6 +408,10 @@ class Walk:
 
     # What names the mesh.
 
+    def is_of_mesh(self, jaxpr: Any) -> bool:
+        """Whether a jaxpr names a mesh, or has one in a type."""
+        return self._meshes_of(_compat.open_jaxpr(jaxpr)[0]).carried
+
     def _meshes_in(self, eqn: Equation) -> Meshes:
         """What the jaxprs that an equation holds say about meshes."""
         held = [self._meshes_of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]

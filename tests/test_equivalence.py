@@ -308,6 +308,84 @@ def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
     assert_reference(report, losses, norms)
 
 
+def gathered_and_scattered(h, axes):
+    return lax.psum_scatter(lax.all_gather(h, axes, tiled=True), axes, tiled=True) / lax.axis_size(axes)
+
+
+def there_and_back(h, axes):
+    for name in axes:
+        h = lax.all_to_all(lax.all_to_all(h, name, 1, 0, tiled=True), name, 0, 1, tiled=True)
+    return h
+
+
+def called_back(h, axes):
+    return h * jax.pure_callback(
+        lambda i: np.float32(i >= 0), jax.ShapeDtypeStruct((), np.float32), lax.axis_index(axes)
+    )
+
+
+EXCHANGES = {
+    "gather": lambda h, axes: h - lax.all_gather(h, axes, tiled=True).mean(0, keepdims=True),
+    "scatter": gathered_and_scattered,
+    "all_to_all": there_and_back,
+    "callback": called_back,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "names"),
+    [
+        ("callback", {"data": 8}, False),  # jax has none beside automatic axes
+        *(
+            (name, sizes, names)
+            for name in ("gather", "scatter", "all_to_all")
+            for sizes, names in [
+                ({"data": 4, "replica": 2}, False),
+                ({"model": 2, "data": 4}, False),
+                ({"data": 4, "model": 2}, True),
+                ({"data": 2, "model": 2, "replica": 2}, True),
+            ]
+        ),
+    ],
+)
+def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names):
+    """For the reference these are one device, as all of the batch is; `names` says whether the loss names its mesh."""
+    mesh = jzero.make_mesh(**sizes)
+    axes = tuple(x for x in ("replica", "data") if x in sizes)
+
+    def loss_of(exchange, params, batch):
+        h = batch["x"] @ params["w"]
+        return jnp.square(jnp.tanh(exchange(h)) - batch["y"]).mean()
+
+    def inside(h):
+        return EXCHANGES[name](constrained(mesh, h) if names else h, axes)
+
+    state = jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :16]}, tx=optax.sgd(0.1))
+    batches = [{**x, "y": np.tile(x["y"], 2)[:, :16]} for x in BATCHES]
+    config = make_config(3, replica_axis="replica" if "replica" in sizes else None)
+    report = compare(functools.partial(loss_of, inside), state, batches=batches, config=config, mesh=mesh)
+    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
+
+    def plain(h):
+        h = jax.nn.silu(h) if names else h
+        return h - h.mean(0, keepdims=True) if name == "gather" else h
+
+    _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
+    assert_reference(report, losses, norms)
+
+
+def test_a_loss_that_names_the_axis_of_the_batch_in_constraints():
+    mesh = jzero.make_mesh()
+
+    def loss_fn(params, batch):
+        h = lax.with_sharding_constraint(batch["x"] @ params["w"], NamedSharding(mesh, P("data", None)))
+        return jnp.square(jnp.tanh(h) - batch["y"]).mean()
+
+    report = compare(loss_fn, line_state(), stage=3)
+    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
+    assert_reference(report, *plain_run(line_loss, line_state(), BATCHES)[1:])
+
+
 class NormedModel(nnx.Module):
     def __init__(self):
         self.a = nnx.Linear(37, 24, use_bias=False, rngs=nnx.Rngs(0))
