@@ -132,7 +132,17 @@ def trace_loss(
 
     axis_env = [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
     trace = jax.make_jaxpr(call, axis_env=axis_env, return_shape=True)
-    jaxpr, out_shape = trace(params, carried, local, key)
+    try:
+        jaxpr, out_shape = trace(params, carried, local, key)
+    except (AssertionError, ValueError) as error:
+        text = str(error)
+        is_cast = "ManualAxisType" in text or "manual_axis_type" in text
+        if not is_cast or not any(repr(name) in text for name in batch_axes(plan.config)):
+            raise
+        raise ValueError(
+            f"The loss casts a value to vary along one of ZeRO's axes, {batch_axes(plan.config)}, with `lax.pcast` or "
+            "`lax.pvary`: leave that out. There all values may vary, and the step does not check it."
+        ) from error
     remat = _chosen_remat(remat, plan, jaxpr)
     if remat != "as_written":
         leaves = jax.tree.leaves((params, carried, local, key))

@@ -653,6 +653,17 @@ def test_ordered_effects_are_refused_before_anything_is_compiled(loss, caplog):
         assert compilations(), "else the count above says nothing"
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_values_that_the_loss_casts_to_varying(is_set):
+    """jax knows no such type where the loss is traced."""
+    mesh = jzero.make_mesh()
+    state = jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
+    step = jzero.make_train_step(lambda params, batch: loss_fn(params, jax.lax.pcast(batch, "data", to="varying")))
+    context = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
+    with context, leaves_intact(state), raises(ValueError, "'data'", "`lax.pcast`", "leave that out"):
+        step(state, BATCH)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_unordered_effects_work(stage, capfd):
     def loss(params, batch):
