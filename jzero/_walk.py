@@ -60,7 +60,8 @@ class Meshes(NamedTuple):
 
     Attributes:
       named: One names axes, in a constraint or a `shard_map`: all around it has to be walked.
-      carried: One has a mesh in a type: all around it is walked if it can be, see [Note: Meshes in types].
+      carried: One has a mesh in a type, or asks for that in which it was traced: all around it is walked if it can be,
+        see [Note: Meshes in types].
     """
 
     named: bool
@@ -409,7 +410,7 @@ class Walk:
     # What names the mesh.
 
     def is_of_mesh(self, jaxpr: Any) -> bool:
-        """Whether a jaxpr names a mesh, or has one in a type."""
+        """Whether a jaxpr names a mesh, has one in a type, or asks for that in which it was traced."""
         return self._meshes_of(_compat.open_jaxpr(jaxpr)[0]).carried
 
     def _meshes_in(self, eqn: Equation) -> Meshes:
@@ -422,7 +423,7 @@ class Walk:
             inside = [self._meshes_in(eqn) for eqn in jaxpr.eqns]
             named = any(map(_names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
-            # Lowering an `axis_index` asks the mesh that it was traced in for axes that are not manual.
+            # Its lowering asks the mesh in which it was traced for axes that are not manual.
             asks = any(eqn.primitive.name == "axis_index" for eqn in jaxpr.eqns)
             carried = asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
             self.cache[id(jaxpr)] = Meshes(named, named or carried)
