@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -281,9 +282,8 @@ class _Reference:
         self.clip_norm = clip_norm
         self.axes = batch_axes(plan.config)
         self.mesh = _mesh_of_one(plan.mesh, self.axes)
-        self.mesh_of_loss = jax.sharding.get_abstract_mesh()
         self.whole = NamedSharding(self.mesh, PartitionSpec())
-        self._jitted = jax.jit(self._step, out_shardings=self.whole)
+        self._steps: dict[Any, Callable[..., Any]] = {}
 
     def start(self, state: Any) -> Any:
         """Returns a plain state on one device: the values that jzero stores, in the dtypes that optax computes in."""
@@ -299,10 +299,14 @@ class _Reference:
 
     def __call__(self, state: Any, batch: PyTree, ran: Mapping[str, float]) -> tuple[Any, StepPair]:
         """Returns the state after one step, and the step beside that of jzero, `ran`."""
+        batch = jax.tree.map(self._place, batch)
+        leaves, treedef = jax.tree.flatten(batch)
+        kind = (treedef, *((x.shape, x.dtype) for x in leaves))
+        if kind not in self._steps:
+            step = functools.partial(self._step, self._traced(state, batch))
+            self._steps[kind] = jax.jit(step, out_shardings=self.whole)
         with jax.set_mesh(self.mesh):
-            new, loss, norm, weight = self._jitted(
-                state, jax.tree.map(self._place, batch), jnp.float32(ran.get("loss_scale", 1))
-            )
+            new, loss, norm, weight = self._steps[kind](state, batch, jnp.float32(ran.get("loss_scale", 1)))
         applied = bool(ran["step_applied"])
         pair = StepPair(ran["loss"], float(loss), ran["grad_norm"], float(norm), applied)
         skips = float(weight) == 0 or (self.plan.config.policy.skips and not applied)
@@ -316,11 +320,14 @@ class _Reference:
             x = x.addressable_data(0)
         return place_array(x, x.dtype, self.whole)
 
-    def _step(self, state: Any, batch: PyTree, scale: jax.Array) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    def _step(
+        self, traced: Loss | None, state: Any, batch: PyTree, scale: jax.Array
+    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
         seen = [narrow(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
         call, carried = self._bind(state)
+        call = traced or call
 
         def scaled_loss(trained: dict[int, jax.Array], seen: list[jax.Array], batch: PyTree, carried: Any) -> Any:
             whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
@@ -336,15 +343,14 @@ class _Reference:
             for i, (x, leaf) in enumerate(zip(seen, leaves, strict=True))
             if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
         }
-        args = (trained, seen, batch, carried)
         (_, (total, weight, changed)), found = jax.shard_map(
-            jax.value_and_grad(self._on_mesh(scaled_loss, args), has_aux=True),
+            jax.value_and_grad(scaled_loss, has_aux=True),
             mesh=self.mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
-            axis_names=set(self.axes),
+            axis_names=self._manual,
             check_vma=False,
-        )(*args)
+        )(trained, seen, batch, carried)
         divisor = jnp.where(weight == 0, 1, weight)
         grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
@@ -357,18 +363,29 @@ class _Reference:
         new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
         return new, total / divisor, norm, weight
 
-    def _on_mesh(self, loss: Callable[..., Any], args: Sequence[PyTree]) -> Callable[..., Any]:
-        """Returns `loss`, and where it names a mesh itself, the same on that of the reference."""
-        leaves, treedef = jax.tree.flatten(args)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in map(jax.typeof, leaves)]
-        axis_env = [(name, 1) for name in self.axes]
-        with jax.sharding.use_abstract_mesh(self.mesh_of_loss):
-            trace = jax.make_jaxpr(loss, axis_env=axis_env, return_shape=True)
-            jaxpr, out_shape = trace(*treedef.unflatten(shapes))
-        walk = Walk(frozenset(self.axes), regather=False, shares=False)
+    def _traced(self, state: Any, batch: PyTree) -> Loss | None:
+        """Returns what evaluates the loss on the mesh of the reference if it names its own, under whatever is set here.
+
+        It is `call(params, batch, **carried)`, as `_bind` returns it.
+        """
+        call, carried = self._bind(state)
+        params = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
+        trace = jax.make_jaxpr(call, axis_env=[(name, 1) for name in self.axes], return_shape=True)
+        jaxpr, out_shape = trace(self.plan.params_treedef.unflatten(params), batch, **carried)
+        walk = Walk(frozenset(self._manual), regather=False, shares=False)
         if not walk.is_of_mesh(jaxpr):
-            return loss
-        return lambda *args: jax.tree.unflatten(jax.tree.structure(out_shape), walk(jaxpr, jax.tree.leaves(args)))
+            return None
+
+        def evaluate(params: PyTree, batch: PyTree, **carried: PyTree) -> Any:
+            outputs = walk(jaxpr, jax.tree.leaves(((params, batch), carried)))
+            return jax.tree.unflatten(jax.tree.structure(out_shape), outputs)
+
+        return evaluate
+
+    @property
+    def _manual(self) -> set[str]:
+        """The axes of size one, and those of copies."""
+        return {name for name in self.mesh.axis_names if name in self.axes or name not in self.plan.mesh.axis_names}
 
     def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and what is carried."""
@@ -387,14 +404,15 @@ class _Reference:
 def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
     """Returns a mesh whose `axes` have size one, for models that name them.
 
-    Without further axes it is of one device. Else it is of all, in their order, so that all processes run one program:
-    along the axes of copies each device does the same.
+    Without further axes it is of one device. Else, or where a mesh is set, whose size jax lets nobody change, it is of
+    all, in their order, so that all processes run one program: along the axes of copies each device does the same.
+    Those of size one come first: jax 0.12 ends the process where an automatic axis precedes a manual one.
     """
     assert isinstance(mesh, Mesh)
-    if set(mesh.axis_names) == set(axes):
+    if set(mesh.axis_names) == set(axes) and jax.sharding.get_abstract_mesh().empty:
         return Mesh(np.array(mesh.local_devices[:1]).reshape((1,) * len(axes)), axes)
     others = [f"copies along {name}" if name in axes else name for name in mesh.axis_names]
-    return Mesh(mesh.devices.reshape(*mesh.devices.shape, *(1 for _ in axes)), (*others, *axes))
+    return Mesh(mesh.devices.reshape(*(1 for _ in axes), *mesh.devices.shape), (*axes, *others))
 
 
 def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:

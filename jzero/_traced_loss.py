@@ -140,8 +140,8 @@ def trace_loss(
         if not is_cast or not any(repr(name) in text for name in batch_axes(plan.config)):
             raise
         raise ValueError(
-            f"The loss casts a value to vary along one of ZeRO's axes, {batch_axes(plan.config)}, with `lax.pcast` or "
-            "`lax.pvary`: leave that out. There all values may vary, and the step does not check it."
+            f"The loss casts a value to vary along one of ZeRO's axes, {batch_axes(plan.config)}, with `lax.pcast`: "
+            "leave that out. There all values may vary, and the step does not check it."
         ) from error
     remat = _chosen_remat(remat, plan, jaxpr)
     if remat != "as_written":

@@ -356,6 +356,9 @@ class Walk:
         return {}
 
     def _cond(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
+        if eqn.params.get("branches_platforms"):  # each is for some platforms, and may not work on others
+            return self._retraced(eqn, inputs)
+
         def switch(xs: list[Any]) -> list[Any]:
             index, *operands = xs
             walk = dataclasses.replace(self, sealing=self.sealing or self.regather)
@@ -366,19 +369,6 @@ class Walk:
 
     def _branch(self, jaxpr: Any, *operands: Any) -> list[Any]:
         return [make_whole(y) for y in self(jaxpr, operands)]
-
-    def _while(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
-        split = (eqn.params["cond_nconsts"], eqn.params["body_nconsts"])
-
-        def loop(xs: list[Any]) -> list[Any]:
-            cond_consts, body_consts, init = grouped(xs, *split)
-            return lax.while_loop(
-                lambda carry: self._branch(eqn.params["cond_jaxpr"], *cond_consts, *carry)[0],
-                lambda carry: self._branch(eqn.params["body_jaxpr"], *body_consts, *carry),
-                init,
-            )
-
-        return self._use(loop, inputs, opaque=True)
 
     def _with_own_derivative(self, eqn: Equation, inputs: list[Any]) -> list[Any]:
         if not self._meshes_in(eqn).carried:
@@ -466,9 +456,10 @@ _RULES: dict[str, Callable[[Walk, Equation, list[Any]], list[Any]]] = {
     "checkpoint": Walk._remat,
     "remat2": Walk._remat,
     "scan": Walk._scan,
-    "while": Walk._while,
+    "while": Walk._retraced,
     "custom_jvp_call": Walk._with_own_derivative,
     "custom_vjp_call": Walk._with_own_derivative,
+    "composite": Walk._retraced,
     "custom_linear_solve": Walk._retraced,
     "custom_vmap_call": Walk._retraced,
     "reduce": Walk._retraced,

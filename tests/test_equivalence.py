@@ -277,8 +277,14 @@ def manual(mesh, h):
     )(h)
 
 
+def placed(mesh, h):
+    """Multiplied with numbers of the devices' own, which are one."""
+    columns = {"mesh": mesh, "axis_names": {"model"}, "in_specs": P(None, "model"), "out_specs": P(None, "model")}
+    return jax.nn.silu(jax.shard_map(lambda x: x * (lax.axis_index("model") >= 0), **columns, check_vma=False)(h))
+
+
 @pytest.mark.parametrize(
-    ("inside", "is_set"), [(constrained, False), (constrained, True), (named, True), (manual, False)]
+    ("inside", "is_set"), [(constrained, False), (constrained, True), (named, True), (manual, False), (placed, False)]
 )
 def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
     """The reference keeps the mesh that the loss names, and is still one device's training."""
@@ -326,6 +332,7 @@ def called_back(h, axes):
 
 EXCHANGES = {
     "gather": lambda h, axes: h - lax.all_gather(h, axes, tiled=True).mean(0, keepdims=True),
+    "mean": lambda h, axes: h - lax.pmean(h.mean(0, keepdims=True), axes),
     "scatter": gathered_and_scattered,
     "all_to_all": there_and_back,
     "callback": called_back,
@@ -338,7 +345,7 @@ EXCHANGES = {
         ("callback", {"data": 8}, False),  # jax has none beside automatic axes
         *(
             (name, sizes, names)
-            for name in ("gather", "scatter", "all_to_all")
+            for name in ("gather", "mean", "scatter", "all_to_all")
             for sizes, names in [
                 ({"data": 4, "replica": 2}, False),
                 ({"model": 2, "data": 4}, False),
@@ -368,20 +375,24 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names)
 
     def plain(h):
         h = jax.nn.silu(h) if names else h
-        return h - h.mean(0, keepdims=True) if name == "gather" else h
+        return h - h.mean(0, keepdims=True) if name in ("gather", "mean") else h
 
     _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
     assert_reference(report, losses, norms)
 
 
-def test_a_loss_that_names_the_axis_of_the_batch_in_constraints():
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
     mesh = jzero.make_mesh()
+    spec = P("data", None) if is_set else NamedSharding(mesh, P("data", None))
 
     def loss_fn(params, batch):
-        h = lax.with_sharding_constraint(batch["x"] @ params["w"], NamedSharding(mesh, P("data", None)))
+        h = lax.with_sharding_constraint(batch["x"] @ params["w"], spec)
         return jnp.square(jnp.tanh(h) - batch["y"]).mean()
 
-    report = compare(loss_fn, line_state(), stage=3)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        batches = [jax.tree.map(jnp.asarray, x) for x in BATCHES]
+        report = compare(loss_fn, line_state(), stage=3, batches=batches)
     report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
     assert_reference(report, *plain_run(line_loss, line_state(), BATCHES)[1:])
 

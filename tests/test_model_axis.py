@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import custom_batching, lax
+from jax.experimental import pallas
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -247,12 +248,24 @@ def weighted(x, w):
     return x @ w * (1 + lax.axis_index("data"))
 
 
+def place_from(start):
+    """The index along the axis, found by counting."""
+    return lax.while_loop(lambda i: i % 4 != lax.axis_index("data"), lambda i: i + 1, start) % 4
+
+
+def place_on(one):
+    """The index along the axis, and one; for TPUs what cannot be lowered for others."""
+    on_tpu = lambda one: pallas.pallas_call(lambda x, y: None, out_shape=one)(one)
+    return lax.platform_dependent(one, tpu=on_tpu, default=lambda one: one + lax.axis_index("data"))
+
+
 WEIGHTED = {
     "scan": lambda x, w: lax.scan(lambda c, x: (c, weighted(x, w)), None, x[:, None])[1],
-    "while": lambda x, w: (
-        weighted(x, w) * lax.while_loop(lambda i: i % 4 != lax.axis_index("data"), lambda i: i + 1, 4)
-    ),
+    "while": lambda x, w: x @ w * (1 + place_from(4)),
+    "vmap_of_while": lambda x, w: x @ w * (1 + jax.vmap(place_from)(jnp.arange(3)))[:, None],
     "cond": lambda x, w: lax.cond(lax.axis_index("data") < 4, weighted, lambda x, w: 0 * x @ w, x, w),
+    "platforms": lambda x, w: x @ w * place_on(jnp.ones((1, 1))),
+    "composite": lambda x, w: x @ w * lax.composite(lambda one: one + lax.axis_index("data"), "tests.place")(1.0),
     "jit": jax.jit(weighted),
     "remat": jax.checkpoint(weighted),
 }
@@ -266,8 +279,7 @@ def test_places_along_an_axis_beside_another(name, stage):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(16, 32)).astype(np.float32)}
     batch = rng.normal(size=(12, 16)).astype(np.float32)
-    rows = np.repeat(np.arange(4), 3)[:, None]
-    weights = (1 + rows) * (4 + rows if name == "while" else 1)
+    weights = 1 + np.repeat(np.arange(4), 3)[:, None]
     want, grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"] * weights).mean())(params)
     plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
