@@ -370,6 +370,7 @@ class _Reference:
         """
         call, carried = self._bind(state)
         params = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
+        batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
         trace = jax.make_jaxpr(call, axis_env=[(name, 1) for name in self.axes], return_shape=True)
         jaxpr, out_shape = trace(self.plan.params_treedef.unflatten(params), batch, **carried)
         walk = Walk(frozenset(self._manual), regather=False, shares=False)

@@ -411,8 +411,10 @@ def model_loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean()
 
 
-@pytest.mark.parametrize(("precision", "together"), [("fp32", False), ("bf16", True)])
-def test_nnx(precision, together):
+@pytest.mark.parametrize(
+    ("precision", "together", "is_set"), [("fp32", False, False), ("fp32", True, True), ("bf16", True, False)]
+)
+def test_nnx(precision, together, is_set):
     model = NormedModel()
     tx = optax.sgd(0.1, momentum=0.9)
     state = (
@@ -420,7 +422,8 @@ def test_nnx(precision, together):
         if together
         else (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
     )
-    report = compare(model_loss, state, config=make_config(3, precision))
+    with jax.set_mesh(jzero.make_mesh()) if is_set else contextlib.nullcontext():
+        report = compare(model_loss, state, config=make_config(3, precision))
     report.check(**({} if precision == "fp32" else {"loss": 1e-2, "grad_norm": 1e-2, "params": 1e-2}))
     assert {"a/kernel", "rest/norm/mean"} < {leaf.path for leaf in report.leaves}
     assert not np.any(model.norm.mean[...])  # not consumed, not trained
