@@ -55,6 +55,11 @@ CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 """Whether a program of several devices that is called with deleted arrays ends the process instead of raising."""
 
 
+CRASHES_ON_UNSORTED_AXES = jax.__version_info__ >= (0, 12)
+"""Whether lowering ends the process where a `shard_map` over one axis is in one over a later axis of the mesh, and a
+further axis is in neither."""
+
+
 @functools.cache
 def starves_steps(mesh: jax.sharding.Mesh) -> bool:
     """Whether programs in flight on the devices of a mesh can wait for each other's threads for ever.

@@ -438,6 +438,15 @@ class Walk:
                 "the loss already runs once per device along it, on the local part of the batch. Name other axes in "
                 "`axis_names`, or drop the `shard_map` and use collectives over the axis directly."
             )
+        names = jax.sharding.get_abstract_mesh().axis_names
+        beside = [name for name in names if name not in self.axes | axes]
+        is_unsorted = max(map(names.index, self.axes)) > min(map(names.index, axes), default=len(names))
+        if beside and is_unsorted and _compat.CRASHES_ON_UNSORTED_AXES:
+            raise ValueError(
+                f"The loss calls `jax.shard_map` over {sorted(axes)}, which the mesh {names} has before ZeRO's axes, "
+                f"{sorted(self.axes)}, and {beside} beside them: jax {jax.__version__} would end the process. Make a "
+                "mesh with ZeRO's axes first, e.g. `jzero.make_mesh(data=…, model=…)`."
+            )
         walk = dataclasses.replace(self, sealing=self.sealing or self.regather, shares=False)
         fn = jax.shard_map(
             lambda *xs: tuple(walk._branch(eqn.params["jaxpr"], *xs)),

@@ -329,3 +329,27 @@ def test_parameters_that_enter_whole_are_not_kept(scan, check_vma):
         "again in the backward pass, which needs no gradient of the batch"
     )
     jzero.analyze(step, state, np.ones((16, width), np.float32)).verify()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("order", ["data seq expert", "seq data expert", "data expert seq", "expert seq data"])
+def test_orders_of_three_axes(order):
+    """What would end the process raises: with jax 0.12 an automatic axis beside, and ZeRO's after the loss's own."""
+    mesh = jzero.make_mesh(**dict.fromkeys(order.split(), 2))
+    params = {"w": np.random.default_rng(0).normal(size=(WIDTH, HIDDEN)).astype(np.float32)}
+    batch = np.random.default_rng(1).normal(size=(8, WIDTH)).astype(np.float32)
+    columns = {"axis_names": {"expert"}, "in_specs": P(None, "expert"), "out_specs": P(None, "expert")}
+    weighted = jax.shard_map(lambda x: x * (1 + lax.axis_index("expert")), mesh=mesh, check_vma=False, **columns)
+    loss_fn = lambda p, x: jnp.square(weighted(x @ p["w"])).mean()
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+    if order == "expert seq data" and jax.__version_info__ >= (0, 12):
+        with pytest.raises(ValueError, match=r"\['expert'\].*before ZeRO's axes, \['data'\], and \['seq'\] beside"):
+            jzero.value_and_grad(loss_fn)(state, batch)
+        return
+    by_column = np.repeat([1, 2], HIDDEN // 2)[None]
+    want, want_grads = jax.value_and_grad(lambda p: jnp.square(batch @ p["w"] * by_column).mean())(params)
+    loss, grads = jzero.value_and_grad(loss_fn)(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], want_grads["w"], rtol=1e-4, atol=1e-6)
