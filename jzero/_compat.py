@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "CRASHES_ON_DELETED",
+    "CRASHES_ON_UNSORTED_AXES",
     "bind",
     "changed",
     "compute_on_host",
