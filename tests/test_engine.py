@@ -337,7 +337,7 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
 @pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
 @pytest.mark.parametrize(
     "loss_fn",
-    [f if f in (scan, nested_jit, remat, branches) else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
+    [f if f in (scan, remat) else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
     ids=lambda f: f.__name__,
 )
 def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):

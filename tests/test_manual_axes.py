@@ -140,7 +140,13 @@ def mlp(x, up, down):
     return jax.nn.relu(x @ up) @ down
 
 
-CONFIGS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "prefetch_bytes": 1 << 13}]
+CONFIGS = [
+    pytest.param({"stage": 0}, marks=pytest.mark.slow),
+    {"stage": 1},
+    pytest.param({"stage": 2}, marks=pytest.mark.slow),
+    {"stage": 3},
+    {"stage": 3, "prefetch_bytes": 1 << 13},
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -103,7 +103,9 @@ def batches():
     return np.random.default_rng(0).integers(0, VOCAB, size=(2, 8, 13))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize(("scan", "remat"), [(True, False), (True, True), (False, False), (False, True)], ids=str)
 def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     mesh = jzero.make_mesh(data=4, model=2)
