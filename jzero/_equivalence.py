@@ -407,7 +407,7 @@ def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
 
     Without further axes it is of one device. Else, or where a mesh is set, whose size jax lets nobody change, it is of
     all, in their order, so that all processes run one program: along the axes of copies each device does the same.
-    Those of size one come first: jax 0.12 ends the process where an automatic axis precedes a manual one.
+    Those of size one come first: jax 0.12 ends the process where they come after one that the loss makes manual itself.
     """
     assert isinstance(mesh, Mesh)
     if set(mesh.axis_names) == set(axes) and jax.sharding.get_abstract_mesh().empty:

@@ -244,7 +244,7 @@ def loops_after_whole_numbers(p, batch):
     (h, (count, flag, key)), last = jax.jit(jax.checkpoint(layer))(carry, whole)
     rows = jnp.searchsorted(p["b"], jnp.linspace(-1, 1, 4)).astype(jnp.int32)
     size = jnp.abs(lax.stop_gradient(p["w"]) - 1).sum()
-    start = (size + count + counts.sum() + more.sum() + last + flag + rows[0] * 0, key)
+    start = (size + count + counts.sum() + more.sum() + last + flag + rows[0], key)
     size, key = lax.while_loop(lambda x: x[0] < 1e4, lambda x: (2 * x[0], jax.random.split(x[1])[0]), start)
     return _out(p, h, batch) * size * 1e-4 * jax.random.uniform(key)
 

@@ -287,8 +287,9 @@ def placed(mesh, h):
     ("inside", "is_set"), [(constrained, False), (constrained, True), (named, True), (manual, False), (placed, False)]
 )
 def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
-    """The reference keeps the mesh that the loss names, and is still one device's training."""
-    mesh = jzero.make_mesh(data=4, model=2)
+    """The reference keeps the axes that the loss names, and is still one device's training."""
+    sizes = {"data": 2, "pipe": 2, "model": 2} if inside is placed else {"data": 4, "model": 2}
+    mesh = jzero.make_mesh(**sizes)
 
     def with_activation(activation, params, batch):
         return jnp.square(activation(batch["x"] @ params["w"]) - batch["y"]).mean()
@@ -391,10 +392,10 @@ def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
         return jnp.square(jnp.tanh(h) - batch["y"]).mean()
 
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        batches = [jax.tree.map(jnp.asarray, x) for x in BATCHES]
+        batches = [jax.tree.map(jnp.asarray, x) for x in (*BATCHES, models.mlp_batch(2 * ROWS))]
         report = compare(loss_fn, line_state(), stage=3, batches=batches)
     report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-    assert_reference(report, *plain_run(line_loss, line_state(), BATCHES)[1:])
+    assert_reference(report, *plain_run(line_loss, line_state(), jax.tree.map(np.asarray, batches))[1:])
 
 
 class NormedModel(nnx.Module):
