@@ -22,7 +22,6 @@ from jzero._overflow import LossScaleError as LossScaleError
 from jzero._plan import ZeroPlan as ZeroPlan
 from jzero._precision import DynamicLossScale as DynamicLossScale
 from jzero._precision import Precision as Precision
-from jzero._remat import offload_activations as offload_activations
 from jzero._state import TrainState as TrainState
 from jzero._state import plan_of as plan_of
 from jzero._step_update import apply_pending as apply_pending
@@ -56,6 +55,7 @@ from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
 from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
 from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
 from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
+from jzero.engine.recompute import offload_activations as offload_activations
 from jzero.estimator import MemoryEstimate as MemoryEstimate
 from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
 from jzero.estimator import (

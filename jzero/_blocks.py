@@ -73,8 +73,11 @@ class Part(NamedTuple):
 def keeps_heavy(primitive: Any, *avals: Any, **params: Any) -> bool:
     """The policy for `jax.checkpoint` that keeps the results of heavy operations: products, random numbers, loops.
 
-    What is drawn with a probability is kept as what it was compared to give, a byte in place of four: `lt`.
+    What is drawn with a probability is kept as what it was compared to give, a byte in place of four: `lt`. What is
+    made of complex numbers is not kept: jax rounds what a policy keeps by `reduce_precision`, which takes real ones.
     """
+    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in avals if hasattr(x, "dtype")):
+        return False
     if primitive.name == "lt":
         return True
     return primitive.name not in LIGHT and not (primitive.name == "dot_general" and _is_thin(avals, **params))

@@ -13,7 +13,6 @@ other axes, each device on its own part.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,6 @@ __all__ = [
     "sum_over",
     "to_natural",
     "to_stored",
-    "view_param",
 ]
 
 PyTree = Any
@@ -101,39 +99,12 @@ def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
 
 
 def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
-    """Returns a whole parameter from its shards; it has no gradient of its own. [..., P/N] -> [..., D]."""
+    """Returns a whole parameter from its shards. [..., P/N] -> [..., D]."""
     with jax.named_scope("zero_gather"):
-        shard = lax.stop_gradient(shard)
         # Collectives know no booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
         whole = _on_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
         return to_natural(whole.astype(shard.dtype), cut)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def view_param(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
-    """Returns `whole`, a parameter, whose gradient arrives at `slot`: reduced and cut, or as it is made here.
-
-    Args:
-      whole: The parameter; no gradient arrives at it. [..., D]
-      slot: Any array of the gradient's dtype, of which only the gradient is used. [..., P/N], or [..., D] if
-        `wire.reduce_last`.
-      cut: Where the gradient is cut.
-      wire: The axes to reduce over.
-    """
-    return whole
-
-
-def _view_fwd(whole: jax.Array, slot: jax.Array, cut: Cut, wire: Wire) -> tuple[jax.Array, jax.Array]:
-    return whole, jnp.zeros((0,), slot.dtype)  # the backward pass wants to know its dtype
-
-
-def _view_bwd(cut: Cut, wire: Wire, like: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
-    grad = cotangent if wire.reduce_last else reduce_shard(cotangent, cut, wire)
-    return None, grad.astype(like.dtype)
-
-
-view_param.defvjp(_view_fwd, _view_bwd)
 
 
 def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:

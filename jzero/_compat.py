@@ -83,6 +83,8 @@ def is_literal(atom: Any) -> bool:
 def value_of(literal: Any) -> Any:
     """Returns the value of a literal, without the mesh that it was traced under."""
     value = literal.val
+    if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
+        value = np.asarray(value)
     return value.view() if isinstance(value, np.ndarray) else value
 
 
@@ -213,6 +215,11 @@ def shard_map_axes(eqn: Equation) -> frozenset[str]:
 def names_of(eqn: Equation) -> tuple[Any, ...]:
     """Returns the scopes that an equation was traced in, the outermost first."""
     return tuple(eqn.source_info.name_stack.stack)
+
+
+def is_transposed(eqn: Equation) -> bool:
+    """Whether an equation is one of a backward pass, as far as its scopes say."""
+    return any(getattr(scope, "name", None) == "transpose" for scope in names_of(eqn))
 
 
 def changed(eqn: Equation, *, inputs: Sequence[Any], names: tuple[Any, ...]) -> Equation:

@@ -4,7 +4,7 @@
 Found by compiling GPTs of 124M, 1.4B and 7B parameters for 8 H200, scanned and recomputed, 4096 tokens per device (the
 figures are in `benchmarks/README.md`): at stage 3 the compiler for GPUs starts a layer's gather where the layer begins,
 and waits. Told to pipeline gathers, it carries the next layer's gathered parameters through the loop, for 1 to 5 % more
-memory. Loops that gather ahead by themselves, see [Note: Gathering one layer ahead], do better, and worse with the
+memory. Loops that gather ahead by themselves, see [Note: Gathering one turn ahead], do better, and worse with the
 option on top (7B: 284.8 and 296.4 ms as modelled), so it is for those that do not: with `reshard_after_forward=False`
 or `prefetch_bytes=0`. For TPUs nothing is known that helps.
 

@@ -25,7 +25,8 @@ from jzero._state import adapt, map_state, plan_of
 from jzero._train_state import shard_train_state, unshard_train_state
 from jzero._train_step import make_train_step
 from jzero._tree import path_str
-from jzero._walk import Walk
+from jzero.engine.meshes import MeshFacts
+from jzero.engine.walk import Walk
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
 
@@ -326,31 +327,16 @@ class _Reference:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
         seen = [narrow(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
-        call, carried = self._bind(state)
-        call = traced or call
-
-        def scaled_loss(trained: dict[int, jax.Array], seen: list[jax.Array], batch: PyTree, carried: Any) -> Any:
-            whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
-            result, changed = call(whole, batch, **carried)
-            loss, aux = result if self.has_aux else (result, {})
-            changed = {**changed, **{name: aux[name] for name in self.mutable}}
-            total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
-            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
-            return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
-
-        trained = {
-            i: x
-            for i, (x, leaf) in enumerate(zip(seen, leaves, strict=True))
-            if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
-        }
+        _, carried = self._bind(state)
+        trained = self._trained(seen)
         (_, (total, weight, changed)), found = jax.shard_map(
-            jax.value_and_grad(scaled_loss, has_aux=True),
+            traced or self._loss_and_grads(state),
             mesh=self.mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
             axis_names=self._manual,
             check_vma=False,
-        )(trained, seen, batch, carried)
+        )(trained, seen, batch, carried, scale)
         divisor = jnp.where(weight == 0, 1, weight)
         grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
@@ -363,25 +349,50 @@ class _Reference:
         new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
         return new, total / divisor, norm, weight
 
+    def _loss_and_grads(self, state: Any) -> Loss:
+        """Returns `fn(trained, seen, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
+        call, _ = self._bind(state)
+        treedef = self.plan.params_treedef
+
+        def scaled_loss(trained: dict[int, Any], seen: list[Any], batch: PyTree, carried: Any, scale: Any) -> Any:
+            whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
+            result, changed = call(whole, batch, **carried)
+            loss, aux = result if self.has_aux else (result, {})
+            changed = {**changed, **{name: aux[name] for name in self.mutable}}
+            total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
+            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
+            return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
+
+        return jax.value_and_grad(scaled_loss, has_aux=True)
+
     def _traced(self, state: Any, batch: PyTree) -> Loss | None:
-        """Returns what evaluates the loss on the mesh of the reference if it names its own, under whatever is set here.
+        """Returns what evaluates loss and gradients on the mesh of the reference if the loss names its own mesh.
 
-        It is `call(params, batch, **carried)`, as `_bind` returns it.
+        It is differentiated where it is called, under whatever is set there, and takes what `_loss_and_grads` takes.
         """
-        call, carried = self._bind(state)
-        params = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
+        _, carried = self._bind(state)
+        seen = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
         batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
-        trace = jax.make_jaxpr(call, axis_env=[(name, 1) for name in self.axes], return_shape=True)
-        jaxpr, out_shape = trace(self.plan.params_treedef.unflatten(params), batch, **carried)
-        walk = Walk(frozenset(self._manual), regather=False, shares=False)
-        if not walk.is_of_mesh(jaxpr):
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        names = [(name, 1) for name in self.axes]
+        trace = jax.make_jaxpr(self._loss_and_grads(state), axis_env=names, return_shape=True)
+        jaxpr, out_shape = trace(self._trained(seen), seen, batch, carried, scale)
+        if not MeshFacts().of(jaxpr).carried:
             return None
+        walk = Walk.start(frozenset(self._manual))
 
-        def evaluate(params: PyTree, batch: PyTree, **carried: PyTree) -> Any:
-            outputs = walk(jaxpr, jax.tree.leaves(((params, batch), carried)))
-            return jax.tree.unflatten(jax.tree.structure(out_shape), outputs)
+        def evaluate(*inputs: Any) -> Any:
+            return jax.tree.unflatten(jax.tree.structure(out_shape), walk.all_whole(jaxpr, *jax.tree.leaves(inputs)))
 
         return evaluate
+
+    def _trained(self, params: list[Any]) -> dict[int, Any]:
+        """Returns those of the parameters that have gradients, by index."""
+        return {
+            i: x
+            for i, (x, leaf) in enumerate(zip(params, self.plan.leaves, strict=True))
+            if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
+        }
 
     @property
     def _manual(self) -> set[str]:

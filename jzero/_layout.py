@@ -102,6 +102,11 @@ class Cut:
         further = self.further[1:] if any(self.further[1:]) else ()
         return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], further=further)
 
+    def add_leading(self, size: int) -> Cut:
+        """Returns the cut of a stack of so many."""
+        further = (None, *self.further) if self.further else ()
+        return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), further=further)
+
     def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that also lies over further mesh axes.
 

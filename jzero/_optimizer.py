@@ -363,9 +363,11 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
         return call(*args)
     leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Streamed))
     shapes = treedef.unflatten([x.aval() if isinstance(x, Streamed) else x for x in leaves])
-    jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
-    opened, consts = _compat.open_jaxpr(jaxpr)
-    walk = UpdateWalk(tx.plan)
+    traced = jax.jit(call).trace(*shapes)
+    opened, consts = _compat.open_jaxpr(traced.jaxpr)
+    walk, out = UpdateWalk(tx.plan), traced.out_info
+    if not tx.plan.hosted and not walk.mixes(opened):  # then it is one call, which is traced already
+        return jax.jit(call)(*args)
     outputs = walk(opened, consts, leaves)
     plan = tx.plan
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["narrow", "round_stochastically", "with_edits"]
+__all__ = ["narrow", "narrow_for_good", "round_stochastically", "with_edits"]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -18,10 +18,11 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
     Compilers may keep more precision than asked for, and may swap a cast and a gather (jax issue 23543).
     """
-    return _narrow(x, dtype)
+    return narrow_for_good(x, dtype)
 
 
-def _narrow(x: jax.Array, dtype: Any) -> jax.Array:
+def narrow_for_good(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same where nothing is differentiated any more."""
     if x.dtype == dtype:
         return x
     if dtype == jnp.float16:  # `reduce_precision` would flush its subnormal numbers to zero
@@ -54,7 +55,7 @@ def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
 def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns `master`, with the elements of `param` where that is no longer the rounded master."""
     edited = lax.convert_element_type(param, master.dtype)
-    return lax.select(_same_bits(_narrow(master, param.dtype), param), master, edited)
+    return lax.select(_same_bits(narrow_for_good(master, param.dtype), param), master, edited)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jzero._placement import place_array
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import map_state
-from jzero._traced_loss import check_batch
+from jzero.engine.trace import check_batch
 
 __all__ = [
     "InputKind",

@@ -15,12 +15,10 @@ from jzero import _compat
 from jzero._aux import PerExample, Summed, Synced, Weighted
 from jzero._compiler_options import CompilerOptions, check_compiler_options
 from jzero._compiler_options import compiler_options as make_compiler_options
-from jzero._grads import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._plan import ZeroPlan
 from jzero._precision import times
-from jzero._remat import Remat
 from jzero._state import adapt_sharded, check_alive, check_in_place, map_state
 from jzero._step_inputs import (
     InputKind,
@@ -33,7 +31,9 @@ from jzero._step_inputs import (
     place_inputs,
 )
 from jzero._step_update import StepGrads, next_state
-from jzero._traced_loss import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
+from jzero.engine.gradients import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
+from jzero.engine.recompute import Remat
+from jzero.engine.trace import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 

@@ -187,9 +187,10 @@ class UpdateWalk:
         if eqn.primitive.name in MIXING:
             # Inner products give a scalar, which costs a scalar; of nothing there is nothing to gather.
             return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
-        return any(self._any_mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
+        return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
 
-    def _any_mixes(self, jaxpr: Any) -> bool:
+    def mixes(self, jaxpr: Any) -> bool:
+        """Whether an open jaxpr has equations that need whole operands."""
         if id(jaxpr) not in self.known:
             self.known[id(jaxpr)] = any(self._mixes(eqn) for eqn in jaxpr.eqns)
         return self.known[id(jaxpr)]

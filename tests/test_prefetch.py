@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -27,12 +26,12 @@ AMPLE = 2**30
 @pytest.fixture(autouse=True)
 def short_loops_too(monkeypatch):
     """Loops of these tests have few turns, whose last gathers a large share in vain."""
-    monkeypatch.setattr("jzero._ahead.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.engine.loops.MOST_IN_VAIN", 1.0)
 
 
 def on(platform, monkeypatch):
     """Has steps traced as for such devices."""
-    monkeypatch.setattr("jzero._grads.mesh_platform", lambda mesh: platform)
+    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: platform)
 
 
 OFTEN = {
@@ -138,12 +137,11 @@ def scan_with_a_parameter_of_the_outside(p, batch):
     return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
 
-def test_a_scan_that_cannot_gather_ahead_is_warned_about():
+def test_a_scan_that_uses_a_parameter_of_the_outside_gathers_ahead():
     state, batch = test_engine._sharded(3, 8, prefetch_bytes=AMPLE), test_engine._batch()
-    with pytest.warns(UserWarning, match="`prefetch_bytes` has no effect on it"):
-        test_engine._assert_equal(state, scan_with_a_parameter_of_the_outside, batch)
-    without = test_engine._sharded(3, 8)  # where a warning would be an error
-    jzero.make_train_step(scan_with_a_parameter_of_the_outside).lower(without, batch)
+    test_engine._assert_equal(state, scan_with_a_parameter_of_the_outside, batch)
+    loops = carried_shapes(jzero.value_and_grad(scan_with_a_parameter_of_the_outside), state, batch)
+    assert [(D, D) in shapes for shapes in loops] == [True, True]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -192,20 +190,20 @@ def carried_shapes(fn, *args):
 @pytest.mark.parametrize(
     ("limit", "precision", "expected"),
     [
-        (None, "fp32", []),
-        (0, "fp32", []),
-        (2 * 32 * 64 * 4, "fp32", [(32, 64), (64, 32)]),
-        (2 * 32 * 64 * 4 - 1, "fp32", [(32, 64)]),  # the one that is used first
-        (2 * 32 * 64 * 2, "bf16", [(32, 64), (64, 32)]),
+        (None, "fp32", 0),
+        (0, "fp32", 0),
+        (2 * 32 * 64 * 4, "fp32", 2),
+        (2 * 32 * 64 * 4 - 1, "fp32", 1),  # the one that is used first
+        (2 * 32 * 64 * 2, "bf16", 2),
     ],
 )
 def test_loops_carry_the_next_layer_as_far_as_it_fits(limit, precision, expected):
     batch = jnp.ones((8, 32))
     loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, precision=precision), batch)
     assert len(loops) == 2, "one forward, one backward"
-    for shapes in loops:
+    for shapes, order in zip(loops, ([(32, 64), (64, 32)], [(64, 32), (32, 64)]), strict=True):
         whole = [shape for shape in shapes if shape in ((32, 64), (64, 32))]
-        assert sorted(whole) == sorted(expected)
+        assert sorted(whole) == sorted(order[:expected])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,8 @@ def test_the_last_turn_gathers_little_in_vain(turns, limit, ahead, monkeypatch):
     on("gpu", monkeypatch)
     loops = carried_shapes(jzero.value_and_grad(two_products), stack_state(limit, layers=turns), jnp.ones((8, 32)))
     of = {(32, 64): "up", (64, 32): "down"}
-    assert [{of[shape] for shape in shapes if shape in of} for shapes in loops] == 2 * [set(ahead)]
+    backwards = [{"up": "down", "down": "up"}[name] for name in ahead]  # what the backward pass uses first
+    assert [{of[shape] for shape in shapes if shape in of} for shapes in loops] == [set(ahead), set(backwards)]
 
 
 @pytest.mark.parametrize(
@@ -252,36 +251,37 @@ def scan_within_remat_with_policy(p, batch):
 
 
 @pytest.mark.parametrize("limit", [AMPLE, 0, None])
-def test_a_scan_inside_of_a_policy_is_warned_about(limit, monkeypatch):
-    """If somebody asked: on GPUs scans gather ahead by default, where they can."""
+def test_a_scan_inside_of_a_policy_gathers_ahead(limit, monkeypatch):
+    """The policy sees whole parameters, and nothing of what loops carry for it."""
     on("gpu", monkeypatch)
     state, batch = test_engine._sharded(3, 8, prefetch_bytes=limit), test_engine._batch()
-    warned = pytest.warns(UserWarning, match="inside of a `jax.checkpoint` with a policy")
-    with warned if limit else contextlib.nullcontext():
-        test_engine._assert_equal(state, scan_within_remat_with_policy, batch)
+    test_engine._assert_equal(state, scan_within_remat_with_policy, batch)
+    loops = carried_shapes(jzero.value_and_grad(scan_within_remat_with_policy), state, batch)
+    assert [(D, D) in shapes for shapes in (loops[0], loops[-1])] == [limit != 0] * 2
+    assert len(loops) >= 2
 
 
 def scan_in_a_recomputed_loop(p, batch):
     def group(h, stack):
-        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h @ p["outside"], stack)[0], None
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h @ p["outside"], stack)[0] @ p["back"], None
 
     return jnp.square(lax.scan(group, batch, p["groups"])[0]).mean()
 
 
-@pytest.mark.filterwarnings("ignore:A scan in the loss uses a partitioned parameter")
 @pytest.mark.parametrize("limit", [AMPLE, 0, None])
-def test_a_scan_inside_of_a_recomputed_loop_is_warned_about(limit, monkeypatch):
+def test_a_scan_inside_of_a_recomputed_loop_gathers_ahead(limit, monkeypatch):
     on("gpu", monkeypatch)
     rng = np.random.default_rng(0)
-    params = {"outside": rng.normal(size=(16, 16)) / 4, "groups": rng.normal(size=(2, 32, 16, 16)) / 4}
+    params = {"outside": rng.normal(size=(16, 24)) / 4, "back": rng.normal(size=(24, 16)) / 4}
+    params["groups"] = rng.normal(size=(2, 32, 24, 24)) / 4
     params = jax.tree.map(np.float32, params)
     rules = {"groups": jzero.LeafRule(dim=2, scan_dim=0)}
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, rules=rules, prefetch_bytes=limit)
     state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
     batch = rng.normal(size=(16, 16)).astype(np.float32)
-    warned = pytest.warns(UserWarning, match="inside of a loop that is computed again")
-    with warned if limit else contextlib.nullcontext():
-        loss, grads = jzero.value_and_grad(scan_in_a_recomputed_loop, remat="as_written")(state, batch)
+    fn = jzero.value_and_grad(scan_in_a_recomputed_loop, remat="as_written")
+    loss, grads = fn(state, batch)
+    assert any((24, 24) in shapes for shapes in carried_shapes(fn, state, batch)) == (limit != 0)
     want_loss, want = jax.value_and_grad(scan_in_a_recomputed_loop)(params, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want)
@@ -315,7 +315,8 @@ def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, gather
     batch = rng.normal(size=(16, 32)).astype(np.float32)
     loops = carried_shapes(jzero.value_and_grad(three_products), state, batch)
     found = {name for name, size in sizes.items() if any(size in shapes for shapes in loops)}
-    assert found == ({"first"} if gathers_ahead else set())
+    # What the forward pass uses first, and what the backward pass does.
+    assert found == ({"first", "down"} if gathers_ahead else set())
     loss, grads = jzero.value_and_grad(three_products)(state, batch)
     want_loss, want = jax.value_and_grad(three_products)(params, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jzero
-from jzero import _compat, _walk
+from jzero import _compat
 from jzero._sharing import Common, Structures
 
 LAYERS, WIDTH = 4, 32
@@ -65,7 +65,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def short_layers_are_shared(monkeypatch):
-    monkeypatch.setattr(_walk, "FEWEST", 1)
+    monkeypatch.setattr("jzero.engine.recompute.FEWEST", 1)
 
 
 def sharded(params, way=BY_DEFAULT):

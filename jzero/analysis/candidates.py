@@ -9,9 +9,9 @@ from typing import Any
 
 from jzero._config import ZeroConfig
 from jzero._plan_table import format_bytes
-from jzero._remat import Remat
 from jzero._table import format_rows
 from jzero.analysis.step_memory import StepMemory
+from jzero.engine.recompute import Remat
 
 __all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judged", "recomputed"]
 

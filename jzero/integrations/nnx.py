@@ -16,7 +16,7 @@ from jzero._aux import Synced
 from jzero._model_size import Params, register_model_view, state_params
 from jzero._optimizer import ZeroTransformation
 from jzero._state import Adapted, register_adapter
-from jzero._traced_loss import FROZEN
+from jzero.engine.trace import FROZEN
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 

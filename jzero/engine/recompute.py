@@ -1,10 +1,29 @@
-"""Recomputation of a traced loss: what of its loops and blocks is computed again in the backward pass."""
+"""The loss before it is differentiated: what is computed again, and layers that do the same as calls of one function.
+
+In: the loss as a jaxpr. Out: a jaxpr of the same loss, in which loops and blocks stand in a `checkpoint`, so
+
+    a = scan[jaxpr={ ... dot_general ... tanh ... }] x ws
+
+becomes, with `remat="cheap"`,
+
+    a = scan[jaxpr={ ... checkpoint[jaxpr={ ... dot_general ... tanh ... } policy=keeps_heavy] ... }] x ws
+
+Policies see whole parameters, and never a gather.
+
+[Note: Repeated blocks]
+The layers of an unrolled model are the same equations again and again, see [Note: Blocks of unrolled models]. Those
+that do the same become calls of one `jax.jit`, around the `jax.checkpoint` of recomputed ones. Then jax differentiates
+one of them, the walk looks into one, and one is lowered; compilers put calls in line first. Layers that count as the
+same may differ in the scopes that they are in, which are entered around the call, so that profiles still tell them
+apart; in the numbers that random keys are folded with, which Flax makes of a layer's path and become inputs; and in
+source lines, which are those of the first. See `Common`.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -16,10 +35,24 @@ from jax.sharding import NamedSharding
 from jzero import _compat
 from jzero._blocks import keeps_heavy, parts_of
 from jzero._mesh import HOST_MEMORY
+from jzero._sharing import Common, Structures
 
-__all__ = ["REMAT", "Remat", "has_parts_to_recompute", "offload_activations", "recomputes", "with_remat"]
+__all__ = [
+    "CALLS",
+    "REMAT",
+    "Remat",
+    "has_parts_to_recompute",
+    "is_worth_a_call",
+    "offload_activations",
+    "recomputed",
+    "recomputes",
+]
 
+Apply = Callable[[Any, list[Any]], list[Any]]
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
+CALLS = frozenset(["jit", "pjit"])
+FEWEST = 16
+"""Equations of a layer that becomes a call though it is not recomputed; of fewer a call takes as long."""
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
 BOUNDARY = "jzero_block_boundary"
 
@@ -63,6 +96,11 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
     )
 
 
+def is_worth_a_call(jaxpr: Any) -> bool:
+    """Whether a piece of a program is long enough to be called, rather than traced wherever it occurs."""
+    return len(_compat.open_jaxpr(jaxpr)[0].eqns) >= FEWEST
+
+
 def recomputes(eqn: Any) -> bool:
     """Whether an equation, or anything in it, is recomputed in the backward pass."""
     return eqn.primitive.name in REMAT or any(
@@ -70,28 +108,36 @@ def recomputes(eqn: Any) -> bool:
     )
 
 
-def with_remat(jaxpr: Any, inputs: Sequence[Any], *, remat: Remat) -> list[Any]:
-    """Evaluates a jaxpr, with recomputation as `remat` says.
+def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> Any:
+    """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
-    Looks into `jit`, `cond`, `scan` and `jax.checkpoint`; whatever else holds code is evaluated as it is.
+    Looks into `jit`, `cond`, `scan` and `jax.checkpoint`; whatever else holds code stays as it is.
 
     Args:
       jaxpr: A closed jaxpr.
-      inputs: Its inputs.
       remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "cheap": it
         also keeps the results of heavy operations, and so does every block of equations that repeat, see [Note: Blocks
         of unrolled models]; what does more than return its results, such as printing, is left as it is. "offload":
         every pass of the outermost scans is recomputed, whatever the code says, and what it gets from the pass before
-        is kept in host memory. False: nothing is recomputed, whatever the code says.
+        is kept in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
+      axis_env: The names and sizes of the mesh axes that the loss may name.
 
-    Returns:
-      Its outputs.
+    Example:
+      >>> from jzero.engine.recompute import recomputed
+      >>> scanned = lambda w, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
+      >>> jaxpr = jax.make_jaxpr(scanned)(jnp.ones((3, 8, 8)), jnp.ones((2, 8)))
+      >>> "remat" in str(jaxpr) or "checkpoint" in str(jaxpr)
+      False
+      >>> new = str(recomputed(jaxpr, "cheap", axis_env=[]))
+      >>> "remat" in new or "checkpoint" in new
+      True
     """
-    return _Rewrite(remat)(jaxpr, inputs)
+    shapes = list(map(_compat.shape_of, jaxpr.in_avals))
+    return jax.make_jaxpr(lambda *inputs: _Rewrite(remat)(jaxpr, inputs), axis_env=list(axis_env))(*shapes)
 
 
 def has_parts_to_recompute(jaxpr: Any) -> bool:
-    """Whether `with_remat(remat="cheap")` changes anything: a scan, or a block that repeats, says nothing itself."""
+    """Whether `remat="cheap"` changes anything: a scan, or a block that repeats, says nothing itself."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     parts = parts_of(opened)
     if any(part.is_block and _is_free(part.eqns) for part in parts):
@@ -116,44 +162,79 @@ def _entered(eqn: Any) -> Sequence[Any]:
 
 @dataclasses.dataclass
 class _Rewrite:
-    """Evaluates jaxprs; calls stay calls, one function per jaxpr, which `jax.jit` caches."""
+    """Evaluates jaxprs, changed as `recomputed` says.
+
+    Attributes:
+      remat: The option.
+      in_loop: Whether this is the body of a loop, in which nothing is shared: it is traced once.
+      structures: Numbers layers that do the same.
+      calls: The functions of calls, of which `jax.jit` keeps what is known.
+    """
 
     remat: Remat
+    in_loop: bool = False
+    structures: Structures = dataclasses.field(default_factory=Structures)
     calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-        if self.remat == "cheap":
-            return self._in_blocks(jaxpr, inputs)
-        return _compat.evaluate(jaxpr, inputs, self._apply)
-
-    def _in_blocks(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr part by part: repeated blocks, and what lies around them."""
+        if self.in_loop and self.remat != "cheap":
+            return _compat.evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
+        parts, is_cheap = parts_of(jaxpr), self.remat == "cheap"
+        wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
+        layers = {i: Common.of(x) for i, x in enumerate(parts) if x.is_block and _is_free(x.eqns)}
+        numbers = {
+            i: self.structures(x) for i, x in layers.items() if not self.in_loop and (is_cheap or is_worth_a_call(x))
+        }
+        times = collections.Counter(numbers.values())
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        for part in parts_of(jaxpr):
-            is_new = part.is_block and _is_free(part.eqns)
-            run = functools.partial(_compat.evaluate, part, apply=_compat.bind if is_new else self._apply)
-            body = jax.checkpoint(run, policy=keeps_heavy) if is_new else run
-            env |= zip(part.outvars, body([env[v] for v in part.invars]), strict=True)
+        for i, part in enumerate(parts):
+            values = [env[v] for v in part.invars]
+            if i in numbers and times[numbers[i]] > 1:
+                outputs = self._shared(layers[i], values, _compat.bind, wrap)
+            elif is_cheap and i in layers:
+                outputs = wrap(functools.partial(_compat.evaluate, part, apply=_compat.bind))(values)
+            else:
+                outputs = _compat.evaluate(part, values, self._apply)
+            env.update(zip(part.outvars, outputs, strict=True))
         return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    def _shared(
+        self, common: Common, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
+    ) -> list[Any]:
+        """Calls the function of all jaxprs that do the same."""
+        key = self.remat, key, self.structures(common)
+        if key not in self.calls:
+
+            def layer(*inputs: Any) -> list[Any]:
+                return _compat.evaluate(common, inputs, apply)
+
+            self.calls[key] = jax.jit(wrap(layer))
+        with _compat.in_names(common.names):
+            return list(self.calls[key](*inputs, *common.numbers))
 
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         kind = eqn.primitive.name
-        if kind in REMAT and self.remat != "cheap":
+        if kind in REMAT:
             return self._checkpoint(eqn, inputs)
-        if kind in ("jit", "pjit"):
+        if kind in CALLS:
             return list(self._call(eqn)(*inputs))
-        if kind == "cond":
-            branches = [lambda *xs, branch=branch: self(branch, xs) for branch in eqn.params["branches"]]
+        if kind == "cond" and self.remat != "as_written":
+            branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
             return self._scan(eqn, inputs)
         return _compat.bind(eqn, inputs)
 
+    def _branch(self, jaxpr: Any, *inputs: Any) -> list[Any]:
+        return dataclasses.replace(self, in_loop=True)(jaxpr, inputs)
+
     def _changes(self, scan: Any) -> bool:
         """Whether a scan is changed."""
         if self.remat == "cheap":
             return _is_free([scan])
-        return self.remat == "offload" or not (self.remat and recomputes(scan))
+        return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
     def _call(self, eqn: Any) -> Callable[..., Any]:
         jaxpr = eqn.params["jaxpr"]
@@ -161,7 +242,7 @@ class _Rewrite:
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params[k])
             for k in ("in_shardings", "out_shardings")
         )
-        key = (id(jaxpr), given, returned)
+        key = self.remat, self.in_loop, id(jaxpr), given, returned
         if key not in self.calls:
 
             def call(*xs: Any) -> tuple[Any, ...]:
@@ -172,12 +253,18 @@ class _Rewrite:
         return self.calls[key]
 
     def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        def body(*xs: Any) -> list[Any]:
-            return self(eqn.params["jaxpr"], xs)
+        given, policy = eqn.params["prevent_cse"], eqn.params["policy"]
+        prevent_cse = given if isinstance(given, bool) else any(given)
+        inside = dataclasses.replace(self, in_loop=True)
+        apply = _compat.bind if self.remat in ("cheap", "as_written") else inside._apply
 
-        if self.remat:
-            body = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return list(body(*inputs))
+        def wrap(body: Any) -> Any:
+            return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy) if self.remat else body
+
+        if self.in_loop:
+            return list(wrap(functools.partial(_compat.evaluate, eqn.params["jaxpr"], apply=apply))(inputs))
+        common = Common.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
+        return self._shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)
@@ -186,25 +273,21 @@ class _Rewrite:
         consts, init, xs = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
         # What is carried unchanged stays so in plain sight.
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
-        stays = list(itertools.islice(fixed, num_carry))
 
         inner: Callable[[Any, Sequence[Any]], list[Any]]
-        inner = _Rewrite(remat=False) if self.remat == "offload" else self
+        inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy is asked about loops inside, too
             inner = functools.partial(_compat.evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
             if self.remat == "offload":
-                carry = [
-                    c if same or not c.ndim else checkpoint_name(c, BOUNDARY)
-                    for c, same in zip(carry, stays, strict=True)
-                ]
+                pairs = zip(carry, fixed, strict=True)
+                carry = [c if same or not c.ndim else checkpoint_name(c, BOUNDARY) for c, same in pairs]
             return inner(eqn.params["jaxpr"], [*consts, *carry, *x])
 
         if self.remat:
             policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}
-            policy = policies.get(str(self.remat))
-            run = jax.checkpoint(run, prevent_cse=False, policy=policy)
+            run = jax.checkpoint(run, prevent_cse=False, policy=policies.get(str(self.remat)))
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = run(consts, carry, x)

@@ -1,9 +1,17 @@
-"""A loss as a jaxpr, and what it is evaluated on."""
+"""The loss as a jaxpr: whole parameters, and one device's rows of the batch.
+
+In: `loss_fn(params, batch[, rng])` and the plan. Out: a jaxpr over the leaves of parameters in their natural shapes and
+in the dtype in which the loss sees them, of carried state, batch and key. With 8 devices and a batch of 32 rows,
+
+    loss_fn = lambda params, batch: ((batch @ params["w"]) ** 2).mean()
+
+is `{ lambda ; a:f32[512,64] b:f32[4,512]. let ... in (c,) }`. It names ZeRO's axes where the loss does, and nothing of
+how parameters are stored.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,13 +24,14 @@ from jzero import _compat
 from jzero._aux import Weighted, check_aux
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._plan import StateLeaf, ZeroPlan, itemsize
-from jzero._remat import Remat, has_parts_to_recompute, with_remat
 from jzero._tree import path_str
+from jzero.engine.recompute import Remat, has_parts_to_recompute
 
 __all__ = [
     "FROZEN",
     "LossInputs",
     "TracedLoss",
+    "axis_env",
     "carried_leaves",
     "check_batch",
     "check_loss",
@@ -107,6 +116,11 @@ def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> lis
     raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
 
 
+def axis_env(plan: ZeroPlan) -> list[tuple[str, int]]:
+    """Returns the names and sizes of ZeRO's axes, which the loss may name."""
+    return [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
+
+
 def trace_loss(
     loss_fn: Callable[..., Any],
     plan: ZeroPlan,
@@ -130,8 +144,7 @@ def trace_loss(
     def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
         return loss_fn(params, batch, *key, **carried)
 
-    axis_env = [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
-    trace = jax.make_jaxpr(call, axis_env=axis_env, return_shape=True)
+    trace = jax.make_jaxpr(call, axis_env=axis_env(plan), return_shape=True)
     try:
         jaxpr, out_shape = trace(params, carried, local, key)
     except (AssertionError, ValueError) as error:
@@ -144,9 +157,6 @@ def trace_loss(
             "leave that out. There all values may vary, and the step does not check it."
         ) from error
     remat = _chosen_remat(remat, plan, jaxpr)
-    if remat != "as_written":
-        leaves = jax.tree.leaves((params, carried, local, key))
-        jaxpr = jax.make_jaxpr(functools.partial(_with_remat, jaxpr, remat), axis_env=axis_env)(*leaves)
     ordered = _compat.ordered_effects(jaxpr)
     if ordered:
         raise ValueError(
@@ -171,10 +181,6 @@ def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
             stacklevel=2,
         )
     return "as_written"
-
-
-def _with_remat(jaxpr: Any, remat: Remat, *inputs: Any) -> list[Any]:
-    return with_remat(jaxpr, inputs, remat=remat)
 
 
 def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:

@@ -1,0 +1,182 @@
+"""The loss and its gradients as one program, over whole parameters.
+
+In: the loss as a jaxpr. Out: the *joint* jaxpr, both passes, of which the gradients are outputs, before any parameter
+is cut. Of `loss = (x @ w).sum()` it is
+
+    { lambda ; w:f32[512,64] x:f32[4,512]. let
+        b:f32[4,64] = dot_general[...] x w
+        c:f32[] = reduce_sum b
+        d:f32[4,64] = broadcast_in_dim 1.0
+        e:f32[512,64] = dot_general[...] x d
+      in (c, e) }
+
+It is traced outside of the step's `shard_map`, under the names of ZeRO's axes, as the loss is: so constraints on
+further mesh axes, and meshes in types, come out as in any other program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jzero import _compat
+from jzero._aux import Weighted
+from jzero._collectives import Wire, mean, sum_over
+from jzero._precision import widen
+from jzero.engine.trace import TracedLoss
+
+__all__ = ["Joint", "differentiated"]
+
+PyTree = Any
+Note = Callable[[bool], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """The loss, differentiated or not, as one jaxpr over whole parameters and one device's part of the batch.
+
+    Attributes:
+      jaxpr: Its inputs are the leaves of `(params, carried, batch, key, divisor, loss_scale)`.
+      out: The structure of its outputs, `(((sum, weight), divisor, aux), gradients by index)`.
+      moving: The parameters that have gradients.
+    """
+
+    jaxpr: Any
+    out: Any
+    moving: tuple[int, ...]
+
+
+def differentiated(
+    traced: TracedLoss,
+    moving: Sequence[int],
+    *,
+    wire: Wire,
+    steps: int,
+    loss_scale: Sequence[jax.Array],
+    axis_env: Sequence[tuple[str, int]],
+) -> Joint:
+    """Differentiates a traced loss.
+
+    Args:
+      traced: The loss.
+      moving: The parameters that have gradients; none: it is not differentiated.
+      wire: How gradients travel.
+      steps: The number of micro-batches.
+      loss_scale: The loss scale, a list of one or none.
+      axis_env: The names and sizes of the mesh axes that the loss may name.
+
+    Raises:
+      ValueError: The weight of a `Weighted` loss depends on parameters, and there are several micro-batches.
+
+    Example:
+      >>> from jzero._collectives import Wire
+      >>> from jzero.engine.differentiate import differentiated
+      >>> from jzero.engine.trace import TracedLoss
+      >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
+      >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
+      >>> joint = differentiated(traced, [0], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[])
+      >>> [tuple(x.shape) for x in joint.jaxpr.out_avals]  # the loss, its weight, the divisor, the gradient of w
+      [(), (), (), (8, 4)]
+    """
+    num_params, num_carried, num_batch, _ = traced.num_inputs
+    kinds = list(map(_compat.shape_of, traced.jaxpr.in_avals))
+    splits = (num_params, num_params + num_carried, num_params + num_carried + num_batch)
+    params, carried, batch, key = (kinds[a:b] for a, b in zip((0, *splits), (*splits, len(kinds)), strict=True))
+    divisor = jax.ShapeDtypeStruct((), jnp.float32)
+    scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
+
+    def program(objective: Callable[..., Any]) -> Joint:
+        def values_and_grads(params: list[Any], *rest: Any) -> Any:
+            some = {i: params[i] for i in moving}
+            if not moving:
+                return objective({}, params, *rest)[1], some
+            (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)
+            return values, grads
+
+        trace = jax.make_jaxpr(values_and_grads, axis_env=list(axis_env), return_shape=True)
+        jaxpr, out = trace(params, carried, batch, key, divisor, scale)
+        return Joint(jaxpr, jax.tree.structure(out), tuple(moving))
+
+    weights: list[bool] = []
+    objective = _Objective(traced, wire, steps)
+    joint = program(functools.partial(objective, note=weights.append))
+    if not any(weights):
+        return joint
+    if steps > 1:
+        raise ValueError(
+            "`Weighted.weight` depends on parameters, so that its derivative takes the loss of the whole batch, which "
+            "is not known before the last micro-batch. Put `jax.lax.stop_gradient` around the weight, or set "
+            "`accumulate_steps=1`."
+        )
+    return program(objective)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Objective:
+    """What is differentiated, as a function.
+
+    With a loss scale that is the sum over a divisor, which makes about a mean of it: fp16 holds the gradients of a
+    mean, not those of a sum over many tokens. It is the same for all devices and micro-batches.
+
+    With weights w that depend on parameters, the gradient of the global loss L = sum(s) / sum(w) is that of s - L w.
+    """
+
+    traced: TracedLoss
+    wire: Wire
+    steps: int
+
+    def __call__(
+        self, moving: dict[int, jax.Array], params: list[jax.Array], *beside: Any, note: Note | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Returns `(objective, ((sum, weight), divisor, aux))`.
+
+        Args:
+          moving: The parameters that it is differentiated with respect to, by index.
+          params: All parameters.
+          *beside: Carried state, batch and key, each a list; the divisor, 0 if it is not known yet; the loss scale.
+          note: Called with whether the weight depends on parameters, of which it then has no derivative.
+        """
+        carried, batch, key, divisor, loss_scale = beside
+        traced, wire = self.traced, self.wire
+        inputs = [*(moving.get(i, x) for i, x in enumerate(params)), *carried, *batch, *key]
+        outputs = _compat.evaluate(traced.jaxpr, inputs, _compat.bind)
+        outputs = [x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs]  # literals
+        loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
+        total = objective = widen(loss.sum if isinstance(loss, Weighted) else loss)
+        weight = (loss.weight if isinstance(loss, Weighted) else jnp.ones(())).astype(total.dtype)
+        fixed = lax.stop_gradient(weight if note is None else _noting(weight, note))
+        if note is None and moving:
+            objective = total - _global_loss(total, fixed, wire) * weight
+        if not loss_scale:
+            return objective, ((total, fixed), divisor, aux)
+        mean_weight = mean(fixed, wire) if isinstance(loss, Weighted) else fixed
+        first = jnp.where(mean_weight > 0, mean_weight, 1).astype(jnp.float32) * self.steps
+        divisor = jnp.where(divisor > 0, divisor, first)
+        return objective * (loss_scale[0] / divisor).astype(total.dtype), ((total, fixed), divisor, aux)
+
+
+def _global_loss(total: jax.Array, weight: jax.Array, wire: Wire) -> jax.Array:
+    weight = sum_over(weight, wire)
+    return sum_over(lax.stop_gradient(total), wire) / jnp.where(weight == 0, 1, weight)
+
+
+def _noting(x: jax.Array, note: Note) -> jax.Array:
+    """Returns `x` without a derivative, and notes if it had one."""
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        note(not isinstance(tangents[0], SymbolicZero))
+        return primals[0], jnp.zeros_like(primals[0])
+
+    same.defjvp(rule, symbolic_zeros=True)
+    return same(x)

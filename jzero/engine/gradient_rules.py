@@ -1,0 +1,129 @@
+"""Equations that are done to shards of gradients, once these are reduced: they add, place or relabel.
+
+In: an equation whose result leaves. Out: how its inputs leave, and what makes the shard of the result. They are the
+transposes of what `on_shard` does to parameters: of a slice `w[i]`, [L, D, F] -> [D, F], the gradient is
+
+    d:f32[L,D,F] = dynamic_update_slice zeros c i
+
+and done to shards that is [L, D/N, F] from [D/N, F].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from jzero.engine.leaving import OnShards, Part, Reduction
+from jzero.engine.on_shard import widens
+from jzero.engine.recompute import CALLS, REMAT
+
+if TYPE_CHECKING:
+    from jzero.engine.reductions import Search
+
+__all__ = ["GRADIENT_RULES", "PLACES", "RELABELS"]
+
+Equation = Any
+
+
+def _same(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    return OnShards({0: leaving}, lambda xs: xs[0]) if search.is_free(eqn.invars[0]) else None
+
+
+def _cast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    """It travels in the narrower type."""
+    old, new = eqn.invars[0].aval.dtype, jnp.dtype(eqn.params["new_dtype"])
+    are_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return _same(search, eqn, leaving) if are_floating and widens(old, new) else None
+
+
+def _constraint(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    sharding = eqn.params["sharding"]
+    mesh = dict(jax.sharding.get_abstract_mesh().shape)
+    if not isinstance(sharding, NamedSharding) or not set(jax.tree.leaves(tuple(sharding.spec))) <= set(mesh):
+        return None
+    axes = {n: 1 if n in leaving.wire.batch_axes else size for n, size in mesh.items()}
+    cut = leaving.cut.beside(sharding.spec, axes)
+    return _same(search, eqn, dataclasses.replace(leaving, cut=cut) if cut.further else leaving)
+
+
+def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    (x,), order = eqn.invars, tuple(eqn.params["permutation"])
+    maker = search.maker(x)
+    # A transpose beside a product is a part of it: reduced before, the stacks of a loop would be laid out otherwise.
+    is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
+    if not search.is_free(x) or leaving.cut.flat or not is_apart:
+        return None
+    inverse = [order.index(d) for d in range(len(order))]
+    return OnShards({0: leaving.of(x.aval.shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
+
+
+def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    """A gradient that is zero, or one with further dimensions of one element."""
+    x, shape = eqn.invars[0], eqn.outvars[0].aval.shape
+    if search.is_zero(x):
+        return OnShards({}, lambda xs: leaving.zeros())
+    dims = tuple(eqn.params["broadcast_dimensions"])
+    added = [d for d in range(len(shape)) if d not in dims]
+    is_relabelled = math.prod(x.aval.shape) == math.prod(shape)
+    if not search.is_free(x) or not is_relabelled or leaving.cut.dim in added:
+        return None
+    if leaving.cut.flat and any(d > leaving.cut.dim for d in added):
+        return None
+    return OnShards({0: leaving.of(x.aval.shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
+
+
+def _pad(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    (x, value), widths = eqn.invars, [tuple(map(int, w)) for w in eqn.params["padding_config"]]
+    grows = all(low >= 0 and high >= 0 for low, high, _ in widths)
+    fits = grows and leaving.leaves_alone([not any(w) for w in widths])
+    if not search.is_free(x) or not search.is_zero(value) or not fits:
+        return None
+    own = leaving.own(widths, (0, 0, 0))
+    return OnShards({0: leaving.of(x.aval.shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own))
+
+
+def _update(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    whole, x, *_ = eqn.invars
+    is_full = [a == b for a, b in zip(x.aval.shape, whole.aval.shape, strict=True)]
+    if not search.is_free(x) or not search.is_zero(whole) or not leaving.leaves_alone(is_full):
+        return None
+
+    def apply(inputs: list[Any]) -> jax.Array:
+        _, shard, *index = inputs
+        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.own(index, jnp.zeros_like(index[0])))
+
+    return OnShards({1: leaving.of(x.aval.shape)}, apply)
+
+
+def _add(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
+    """See [Note: Several uses]."""
+    x, y = eqn.invars
+    given = [search.given[v] for v in (x, y) if v in search.given]
+    if not search.is_free(x) or not search.is_free(y) or any(g != leaving for g in given):
+        return None
+    are_parts = search.is_part(x, leaving) or search.is_part(y, leaving)
+    if given or are_parts or (leaving.by_use and search.have_loop_between(x, y)):
+        return OnShards({0: leaving, 1: leaving}, lambda xs: lax.add(*xs))
+    search.leaving |= dict.fromkeys((x, y), Part(leaving.is_awaited))
+    return None
+
+
+PLACES = frozenset(["dynamic_update_slice", "pad"])
+RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "sharding_constraint", "transpose"])
+GRADIENT_RULES: dict[str, Callable[[Search, Equation, Reduction], OnShards | None]] = {
+    "add_any": _add,
+    "broadcast_in_dim": _broadcast,
+    "convert_element_type": _cast,
+    "copy": _same,
+    "dynamic_update_slice": _update,
+    "pad": _pad,
+    "sharding_constraint": _constraint,
+    "transpose": _transpose,
+}

@@ -1,0 +1,299 @@
+"""Loss and gradients with the collectives of the stage: the passes, and `shard_map` around the last of them.
+
+In: a traced loss, the plan, a state's arrays and the global batch, inside of `jit`. Out: the loss of the whole batch,
+and its gradients in the layout of the plan, with their norm. Each device evaluates one program, the walk over the joint
+jaxpr, on its own rows; micro-batches are a loop around the walk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero._aux import Weighted, aux_specs, reduce_aux
+from jzero._collectives import Wire, batch_index, sum_over
+from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
+from jzero._placement import is_on_host
+from jzero._plan import StateLeaf, ZeroPlan
+from jzero._precision import cast_dtype, times, widen
+from jzero.engine.differentiate import Joint, differentiated
+from jzero.engine.lazy import Lazy, is_lazy
+from jzero.engine.norms import grad_norm
+from jzero.engine.order import Order
+from jzero.engine.recompute import recomputed
+from jzero.engine.roles import Parameter
+from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
+from jzero.engine.walk import Walk
+
+__all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
+
+PyTree = Any
+
+
+class LossResult(NamedTuple):
+    """What one evaluation of the loss gives, reduced over all devices.
+
+    Attributes:
+      loss: The mean over the global batch.
+      weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
+      aux: What the loss returned beside the mean, reduced as `Summed` and `PerExample` say.
+      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; without elements where
+        `reduced` is in host memory; none if not differentiated.
+      reduced: The same before it was widened and multiplied by `factor`, as it was reduced.
+      factor: What gradients are multiplied with after their reduction.
+      grad_norm: Global L2 norm of the gradients, in fp32 or wider; whole leaves count once, padding never.
+      overflowed: For each parameter leaf whether its gradient is not finite, where the precision policy asks; else
+        nothing.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: PyTree
+    grads: list[jax.Array]
+    reduced: list[jax.Array]
+    factor: jax.Array
+    grad_norm: jax.Array
+    overflowed: jax.Array
+
+
+class MicroBatches(NamedTuple):
+    """How a step goes through its batch.
+
+    Attributes:
+      steps: Micro-batches, run one after another.
+      reduce_last: Whether gradients are reduced once after the last of them, as always at stage 1.
+    """
+
+    steps: int = 1
+    reduce_last: bool = False
+
+
+WHOLE_BATCH = MicroBatches()
+
+
+def loss_and_grads(
+    traced: TracedLoss,
+    plan: ZeroPlan,
+    inputs: LossInputs,
+    micro: MicroBatches = WHOLE_BATCH,
+    *,
+    grads_to_host: bool = False,
+) -> LossResult:
+    """Evaluates a traced loss and its gradients over the whole batch, inside `jit`.
+
+    Args:
+      traced: The loss.
+      plan: The plan of the state.
+      inputs: What it is evaluated on.
+      micro: How to go through the batch.
+      grads_to_host: Whether gradients of parameters that lie on the host with all their optimizer state go there as
+        soon as they are reduced. Where micro-batches are summed they do not.
+    """
+    return _run(traced, plan, inputs, micro, differentiates=True, grads_to_host=grads_to_host)
+
+
+def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
+    """Evaluates a traced loss over the whole batch, inside `jit`. Gathers each parameter once per use."""
+    return _run(traced, plan, inputs, WHOLE_BATCH, differentiates=False)
+
+
+def _run(
+    traced: TracedLoss,
+    plan: ZeroPlan,
+    inputs: LossInputs,
+    micro: MicroBatches,
+    *,
+    differentiates: bool,
+    grads_to_host: bool = False,
+) -> LossResult:
+    config = plan.config
+    whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
+    carried = carried_leaves(plan, inputs.carried)
+    leaves = [
+        plan.params_treedef.flatten_up_to(inputs.params),
+        *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
+    ]
+    in_specs = (
+        [_manual(leaf.param, config.axis) for leaf in plan.leaves],
+        [whole if leaf is None else _manual(leaf, config.axis) for leaf in carried],
+        traced.batch_specs,
+        [whole] * len(leaves[3]),
+        [whole] * len(leaves[4]),
+    )
+    local_step = _LocalStep(traced, plan, micro, differentiates, carried, grads_to_host)
+    joint = local_step.joint(leaves[4])
+    grads = plan.leaves if differentiates else ()
+    specs = {
+        "loss": whole,
+        "weight": whole,
+        "aux": aux_specs(traced.out_shape[1], split),
+        "grads": [
+            whole if i in local_step.streamed else _manual(leaf.grad, config.axis) for i, leaf in enumerate(grads)
+        ],
+        "reduced": [_manual(leaf.grad, config.axis) for leaf in grads],
+        "factor": whole,
+        "grad_norm": whole,
+        "overflowed": whole,
+    }
+    mapped = jax.shard_map(
+        lambda *leaves: local_step(joint, *leaves)._asdict(),
+        mesh=plan.mesh,
+        in_specs=in_specs,
+        out_specs=specs,
+        axis_names=set(batch_axes(config)),
+        check_vma=False,
+    )
+    return LossResult(**mapped(*leaves))
+
+
+def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
+    """Whether a bf16 sum over some of the mesh axes ends the process, as on CPUs (seen with jax 0.10 and 0.12)."""
+    return mesh_platform(plan.mesh) == "cpu" and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
+
+
+def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
+    """The spec of a stored array as far as ZeRO's own axis goes; other axes are left to GSPMD."""
+    if leaf.cut is None:
+        return PartitionSpec()
+    return dataclasses.replace(leaf, base=PartitionSpec()).spec(axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LocalStep:
+    """One device's part of a step: loss and gradients on the local batch, then the reductions."""
+
+    traced: TracedLoss
+    plan: ZeroPlan
+    micro: MicroBatches
+    differentiates: bool
+    carried: list[StateLeaf | None]
+    grads_to_host: bool
+
+    @functools.cached_property
+    def wire(self) -> Wire:
+        """How parameters and gradients travel in this step."""
+        config, policy = self.plan.config, self.plan.config.policy
+        return Wire(
+            config.axis,
+            config.replica_axis,
+            config.reduce_scatter,
+            reduce_dtype=policy.reduce,
+            reduce_last=self.micro.steps > 1 and (self.micro.reduce_last or config.stage < 2),
+            predivide=1 if policy.loss_scale is None else num_batch_shards(self.plan.mesh, config),
+            widen_bf16=_cannot_sum_bf16(self.plan),
+        )
+
+    @functools.cached_property
+    def streamed(self) -> frozenset[int]:
+        """The parameters whose gradients leave for the host as soon as they are reduced."""
+        if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
+            return frozenset()
+        leaves = self.plan.leaves
+        return frozenset(i for i in self.plan.wholly_hosted if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
+
+    @functools.cached_property
+    def params(self) -> list[Parameter]:
+        """What each parameter is in this step."""
+        stage, mesh = self.plan.config.stage, self.plan.mesh
+        return [Parameter(leaf, mesh, self.wire, stage, i in self.streamed) for i, leaf in enumerate(self.plan.leaves)]
+
+    def joint(self, loss_scale: Sequence[jax.Array]) -> Joint:
+        """Returns the program of one micro-batch: the passes before the walk."""
+        moving = [i for i, param in enumerate(self.params) if self.differentiates and param.moves]
+        names = axis_env(self.plan)
+        remat = self.traced.remat if self.differentiates else "as_written"
+        traced = dataclasses.replace(self.traced, jaxpr=recomputed(self.traced.jaxpr, remat, names))
+        return differentiated(
+            traced, moving, wire=self.wire, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
+        )
+
+    def __call__(self, joint: Joint, *leaves: list[jax.Array]) -> LossResult:
+        stored, carried, batch, key, loss_scale = leaves
+        wire, plan = self.wire, self.plan
+        index = batch_index(wire, dict(plan.mesh.shape))
+        key = [jax.random.fold_in(k, index) for k in key]
+        params = [param.value(x) for param, x in zip(self.params, stored, strict=True)]
+        others = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
+
+        def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array) -> Any:
+            return self._walked(joint, (params, others, batch, key, divisor, loss_scale))
+
+        ((total, weight), divisor, aux), local = self._accumulated(joint, evaluate, batch, key)
+        if isinstance(self.traced.out_shape[0], Weighted):
+            weight = sum_over(weight, wire)
+            inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+        else:  # known without a collective, and to the compiler
+            parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+            weight = jnp.asarray(parts, weight.dtype)
+            inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
+        unscale = inverse * divisor * wire.predivide / loss_scale[0] if loss_scale else inverse
+        reduced = [param.finish(local.get(i)) for i, param in enumerate(self.params)] if self.differentiates else []
+        with jax.named_scope("zero_update"):
+            norm, overflowed = grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
+            grads = [
+                jnp.zeros((0,), x.dtype) if is_on_host(x) else times(x, unscale) if i in local else x
+                for i, x in enumerate(reduced)
+            ]
+        loss = sum_over(total, wire) * inverse
+        aux = reduce_aux(aux, wire, self.micro.steps)
+        return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
+
+    def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
+        """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
+        cut = None if leaf is None else leaf.travelling(self.plan.mesh)
+        if leaf is None or cut is None:
+            return x
+        dtype = jnp.dtype(leaf.dtype)
+        return Lazy(x, None, cut, self.wire, dtype, dtype)
+
+    def _walked(self, joint: Joint, inputs: Any) -> Any:
+        """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
+        leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
+        num_values = joint.out.num_leaves - len(joint.moving)
+        wanted = [*[None] * num_values, *(self.params[i].leaving for i in joint.moving)]
+        order = Order.of(self.plan, differentiates=self.differentiates)
+        keeps = self.differentiates and not self.plan.regathers and any(map(is_lazy, leaves))
+        walk = Walk.start(frozenset(self.wire.batch_axes), order, keeps=keeps)
+        with jax.named_scope("zero_compute"):
+            outputs = walk.whole(walk(joint.jaxpr, leaves, wanted))
+        return joint.out.unflatten([x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs])
+
+    def _accumulated(
+        self, joint: Joint, evaluate: Callable[..., Any], batch: list[jax.Array], key: list[jax.Array]
+    ) -> tuple[Any, dict[int, jax.Array]]:
+        """Sums loss, weight and gradients over micro-batches.
+
+        Returns:
+          `(((sum, weight), divisor, aux), grads)`; `aux` is stacked for `reduce_aux`.
+        """
+        steps, none_yet = self.micro.steps, jnp.zeros(())
+        if steps == 1:
+            return evaluate(batch, key, none_yet)
+        whole = [x.ndim == 0 for x in batch]
+        parts = [
+            x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
+        ]
+        like = {j: self.params[j].like_gradient() for j in joint.moving}
+        kept_in = {j: cast_dtype(x.dtype, self.plan.leaves[j].grad.dtype) for j, x in like.items()}
+
+        def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+            sums, divisor = carry
+            part = [
+                x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)
+            ]
+            keys = [jax.random.fold_in(k, i) for k in key]
+            (values, divisor, aux), grads = evaluate(part, keys, divisor)
+            kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}
+            return (jax.tree.map(jnp.add, sums, (values, kept)), divisor), aux
+
+        zero = widen(jnp.zeros((), jax.tree.leaves(self.traced.out_shape)[0].dtype))
+        start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in like.items()})
+        (((sums, grads), divisor), aux) = lax.scan(body, (start, none_yet), jnp.arange(steps))
+        return (sums, divisor, aux), grads

@@ -1,0 +1,310 @@
+"""Lazy parameters: a shard and how to make it whole, kept so through casts, slices and other cheap operations.
+
+In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], made where an equation reads it.
+What an equation makes of parameters alone stays lazy if it can: the shard itself is sliced or cast (`on_shard`), or the
+operation is repeated at each use (`Deferred`). So in
+
+    { lambda ; w:f32[512,64] x:f32[8,512]. let
+        a:bf16[512,64] = convert_element_type[new_dtype=bfloat16] w
+        b:f32[8,64] = dot_general[...] x a
+      in (b,) }
+
+`a` is `w`'s shard with `wire_dtype=bf16`, [64, 64] on each of 8 devices, and `dot_general` is what gathers it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero import _compat
+from jzero._collectives import Wire, gather_param
+from jzero._layout import Cut
+from jzero._placement import on_device
+from jzero._rounding import narrow_for_good
+
+__all__ = [
+    "Bundle",
+    "Deferred",
+    "Lazy",
+    "RowOf",
+    "Rows",
+    "defer",
+    "is_constant",
+    "is_cut",
+    "is_lazy",
+    "is_unmade",
+    "num_bytes",
+]
+
+Equation = Any
+
+CHEAP = frozenset(
+    "abs add and bitcast_convert_type broadcast_in_dim ceil clamp concatenate conj convert_element_type copy cos div "
+    "dynamic_slice eq exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite le log log1p logistic lt "
+    "max min mul ne neg not or pad pow real reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt "
+    "square squeeze stop_gradient sub tanh transpose".split()
+)
+"""Operations that cost little beside the gather of their operands: applied to parameters alone they are repeated at
+each use rather than their (whole-sized) result being kept."""
+
+MAX_DEFERRED = 16
+"""Operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and kept."""
+
+
+class RowOf(NamedTuple):
+    """Which stack a lazy parameter is a row, or a part of a row, of.
+
+    Attributes:
+      depth: How many loops the row's loop is inside of.
+      stack: The number of the stack among those that the loop scans.
+    """
+
+    depth: int
+    stack: int
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A parameter that is made whole where it is used.
+
+    Attributes:
+      shard: This device's part, on the device or in host memory. [..., P/N]
+      whole: The whole parameter if it is at hand; it serves uses that want it in its own dtype. [..., D]
+      cut: How the part lies in the natural shape.
+      wire: The axes to gather over.
+      wire_dtype: What the value is cast to on the device that holds it, before it travels.
+      dtype: What the whole value is cast to. Never narrower than `wire_dtype`.
+      row_of: In the turn of a loop, the stack that it comes from.
+    """
+
+    shard: Any
+    whole: jax.Array | None
+    cut: Cut
+    wire: Wire
+    wire_dtype: Any
+    dtype: Any
+    row_of: RowOf | None = None
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits into arrays and static layout."""
+        return (self.shard, self.whole), (self.cut, self.wire, self.wire_dtype, self.dtype, self.row_of)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Lazy:
+        """Joins what `tree_flatten` split."""
+        return cls(*children, *aux)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Natural shape."""
+        return self.cut.shape
+
+    @property
+    def key(self) -> Any:
+        """What tells it from other parameters while its shard is alive."""
+        return id(self.shard), self.cut
+
+    def drop_leading(self) -> Lazy:
+        """Returns the layout of one slice; the arrays are already sliced (by a scan)."""
+        return dataclasses.replace(self, cut=self.cut.drop_leading())
+
+    def gathered(self) -> jax.Array:
+        """Returns the whole parameter as it travels. [..., P/N] -> [..., D]."""
+        if not is_cut(self):
+            assert self.whole is not None
+            return self.whole
+        # A shard in host memory is brought here, where it is needed.
+        return gather_param(narrow_for_good(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
+
+
+class _Operation(NamedTuple):
+    """An equation's operation as a static, comparable value."""
+
+    key: Any
+    eqn: Equation
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Operation) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """A cheap operation on lazy values alone, repeated at each use.
+
+    Attributes:
+      inputs: Lazy values, or arrays of one element.
+      operation: The operation.
+    """
+
+    inputs: tuple[Any, ...]
+    operation: _Operation
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], _Operation]:
+        """Splits into inputs and static operation."""
+        return self.inputs, self.operation
+
+    @classmethod
+    def tree_unflatten(cls, operation: _Operation, inputs: Sequence[Any]) -> Deferred:
+        """Joins what `tree_flatten` split."""
+        return cls(tuple(inputs), operation)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Natural shape."""
+        return tuple(self.operation.eqn.outvars[0].aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the value."""
+        return self.operation.eqn.outvars[0].aval.dtype
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that one use repeats, those that it shares with itself counted each time."""
+        return 1 + sum(x.num_operations for x in self.inputs if isinstance(x, Deferred))
+
+
+def is_lazy(x: Any) -> bool:
+    """Whether `x` is a lazy value."""
+    return isinstance(x, Lazy | Deferred)
+
+
+def is_cut(x: Any) -> bool:
+    """Whether `x` is a parameter that has to be gathered."""
+    return isinstance(x, Lazy) and (x.whole is None or x.whole.dtype != x.wire_dtype)
+
+
+def is_constant(x: Any) -> bool:
+    """Whether a value is known to the compiler: made of literals alone."""
+    if isinstance(x, Deferred):
+        return all(map(is_constant, x.inputs))
+    return isinstance(x, bool | int | float | complex | np.ndarray | np.generic) and np.size(x) == 1
+
+
+def num_bytes(values: Iterable[Any]) -> int:
+    """Returns the size of arrays, and of parameters as they travel, whole."""
+
+    def dtype(x: Any) -> Any:
+        return jnp.dtype(x.wire_dtype if isinstance(x, Lazy) else x.dtype)
+
+    return sum(math.prod(x.shape) * dtype(x).itemsize for x in values)
+
+
+def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
+    """Returns the equation's result as a deferred value, if it is cheap and takes parameters and numbers alone."""
+    if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
+        return None
+    if not all(is_lazy(x) or np.size(x) == 1 for x in inputs):
+        return None
+    if sum(x.num_operations for x in inputs if isinstance(x, Deferred)) >= MAX_DEFERRED:
+        return None
+    key: Any
+    try:
+        key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
+        hash(key)
+    except TypeError:  # parameters without an order or a hash: the equation itself is the key
+        key = id(eqn)
+    return Deferred(tuple(inputs), _Operation(key, eqn))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Values and what they are made of, so that a parameter that occurs in two of them is one.
+
+    Attributes:
+      leaves: The distinct lazy parameters and arrays.
+      template: What the values are made of: places among the leaves, or operations and what they are applied to.
+    """
+
+    leaves: tuple[Any, ...]
+    template: tuple[Any, ...]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits into leaves and static template."""
+        return self.leaves, self.template
+
+    @classmethod
+    def tree_unflatten(cls, template: tuple[Any, ...], leaves: Sequence[Any]) -> Bundle:
+        """Joins what `tree_flatten` split."""
+        return cls(tuple(leaves), template)
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Bundle:
+        """Bundles arrays and lazy values."""
+        leaves: list[Any] = []
+        index: dict[int, int] = {}
+
+        def template(x: Any) -> Any:
+            if isinstance(x, Deferred):
+                return x.operation, tuple(map(template, x.inputs))
+            i = index.setdefault(id(x), len(leaves))
+            if i == len(leaves):
+                leaves.append(x)
+            return i
+
+        made = tuple(map(template, values))
+        return cls(tuple(leaves), made)
+
+    def values(self) -> list[Any]:
+        """Returns the values; equal ones are one."""
+        return self._made(lambda operation, inputs: Deferred(tuple(inputs), operation))
+
+    def computed(self) -> list[Any]:
+        """Returns the values, given that all leaves are arrays; what occurs more than once is made once."""
+        return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
+
+    def _made(self, apply: Callable[[_Operation, list[Any]], Any]) -> list[Any]:
+        made: dict[Any, Any] = {}
+
+        def value(x: Any) -> Any:
+            if isinstance(x, int):
+                return self.leaves[x]
+            if x not in made:
+                made[x] = apply(x[0], [value(y) for y in x[1]])
+            return made[x]
+
+        return [value(x) for x in self.template]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stacks", "shared"], meta_fields=["places", "template"]
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the turns of a loop returned of parameters alone, such as cast weights: lazy values, one for each turn.
+
+    Attributes:
+      stacks: What differs from turn to turn: stacks of parameters, and arrays, with a leading dimension.
+      shared: What does not.
+      places: For each leaf of a row, whether it is shared, and its number.
+      template: How a row is made of its leaves, as in a `Bundle`.
+    """
+
+    stacks: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    places: tuple[tuple[bool, int], ...]
+    template: Any
+
+    def row(self, rows: Sequence[Any]) -> Any:
+        """Returns one value, given one row of each stack."""
+        leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)
+        return Bundle(leaves, (self.template,)).values()[0]
+
+
+def is_unmade(x: Any) -> bool:
+    """Whether `x` is made of parameters and not whole yet."""
+    return is_lazy(x) or isinstance(x, Rows)

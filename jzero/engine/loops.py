@@ -1,0 +1,316 @@
+"""Loops of the joint program: parameters are gathered, and gradients reduced, in the turns; some one turn ahead.
+
+In: a `scan` equation whose inputs may be lazy stacks, [L, D/N, F]. Out: its results; what turns return of parameters
+alone stays lazy, gradients are stacks of shards. A forward loop and the backward loop of it are the same here:
+
+    c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
+
+runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row.
+
+[Note: Gathering one turn ahead]
+A loop over layers that gathers where it computes leaves it to the compiler to overlap the two, and compilers do not
+move a gather from one turn into the one before. Here the loop says so itself: it carries whole parameters of this turn
+and gathers those of the next beside the computation. The last turn gathers some that nothing uses: were it to stand
+after the loop, compilers would lay out its activations otherwise and copy stacks of them. Hence at most a 32nd of what
+the loop gathers is gathered ahead. That is enough: the first parameters of a turn have nothing to hide behind, the
+others have the turn itself. Where no bound is given, programs for GPUs do so with a third of a turn's.
+
+[Note: Parameters that a loop hands to a later one]
+What a loop keeps for the backward pass it returns as stacks: activations, and also what it makes of its parameters
+alone, such as a cast weight. That stays what it is, lazy: the stack of shards that it was made of, or `Rows`, which a
+later loop makes whole row by row. If its shard is new in the turn, the shard is stacked: 1/N of the bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _compat
+from jzero.engine.lazy import Bundle, Lazy, RowOf, Rows, is_constant, is_cut, is_lazy, is_unmade, num_bytes
+from jzero.engine.leaving import Reduction
+from jzero.engine.recompute import CALLS, REMAT
+
+if TYPE_CHECKING:
+    from jzero.engine.walk import Walk
+
+__all__ = ["scan"]
+
+Equation = Any
+MOST_IN_VAIN = 1 / 32
+"""The most that a loop gathers in vain in its last turn, as a share of all that it gathers."""
+
+
+def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+    """Evaluates a scan; `arriving` inputs are gradients to which its turns add shards."""
+    loop = _Loop(walk, eqn, inputs, arriving, wanted)
+    end, (ys, kept) = loop.run()
+    for j, whole in kept.items():
+        walk.held.keep([dataclasses.replace(loop.stacks[j], wire_dtype=whole.dtype, whole=whole)])
+    end = [x if same else y for x, y, same in zip(loop.init, end, loop.fixed, strict=True)]
+    results = [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
+    for i, (how, done) in enumerate(zip(wanted, loop.leaving, strict=True)):
+        if isinstance(how, Reduction) and done is not None:
+            results[i] = how.placed(results[i])
+            walk.note([results[i]], [how])
+        else:
+            results[i] = walk.leave(results[i], how)
+    return results
+
+
+class _Loop:
+    """A scan and what it runs over.
+
+    Attributes:
+      consts: What every turn sees; parameters that each turn uses whole are gathered before the loop.
+      init: What the first turn gets; what the body hands on unchanged is a constant of the loop, and `fixed`.
+      values: What is scanned, each made of some of `stacks`.
+      stacks: The distinct arrays and lazy stacks that the loop slices.
+      leaving: For each result how a turn's part of it leaves, if it is a gradient that turns reduce.
+      restored: For each stacked result what makes it of the stacks of arrays that turns return; filled by `turn`.
+    """
+
+    def __init__(self, walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> None:
+        self.walk, self.eqn, self.jaxpr = walk, eqn, eqn.params["jaxpr"]
+        body, _ = _compat.open_jaxpr(self.jaxpr)
+        first, num_carry = _compat.scan_groups(eqn)
+        end = first + num_carry
+        self.num_consts, self.num_carry, self.length = first, num_carry, int(eqn.params["length"])
+        self.fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
+        outside = _before_loop(walk, body, inputs[:end], [*[True] * first, *self.fixed])
+        self.consts = outside[:first]
+        self.init = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
+        self.added = [how if isinstance(how, Reduction) else None for how in arriving[first:end]]
+        carried = [
+            how.on_device() if added is not None and isinstance(how, Reduction) else None
+            for added, how in zip(self.added, wanted, strict=False)
+        ]
+        self.leaving = [*carried, *(how.row() if isinstance(how, Reduction) else None for how in wanted[num_carry:])]
+        xs = [x if isinstance(x, Rows) else _sliceable(walk, x) for x in inputs[end:]]
+        self.values = [x if isinstance(x, Rows) else Rows((x,), (), ((False, 0),), 0) for x in xs]
+        self.stacks = [walk.held.filled(stack) for x in self.values for stack in x.stacks]
+        self.restored: list[Callable[[Any], Any]] = []
+
+    def turn(self, carry: list[Any], rows: list[Any]) -> tuple[list[Any], Any]:
+        """Returns what one turn hands on, and what it returns: arrays for its results, and whole rows that are kept."""
+        inner = self.walk.inside(of_loop=True)
+        left, values = iter(rows), []
+        for x in self.values:
+            values.append(x.row([next(left) for _ in x.stacks]))
+        carried = [x if same else y for x, y, same in zip(self.init, carry, self.fixed, strict=True)]
+        given = [*[None] * self.num_consts, *self.leaving[: self.num_carry]]
+        outputs = inner(self.jaxpr, [*self.consts, *carried, *values], self.leaving, given)
+        self.found = inner.found
+        new = inner.whole([None if same else y for y, same in zip(outputs, self.fixed, strict=False)])
+        kept: dict[int, jax.Array] = {}
+        if self.walk.keeps_passes:
+            whole = {j: inner.held.whole_of(row) for j, row in enumerate(rows)}
+            kept = {j: x for j, x in whole.items() if x is not None}
+        results = [self._result(inner, y, rows, kept) for y in outputs[self.num_carry :]]
+        self.restored = [restore for _, restore in results]
+        return new, ([arrays for arrays, _ in results], kept)
+
+    def run(self) -> tuple[list[Any], Any]:
+        """Returns what the last turn hands on, and what the turns return, stacked."""
+        init = self.walk.order.before_loop([None if same else x for x, same in zip(self.init, self.fixed, strict=True)])
+        options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
+        ahead = self._ahead(init)
+        step = -1 if self.eqn.params["reverse"] else 1
+        start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)
+
+        def gathered(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
+            return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gathered() for j, x in rows.items()}
+
+        def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
+            carry, whole, at = state
+            following = gathered({j: _row(self.stacks[j], at + step) for j in ahead})  # of some row in the last turn
+            carry, results = self.turn(carry, self._rows(stacks, whole))
+            return (carry, following, at + step), results
+
+        def plain(carry: list[Any], stacks: list[Any]) -> tuple[Any, Any]:
+            return self.turn(carry, self._rows(stacks, {}))
+
+        if not ahead:
+            return lax.scan(plain, init, self.stacks, **options)
+        stacks = {j: self.stacks[j] for j in ahead}
+        rows = self.walk.order.before_turns(stacks, {j: _row(x, start) for j, x in stacks.items()}, init)
+        (end, _, _), results = lax.scan(body, (init, gathered(rows), start), self.stacks, **options)
+        return end, results
+
+    def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:
+        """Returns one row of each stack, with the whole parameters that are at hand."""
+        # A stack may be scanned twice: it is gathered ahead once.
+        at_hand = {id(self.stacks[j].shard): x for j, x in whole.items()}
+        rows = []
+        for j, (stack, x) in enumerate(zip(self.stacks, stacks, strict=True)):
+            if isinstance(x, Lazy):
+                known = at_hand.get(id(stack.shard), x.whole)
+                row_of = RowOf(self.walk.depth + 1, j)
+                rows.append(dataclasses.replace(x.drop_leading(), whole=known, row_of=row_of))
+            else:
+                rows.append(x)
+        return rows
+
+    def _ahead(self, init: list[Any]) -> dict[int, Any]:
+        """Returns which stacks are gathered one turn ahead, and the dtype in which."""
+        limit = self.walk.order.ahead
+        if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
+            return {}
+        # Traced once to see what a turn gathers.
+        jax.eval_shape(lambda init, stacks: self.turn(init, self._rows(_rows_at(stacks, 0), {}))[1], init, self.stacks)
+        first: dict[int, tuple[int, Any]] = {}
+        for row_of, dtype in self.found:
+            if row_of.depth == self.walk.depth + 1:
+                first.setdefault(id(self.stacks[row_of.stack].shard), (row_of.stack, dtype))
+        return _chosen_ahead({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
+
+    def _result(
+        self, inner: Walk, x: Any, rows: list[Any], kept: Mapping[int, Any]
+    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        """Returns the arrays that a turn returns for a result, and what makes the result of stacks of them.
+
+        See [Note: Parameters that a loop hands to a later one].
+        """
+        number = {id(row.shard): j for j, row in enumerate(rows) if isinstance(row, Lazy)}
+        bundle = Bundle.of([x])
+        # Where whole rows are kept, all else that is made of parameters is kept whole, too.
+        is_kept = all(number.get(id(getattr(y, "shard", None))) in kept for y in bundle.leaves)
+        if not is_lazy(x) or (self.walk.keeps_passes and not is_kept):
+            return [jnp.asarray(inner.whole([x])[0])], lambda ys: ys[0]
+        closed = {id(y) for y in jax.tree.leaves(self.consts)}
+        arrays: list[Any] = []
+        parts: list[Callable[[list[Any]], Any]] = []
+        places: list[tuple[bool, int]] = []
+        shared: list[Any] = []
+        for leaf in bundle.leaves:
+            array = leaf.shard if isinstance(leaf, Lazy) else leaf
+            if not isinstance(array, jax.core.Tracer) or id(array) in closed:
+                places.append((True, len(shared)))
+                shared.append(leaf)
+                continue
+            places.append((False, len(parts)))
+            if id(array) in number:
+                parts.append(_as_scanned(leaf, self.stacks[number[id(array)]]))
+            else:
+                parts.append(_stacked(leaf, len(arrays)))
+                arrays.append(array)
+        (template,) = bundle.template
+
+        def restore(ys: list[Any]) -> Any:
+            stacks = tuple(part(ys) for part in parts)
+            is_one = isinstance(template, int) and not shared and isinstance(stacks[0], Lazy)
+            return stacks[0] if is_one else Rows(stacks, tuple(shared), tuple(places), template)
+
+        return arrays, restore
+
+
+def _as_scanned(row: Lazy, stack: Lazy) -> Callable[[list[Any]], Any]:
+    """What makes a result of the stack that the loop scanned."""
+    dtypes = {"wire_dtype": row.wire_dtype, "dtype": row.dtype}
+    return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, **dtypes)
+
+
+def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
+    """What makes a result of the arrays, or shards, that the turns return."""
+    if not isinstance(row, Lazy):
+        return lambda ys: ys[index]
+    like = dataclasses.replace(row, shard=None, whole=None, row_of=None)
+    return lambda ys: dataclasses.replace(like, shard=ys[index], cut=like.cut.add_leading(len(ys[index])))
+
+
+def _before_loop(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) -> list[Any]:
+    """Returns a loop's constants and what it starts with; parameters are whole, but for those that turns index."""
+    lazily = [
+        is_lazy(x) and ((same and is_constant(x)) or _only_indexed(body, v))
+        for x, v, same in zip(inputs, body.invars, fixed, strict=False)
+    ]
+    whole = walk.whole([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])
+    return [x if lazy else y for x, y, lazy in zip(inputs, whole, lazily, strict=True)]
+
+
+def _sliceable(walk: Walk, x: Any) -> Any:
+    """Returns an array, or a stack whose shards can be sliced; all else is gathered as a whole, with a warning."""
+    if not is_unmade(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+        return x
+    if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # once for the loop and that of its backward pass
+        walk.cache["sliced", x.shape] = True
+        why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
+        warnings.warn(
+            f"A stack of shape {x.shape} {why}, and a scan in the loss runs over it: every device gathers the whole "
+            "stack before the loop. Compute on single layers inside the loop, and say which dimension is scanned: "
+            '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
+            stacklevel=2,
+        )
+    return walk.whole([x])[0]
+
+
+def _row(stack: Lazy, at: Any) -> Lazy:
+    """Returns one row of a lazy stack."""
+    return _rows_at([stack], at)[0].drop_leading()
+
+
+def _rows_at(stacks: list[Any], at: Any) -> list[Any]:
+    """Returns the arrays of one row of each stack, as a scan would slice them."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)
+
+
+def _chosen_ahead(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
+    """Returns which stacks are gathered one turn ahead, and the dtype in which.
+
+    Those that a turn uses first come first: they have the least computation to hide behind.
+
+    Args:
+      found: What a turn gathers, in its order: by number the stack, and the dtype that travels.
+      length: The number of turns.
+      limit: The most, in bytes of whole parameters as they travel, that may be gathered ahead; `None`: a third of what
+        a turn gathers, or its first parameter if that is more.
+    """
+    sizes = {
+        j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])
+        for j, (stack, dtype) in found.items()
+    }
+    total = sum(sizes.values())
+    bound = max([total // 3, *list(sizes.values())[:1]]) if limit is None else limit
+    left = min(bound, int(total * length * MOST_IN_VAIN))
+    chosen = {}
+    for j, size in sizes.items():
+        if size <= left:
+            left -= size
+            chosen[j] = found[j][1]
+    if limit and sizes and not chosen:
+        _warn_of_no_effect([*sizes.values()], limit, length)
+    return chosen
+
+
+def _warn_of_no_effect(sizes: Sequence[int], limit: int, length: int) -> None:
+    smallest, total = min(sizes), sum(sizes)
+    if limit < smallest:
+        why = f"its smallest parameter to gather has {smallest} bytes. Give so many or more"
+    else:
+        why = (
+            f"its {length} turns may gather {int(total * length * MOST_IN_VAIN)} bytes ahead, a 32nd of all that they "
+            f"gather, since the last does so in vain, and its smallest parameter has {smallest}. Scan "
+            f"{math.ceil(smallest / total / MOST_IN_VAIN)} layers or more, or call them one by one"
+        )
+    warnings.warn(f"`prefetch_bytes={limit}` has no effect on a scan in the loss: {why}.", stacklevel=2)
+
+
+def _only_indexed(jaxpr: Any, var: Any) -> bool:
+    """Whether a loop's body reads constant `var` one slice at a time."""
+    uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
+    return bool(uses) and all(_indexes(eqn, var) for eqn in uses) and var not in jaxpr.outvars
+
+
+def _indexes(eqn: Equation, var: Any) -> bool:
+    """Whether an equation reads `var` by slices alone."""
+    if eqn.primitive.name not in REMAT | CALLS:
+        return eqn.primitive.name == "dynamic_slice"
+    body = next(_compat.contained_jaxprs(eqn))
+    return all(_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)

@@ -1,0 +1,92 @@
+"""What equations say about meshes, and sharding constraints inside of the step.
+
+In: an equation. Out: whether it names axes, or has a mesh in a type, so that it has to be walked.
+
+[Note: Meshes in types]
+The loss is traced and differentiated outside of the step's `shard_map`. What a sharding constraint returns carries its
+mesh in the type, with ZeRO's axes as automatic as all others, and so does all that is computed from it. Inside, ZeRO's
+axes are manual. An equation without jaxprs takes the types of its new inputs; one that holds jaxprs takes theirs, which
+then do not match. These are walked, or traced again where the step is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero import _compat
+from jzero.engine.lazy import Rows, is_lazy
+from jzero.engine.on_shard import constrained
+
+__all__ = ["MeshFacts", "Meshes", "constrain", "names_mesh"]
+
+Equation = Any
+Jaxpr = Any
+
+
+class Meshes(NamedTuple):
+    """What jaxprs say about meshes.
+
+    Attributes:
+      named: One names axes, in a constraint or a `shard_map`: all around it has to be walked.
+      carried: One has a mesh in a type, or asks for that in which it was traced, see [Note: Meshes in types].
+    """
+
+    named: bool
+    carried: bool
+
+
+class MeshFacts:
+    """What the jaxprs of one trace say about meshes; each is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Meshes, Jaxpr]] = {}  # with the jaxpr: no other gets its id
+
+    def in_equation(self, eqn: Equation) -> Meshes:
+        """Returns what the jaxprs that an equation holds say."""
+        held = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
+        return Meshes(any(x.named for x in held), any(x.carried for x in held))
+
+    def of(self, jaxpr: Jaxpr) -> Meshes:
+        """Returns what a jaxpr says."""
+        jaxpr, _ = _compat.open_jaxpr(jaxpr)
+        if id(jaxpr) not in self._known:
+            inside = [self.in_equation(eqn) for eqn in jaxpr.eqns]
+            named = any(map(names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
+            atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
+            # Its lowering asks the mesh in which it was traced for axes that are not manual.
+            asks = any(eqn.primitive.name == "axis_index" for eqn in jaxpr.eqns)
+            carried = named or asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
+            self._known[id(jaxpr)] = Meshes(named, carried), jaxpr
+        return self._known[id(jaxpr)][0]
+
+
+def names_mesh(eqn: Equation) -> bool:
+    """Whether an equation itself names axes of the mesh."""
+    if eqn.primitive.name in ("sharding_constraint", "shard_map"):
+        return True
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(s, NamedSharding) for s in shardings)
+
+
+def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
+    """A sharding constraint without ZeRO's axes: inside of the step, they are this device's own."""
+    if not isinstance(sharding, NamedSharding) or isinstance(x, Rows):
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    if all(name in axes or mesh.shape[name] == 1 for name in mesh.axis_names):
+        return x
+    spec = _drop_axes(sharding.spec, axes)
+    return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
+
+
+def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    def entry(names: Any) -> Any:
+        kept = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
+        return None if not kept else kept if isinstance(names, tuple) else kept[0]
+
+    return PartitionSpec(*(entry(names) for names in spec))

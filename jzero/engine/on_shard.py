@@ -1,0 +1,157 @@
+"""Operations that can be done on a parameter's shard, so that less travels, or what travels is narrower.
+
+In: an equation and lazy inputs. Out: its result as a lazy parameter, or `None`. A slice of a stack of layers,
+`w[i]` with shards of [L, D/N, F], slices the shards: one layer is gathered, not the stack. The dimension that is cut is
+left alone; an operation that would touch it is not for shards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero._layout import Cut
+from jzero._placement import is_on_host
+from jzero.engine.lazy import Bundle, Deferred, Lazy, is_constant, is_lazy
+
+__all__ = ["constrained", "on_shard", "widens"]
+
+Equation = Any
+Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy | None]
+
+
+def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
+    """Returns the equation's result as a lazy parameter, if the operation can be done on the shard itself."""
+    lazy, *others = inputs or (None,)
+    # Indices that are made of literals are as good as literals.
+    others = [Bundle.of([x]).computed()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
+    if not isinstance(lazy, Lazy) or any(map(is_lazy, others)):
+        return None
+    rule = _RULES.get(eqn.primitive.name)
+    return None if rule is None else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
+
+
+def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
+    """Returns a lazy value whose arrays lie over further mesh axes by `spec`, of its natural shape.
+
+    Those in host memory, and what is computed from parameters alone, lie as they did; so do all if `spec` names no axis
+    for a dimension that is not cut.
+    """
+    if not isinstance(x, Lazy) or is_on_host(x.shard):
+        return x
+    before = [*x.cut.further, *[None] * len(x.shape)]
+    entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
+    cut = x.cut.beside(entries, dict(jax.sharding.get_abstract_mesh().shape))
+    if not cut.further or cut == x.cut:
+        return x
+    assert x.shard is not None
+    shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.further[: x.shard.ndim]))
+    whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
+    return dataclasses.replace(x, shard=shard, whole=whole, cut=cut)
+
+
+def widens(old: Any, new: Any) -> bool:
+    """Whether a floating-point dtype holds all numbers of another."""
+    of_old, of_new = jnp.finfo(old), jnp.finfo(new)
+    return bool(of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp)
+
+
+def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy:
+    return lazy
+
+
+def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    """The first narrowing cast is done before it travels, widening ones after; a second narrowing one is deferred."""
+    new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.dtype)
+    if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
+        return None
+    if widens(old, new):
+        return dataclasses.replace(lazy, dtype=new)
+    is_as_stored = old == lazy.wire_dtype and (lazy.shard is None or lazy.shard.dtype == old)
+    return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
+
+
+def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
+        return None
+    order = tuple(params["permutation"])
+    return _each(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)
+
+
+def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    dims = tuple(params["dimensions"])
+    if any(_is_cut(lazy.cut, d) for d in dims):
+        return None
+    rest = [d for d in range(len(lazy.shape)) if d not in dims]
+    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)
+
+
+def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    strides = params["strides"] or (1,) * len(lazy.shape)
+    start, limit = params["start_indices"], params["limit_indices"]
+    for d, size in enumerate(lazy.shape):
+        if _is_cut(lazy.cut, d) and (start[d], limit[d], strides[d]) != (0, size, 1):
+            return None
+
+    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+        zeros, ones = (0,) * x.ndim, (1,) * x.ndim
+        return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
+
+    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+
+
+def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+    sizes = tuple(params["slice_sizes"])
+    if len(others) != len(lazy.shape):
+        return None
+    if any(_is_cut(lazy.cut, d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
+        return None
+
+    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+        return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
+
+    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+
+
+def _is_cut(cut: Cut, dim: int) -> bool:
+    """Whether natural dimension `dim` does not lie whole in the shard."""
+    return dim >= cut.dim if cut.flat else dim == cut.dim
+
+
+def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
+    """Applies `fn(array, own)` to the arrays of a lazy parameter.
+
+    `own(values, untouched)` takes the value of each dimension that the array holds whole, and
+    `untouched` for the cut one. The result is of `shape`; `dims` are the dimensions that it had before.
+    """
+    old = lazy.cut
+    further = [old.further[d] if old.further and shape[i] == old.shape[d] else None for i, d in enumerate(dims)]
+
+    def for_shard(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
+
+    def for_whole(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values)
+
+    return dataclasses.replace(
+        lazy,
+        shard=None if lazy.shard is None else fn(lazy.shard, for_shard),
+        whole=None if lazy.whole is None else fn(lazy.whole, for_whole),
+        cut=Cut(list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(further) if any(further) else ()),
+    )
+
+
+_RULES: dict[str, Rule] = {
+    "convert_element_type": _cast,
+    "copy": _same,
+    "dynamic_slice": _dynamic_slice,
+    "slice": _slice,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+}

@@ -1,0 +1,236 @@
+"""The order of one program: what has to be there before a parameter is gathered, or a pass begins.
+
+In: what the walk has gathered, computed and reduced so far, in program order. Out: values that wait. The joint program
+gathers a parameter twice, forward and backward, and a compiler would make that one gather and keep the result:
+
+    a = all_gather(w)   b = dot(x, a)   ...   c = all_gather(w)   d = dot(g, c)
+
+So the second one waits for what it is used with: `w, g = optimization_barrier(w, g)`.
+
+[Note: Barriers and selects]
+`fenced` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
+shard. But compilers for GPUs drop barriers before they schedule, and start the gather when they like. `delayed` makes a
+value depend on others: it is selected by a comparison whose result is always the same, which no compiler finds out.
+That holds everywhere, and costs a pass over the value.
+
+[Note: What waits for what]
+* A parameter that is gathered again waits for the arrays that it is used with. On TPUs, where a barrier has its
+  operands written to memory, one element stands for arrays that are larger than the parameter.
+* On GPUs the backward pass of a loop, or of a recomputed block, begins when gradients of what comes before it have been
+  reduced: their compilers put off the products that make gradients of weights, and keep what these are made of, such as
+  the gradient of the logits. The first block waits for the head, each other one for all blocks but the last. What waits
+  is the cotangent, not the shards, so gathers may start early. Nothing waits for gradients that go to the host, nor, at
+  stage 3, for those of parameters that stay whole, which are small.
+* With `prefetch_bytes` a gather waits until enough of the uses before it are done, so that what is gathered and not yet
+  used stays within the bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero._config import may_prefetch
+from jzero._mesh import mesh_platform
+from jzero._placement import is_on_host, on_device
+from jzero._plan import ZeroPlan
+from jzero.engine.lazy import Lazy, is_cut, num_bytes
+
+__all__ = ["Order", "delayed", "first_elements"]
+
+
+@dataclasses.dataclass
+class Order:
+    """What happened so far in a sequence of equations.
+
+    Attributes:
+      fence: What a second gather stands behind a barrier with: the arrays that are used with it, or one element of
+        those that are large. `None`: no fence is needed.
+      waits: Whether loops and recomputed blocks begin when gradients of what comes before have been reduced.
+      limit: The most that is gathered ahead of its use, in bytes; `None`: as the compiler likes.
+      ahead: The most that a loop gathers one turn ahead, in bytes; `None`: a share of a turn, see `loops`.
+    """
+
+    fence: Literal["whole", "light"] | None = None
+    waits: bool = False
+    limit: int | None = None
+    ahead: int | None = 0
+    _gathered: dict[int, Any] = dataclasses.field(default_factory=dict)
+    _reduced: list[jax.Array] = dataclasses.field(default_factory=list)
+    _last: list[jax.Array] = dataclasses.field(default_factory=list)  # those that the last block reduced
+    _in_blocks: bool = False
+    _is_backward: bool = False
+    _turned_at: int = 0  # how many uses were before the backward pass
+    _uses: list[tuple[int, list[jax.Array]]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: ZeroPlan, *, differentiates: bool) -> Order:
+        """Returns the order of a program. All that the engine knows about platforms is here."""
+        config, platform = plan.config, mesh_platform(plan.mesh)
+        ahead = config.prefetch_bytes
+        if ahead is None and not (platform == "gpu" and may_prefetch(config)):
+            ahead = 0
+        fence: Literal["whole", "light"] | None = None
+        if differentiates and plan.regathers:
+            fence = "light" if platform == "tpu" else "whole"
+        limit = config.prefetch_bytes if plan.regathers else None
+        return cls(fence, waits=platform == "gpu" and differentiates, limit=limit, ahead=ahead)
+
+    def inside(self) -> Order:
+        """Returns the order of a turn of a loop, or of a recomputed block: a program of its own, gathered for once."""
+        return Order(ahead=self.ahead)
+
+    def in_call(self, gathered: Iterable[Lazy]) -> Order:
+        """Returns the order of a function that is called, given which of its inputs have been gathered before."""
+        order = Order(self.fence, self.waits, None, self.ahead)
+        order.gathers(gathered)
+        return order
+
+    # What happens.
+
+    def turns(self, *, is_backward: bool) -> bool:
+        """Notes which pass the next equation is of; returns whether the backward pass begins with it."""
+        if self._is_backward or not is_backward:
+            return False
+        self._is_backward, self._turned_at = True, len(self._uses)
+        return True
+
+    def gathers(self, params: Iterable[Lazy]) -> None:
+        """Notes that parameters are gathered. Their shards are kept, so that no other array gets their identity."""
+        self._gathered |= {id(x.shard): x.shard for x in params}
+
+    def was_gathered(self, x: Any) -> bool:
+        """Whether a parameter has been gathered before."""
+        return isinstance(x, Lazy) and id(x.shard) in self._gathered
+
+    def reduced(self, grads: Iterable[jax.Array]) -> None:
+        """Notes gradients that were reduced, or that are a part of what will be."""
+        self._reduced += [x for x in grads if not is_on_host(x)]
+
+    def used(self, results: Sequence[Any]) -> None:
+        """Notes what was computed from the parameters that were gathered last."""
+        if self._uses and not self._uses[-1][1]:
+            self._uses[-1][1].extend([x for x in results if _is_number(x)][:1])
+
+    # What is about to happen.
+
+    def before_use(self, leaves: list[Any]) -> list[Any]:
+        """Returns arrays and lazy parameters that are used together, waiting for their time.
+
+        A parameter that was gathered before waits for the arrays, or, with a limit, as all do, for earlier uses.
+        """
+        again = {i: x for i, x in _cut(leaves).items() if self.was_gathered(x)}
+        leaves, waits = self._within_limit(leaves)
+        arrays = {i: x for i, x in enumerate(leaves) if _is_activation(x)}
+        if not again or not arrays or self.fence is None or waits:
+            return leaves
+        again = {i: leaves[i] for i in again}
+        if self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values()):
+            again, _ = _fenced(again, first_elements([*arrays.values()]))
+        else:
+            again, behind = _fenced(again, [*arrays.values()])
+            leaves = _replaced(leaves, dict(zip(arrays, behind, strict=True)))
+        return _replaced(leaves, again)
+
+    def before_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
+        """Returns what a recomputed block gets, and whether its parameters may be gathered before it begins."""
+        operands, may_be_ahead = self._within_limit(operands)
+        if not self._in_blocks:
+            self._in_blocks, due, self._last, self._reduced = True, self._reduced, [], []
+        else:
+            due, self._last, self._reduced = self._last, self._reduced, []
+        cotangent = [i for i, x in enumerate(operands) if _is_activation(x)][-1:]  # jax puts it last
+        return self._after(due, operands, cotangent), may_be_ahead
+
+    def before_loop(self, carry: list[Any]) -> list[Any]:
+        """Returns what a loop begins with."""
+        due, self._in_blocks, self._last, self._reduced = self._last + self._reduced, False, [], []
+        return self._after(due, carry, [i for i, x in enumerate(carry) if _is_activation(x)])
+
+    def before_turns(self, stacks: Mapping[int, Lazy], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
+        """Returns the rows of stacks that are gathered before the first turn of a loop.
+
+        Those of stacks that were gathered before wait for what the loop begins with.
+        """
+        again = {i: x for i, x in rows.items() if self.was_gathered(stacks[i])}
+        self.gathers(stacks.values())
+        return {**rows, **delayed(again, [x for x in carry if _is_number(x)])}
+
+    def _after(self, due: list[jax.Array], values: list[Any], which: list[int]) -> list[Any]:
+        return _replaced(values, delayed({i: values[i] for i in which}, due)) if self.waits else values
+
+    def _within_limit(self, leaves: list[Any]) -> tuple[list[Any], bool]:
+        """Notes a use; with a limit, what it gathers waits until enough of the uses before are done.
+
+        Returns:
+          The values, and whether they wait and may be gathered ahead: what is more than the limit may not.
+        """
+        cut = _cut(leaves)
+        self.gathers(cut.values())
+        if self.limit is None or not cut:
+            return leaves, False
+        ahead = size = num_bytes(cut.values())
+        waits_for: list[jax.Array] = []
+        for i, (earlier, results) in reversed(list(enumerate(self._uses, 1))):
+            ahead += earlier
+            if ahead > self.limit or i == self._turned_at:  # the backward pass waits for the end of the forward pass
+                waits_for = results
+                break
+        self._uses.append((size, []))
+        return _replaced(leaves, delayed(cut, waits_for)), bool(waits_for) and size <= self.limit
+
+
+def _fenced(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[int, Lazy], list[jax.Array]]:
+    """Returns lazy parameters and values behind one barrier, see [Note: Barriers and selects]."""
+    shards, behind = lax.optimization_barrier(([on_device(x.shard) for x in params.values()], list(values)))
+    pairs = zip(params.items(), shards, strict=True)
+    return {i: dataclasses.replace(x, shard=shard) for (i, x), shard in pairs}, behind
+
+
+def delayed(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
+    """Returns arrays, and parameters with shards, that are there when others are: see [Note: Barriers and selects]."""
+    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]
+    if not firsts:
+        return dict(values)
+    bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x, jnp.uint32) for x in firsts])
+    never = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Lazy):
+            return dataclasses.replace(x, shard=one(on_device(x.shard)))
+        # Behind a barrier, too, so that the selection is not merged into each of its uses.
+        return lax.optimization_barrier(lax.select(jnp.broadcast_to(never, x.shape), jnp.zeros_like(x), x))
+
+    return {i: one(x) for i, x in values.items()}
+
+
+def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns one element of each array of numbers: what waits for them waits for the arrays, or what makes them.
+
+    Of complex numbers it is the real part; arrays of other types, or without elements, are left out.
+    """
+    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]
+    return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
+
+
+def _cut(leaves: Sequence[Any]) -> dict[int, Lazy]:
+    return {i: x for i, x in enumerate(leaves) if is_cut(x)}
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact)) and not is_on_host(x)
+
+
+def _is_activation(x: Any) -> bool:
+    return _is_number(x) and x.ndim > 0
+
+
+def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
+    return [new.get(i, x) for i, x in enumerate(values)]

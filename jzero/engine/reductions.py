@@ -1,0 +1,184 @@
+"""Which values of a differentiated loss are gradients on their way out, and how they leave.
+
+In: a joint jaxpr and how its outputs leave. Out: for its variables how each leaves, and the equations that are done to
+shards. Here `d` is reduced, not `c` or `e`:
+
+    c:f32[64,512] = dot_general[...] g x          # made
+    d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device
+    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # done to the shard
+  in (loss, e)
+
+[Note: Reduced where it is made]
+Followed back from the outputs, a gradient is the result of a few operations that add, place or relabel (the transposes
+of what `on_shard` does to parameters), and before these of the operation that made it. It is reduced and cut right
+there, and those few are done to shards. So a loop that returns a stack of gradients stacks shards, and one that adds to
+the stack a layer at a time adds shards.
+
+[Note: Several uses]
+The gradients of a parameter's uses are summed first and reduced once: that holds one whole gradient between the uses,
+and sends each element once. Two cases are reduced one by one: parts of a stack, which together are the stack; and, from
+stage 2 on, uses with a loop between them, which would hold the whole gradient beside the activations of that loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jzero import _compat
+from jzero.engine.gradient_rules import GRADIENT_RULES, PLACES, RELABELS
+from jzero.engine.leaving import Leaving, OnShards, Part, Reduction
+from jzero.engine.recompute import CALLS, REMAT
+
+__all__ = ["Reductions", "Search", "reductions"]
+
+Equation = Any
+Jaxpr = Any
+
+
+class Reductions(NamedTuple):
+    """What of a jaxpr's values are gradients on their way out.
+
+    Attributes:
+      leaving: How each leaves. In the walk, those with a `Reduction` are shards.
+      on_shards: The equations that are done to shards, by index.
+    """
+
+    leaving: dict[Any, Leaving]
+    on_shards: dict[int, OnShards]
+
+
+def reductions(
+    jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: Mapping[Any, Reduction] | None = None
+) -> Reductions:
+    """Returns what leaves, see [Note: Reduced where it is made].
+
+    Args:
+      jaxpr: An open jaxpr.
+      wanted: For each output how it leaves, if it does.
+      given: Inputs that are shards already.
+
+    Example:
+      >>> from jzero._collectives import Wire
+      >>> from jzero._layout import Cut
+      >>> from jzero.engine.leaving import Reduction
+      >>> from jzero.engine.reductions import reductions
+      >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
+      >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
+      >>> wire = Wire("data", None, reduce_scatter=True)
+      >>> how = Reduction(Cut(0, (64, 8), 8), wire, jnp.float32, by_use=True)
+      >>> found = reductions(joint.jaxpr, [how])
+      >>> [str(joint.jaxpr.eqns[i].primitive) for i in found.on_shards]
+      ['convert_element_type']
+    """
+    given = dict(given or {})
+    if not given and not any(x is not None for x in wanted):
+        return Reductions({}, {})
+    search = Search(jaxpr, wanted, given)
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        if eqn.primitive.name == "scan":
+            search.scan(eqn)
+        elif len(eqn.outvars) == 1 and eqn.outvars[0] in search.leaving and eqn.primitive.name in GRADIENT_RULES:
+            search.equation(i, eqn)
+    return Reductions(search.leaving, search.on_shards)
+
+
+class Search:
+    """What has been found so far, going back through the equations of a jaxpr."""
+
+    def __init__(self, jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: dict[Any, Reduction]) -> None:
+        atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        self.uses = collections.Counter(v for v in atoms if not _compat.is_literal(v))
+        self.made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self.loops = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan"]
+        self.eqns, self.given, self.on_shards = jaxpr.eqns, given, dict[int, OnShards]()
+        outputs = [(v, x) for v, x in zip(jaxpr.outvars, wanted, strict=False) if x is not None]
+        self.leaving: dict[Any, Leaving] = {**given, **{v: x for v, x in outputs if self.is_free(v)}}
+        self._first: dict[Any, int] = {}
+
+    def equation(self, i: int, eqn: Equation) -> None:
+        """Looks at what makes a gradient."""
+        leaving = self.leaving[eqn.outvars[0]]
+        if isinstance(leaving, Part):
+            if eqn.primitive.name == "add_any":
+                self.leaving |= {v: leaving for v in eqn.invars if self.is_free(v)}
+            return
+        found = GRADIENT_RULES[eqn.primitive.name](self, eqn, leaving.on_device())
+        if found is not None:
+            self.on_shards[i] = OnShards(found.inputs, lambda xs: leaving.placed(found.apply(xs)))
+            self.leaving |= {eqn.invars[j]: x for j, x in found.inputs.items()}
+
+    def scan(self, eqn: Equation) -> None:
+        """What a loop adds to leaves before it, if its turns can add shards."""
+        num_consts, num_carry = _compat.scan_groups(eqn)
+        for k, (out, start) in enumerate(zip(eqn.outvars[:num_carry], eqn.invars[num_consts:], strict=False)):
+            leaving = self.leaving.get(out)
+            if isinstance(leaving, Reduction) and self.is_free(start) and _adds_shards(eqn, k, leaving):
+                self.leaving[start] = leaving.on_device()
+
+    def is_free(self, atom: Any) -> bool:
+        """Whether nothing else reads a value, so that it can be a shard."""
+        return not _compat.is_literal(atom) and self.uses[atom] == 1 and (atom in self.made or atom in self.given)
+
+    def maker(self, atom: Any) -> Equation | None:
+        """The equation that made a value."""
+        return None if _compat.is_literal(atom) or atom not in self.made else self.eqns[self.made[atom]]
+
+    def first_made(self, atom: Any) -> int:
+        """Where the first of what is summed in a gradient was made, before it was relabelled; -1 before the program."""
+        if _compat.is_literal(atom) or atom not in self.made:
+            return -1
+        if atom not in self._first:
+            eqn = self.eqns[self.made[atom]]
+            relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
+            self._first[atom] = min(map(self.first_made, eqn.invars)) if relabels else self.made[atom]
+        return self._first[atom]
+
+    def have_loop_between(self, x: Any, y: Any) -> bool:
+        """Whether a loop stands between what made two gradients, or makes the second."""
+        first, second = sorted(map(self.first_made, (x, y)))
+        return any(first < i <= second for i in self.loops)
+
+    def is_zero(self, atom: Any) -> bool:
+        """Whether a value is known to be zero."""
+        if _compat.is_literal(atom):
+            return not atom.aval.shape and _compat.value_of(atom) == 0
+        maker = self.maker(atom)
+        return maker is not None and maker.primitive.name == "broadcast_in_dim" and self.is_zero(maker.invars[0])
+
+    def is_part(self, atom: Any, leaving: Reduction) -> bool:
+        """Whether a gradient is one of a part, with zeros around, of which a shard can be cut."""
+        eqn = self.maker(atom)
+        if eqn is None:
+            return False
+        if eqn.primitive.name == "add_any":
+            return any(self.is_part(v, leaving) for v in eqn.invars)
+        return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](self, eqn, leaving) is not None
+
+
+def _adds_shards(eqn: Equation, index: int, leaving: Reduction) -> bool:
+    """Whether a scan adds to the carried gradient at `index` part by part, so that its turns can add shards."""
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    num_consts, _ = _compat.scan_groups(eqn)
+    var = body.invars[num_consts + index]
+    found = reductions(body, [leaving if i == index else None for i in range(len(body.outvars))], {var: leaving})
+    if not any(v is var for i in found.on_shards for v in body.eqns[i].invars):
+        return False
+    return int(eqn.params["length"]) * _num_reduced(body, found) <= math.prod(leaving.cut.shape)
+
+
+def _num_reduced(jaxpr: Jaxpr, found: Reductions) -> int:
+    """Returns how many elements are reduced where they are made, in calls, too."""
+    number = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        wanted = [found.leaving.get(v) for v in eqn.outvars]
+        if i in found.on_shards or not any(wanted):
+            continue
+        if eqn.primitive.name in CALLS | REMAT:
+            inner = next(_compat.contained_jaxprs(eqn))
+            number += _num_reduced(inner, reductions(inner, wanted))
+        else:
+            number += sum(math.prod(x.cut.shape) for x in wanted if isinstance(x, Reduction))
+    return number

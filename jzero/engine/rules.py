@@ -1,0 +1,297 @@
+"""How the walk looks inside of equations that hold jaxprs, and what lazy parameters may pass as they are.
+
+In: an equation, its inputs, and how its outputs leave. Out: its outputs, as they leave. Each rule is a function, in
+`RULES` by the name of its primitive. So a recomputed block gathers inside, once for both of its passes:
+
+    c = checkpoint[jaxpr={ lambda ; a:f32[512,64] b:f32[8,512]. let ... }] w x
+
+is evaluated in place, with `w` lazy, behind a barrier that keeps the compiler from merging it with its forward pass.
+
+[Note: Branches and loops]
+Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
+would hang. Parameters are made whole before such an equation, gradients reduced after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero import _compat
+from jzero._placement import is_on_host, on_device
+from jzero.engine.lazy import Bundle, Lazy, defer, is_lazy, is_unmade
+from jzero.engine.leaving import Part, Reduction
+from jzero.engine.loops import scan
+from jzero.engine.meshes import constrain
+from jzero.engine.on_shard import on_shard
+from jzero.engine.recompute import REMAT, is_worth_a_call
+
+if TYPE_CHECKING:
+    from jzero.engine.walk import Walk
+
+__all__ = ["RULES", "bind_whole"]
+
+Equation = Any
+Rule: TypeAlias = "Callable[[Walk, Equation, list[Any], list[Any], list[Any]], list[Any]]"
+
+_TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
+_EMPTY = object()
+
+
+def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Applies an equation to whole values."""
+    name, meshes, inputs = eqn.primitive.name, walk.meshes.in_equation(eqn), walk.whole(inputs)
+    anew: dict[str, Any] = {}
+    if meshes.carried and name in _TRACED_ANEW:
+        inner = walk.inside()
+        anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.all_whole, jaxpr))
+    elif meshes.named:
+        raise ValueError(
+            f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "
+            "cannot look into. Move it out of that function."
+        )
+    outputs = _compat.bind(eqn, inputs, **anew)
+    walk.order.used(outputs)
+    return outputs
+
+
+# Calls.
+
+
+def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+    """A long call stays a call, where nothing in it has to know what is outside."""
+    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    given = eqn.params.get("in_shardings") or [None] * len(inputs)
+    returned = eqn.params.get("out_shardings") or [None] * len(wanted)
+    inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
+    stays = eqn.primitive.name in ("jit", "pjit") and not walk.held.keeps and walk.order.limit is None
+    if stays and is_worth_a_call(jaxpr):
+        outputs = _called(walk, eqn, jaxpr, inputs, tuple(wanted))
+    else:
+        outputs = walk(jaxpr, inputs, wanted)
+    return [
+        x if isinstance(how, Reduction) else constrain(x, sharding, walk.axes)
+        for x, sharding, how in zip(outputs, returned, wanted, strict=True)
+    ]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A value that a function returns while it is traced, in place of an array."""
+
+    value: Any
+
+
+def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
+    """Calls the function of a jaxpr, one for each way to call it, of which `jax.jit` tells layouts of inputs apart."""
+    bundle = Bundle.of(inputs)
+    if any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns):
+        leaves, _ = walk.order.before_block(list(bundle.leaves))
+        bundle = Bundle(tuple(leaves), bundle.template)
+    # What was gathered before the call is gathered behind a barrier in it, as elsewhere.
+    again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
+    inside = tuple(None if isinstance(how, Part) else how for how in wanted)
+    key = id(jaxpr), again, inside
+    if key not in walk.cache:
+        walk.cache[key] = _function(walk, eqn, jaxpr, again, inside)
+    outputs, gathered = walk.cache[key](bundle)
+    walk.order.gathers(bundle.leaves[i] for i in gathered.value)
+    # A shard that the function returns is the one that it was given, so that it is known again.
+    arrays = jax.tree.leaves(bundle)
+    places = jax.tree.map(
+        lambda x: arrays[x.value] if isinstance(x, _Static) else x, outputs, is_leaf=lambda x: isinstance(x, _Static)
+    )
+    results = places.values()
+    walk.note(results, wanted)
+    return results
+
+
+def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
+    """Returns the function of a jaxpr: of a bundle to a bundle, and which of its leaves it gathers."""
+
+    def call(bundle: Bundle) -> Any:
+        inner = walk.in_call([bundle.leaves[i] for i in again])
+        outputs = Bundle.of(inner(jaxpr, bundle.values(), wanted))
+        gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
+        place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}
+        return jax.tree.map(lambda x: _Static(place[id(x)]) if id(x) in place else x, outputs), _Static(gathered)
+
+    call.__name__ = eqn.params.get("name", "jit")
+    return jax.jit(call)
+
+
+# Recomputed blocks.
+
+
+def _is_recomputed(eqn: Equation) -> bool:
+    """Whether an equation is a block that `jax.checkpoint` has put into the backward pass."""
+    return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])
+
+
+def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+    """A block that is evaluated in place; what it gathers is held to its end."""
+    given = eqn.params["prevent_cse"]
+    if _is_recomputed(eqn):
+        bundle = Bundle.of(inputs)
+        leaves, may_be_ahead = walk.order.before_block(list(bundle.leaves))
+        if given if isinstance(given, bool) else any(given):
+            # Parameters that are kept from the forward pass, or that wait already, stay what they are.
+            stays = walk.keeps_passes or may_be_ahead
+            leaves = _behind_a_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
+        inputs = Bundle(tuple(leaves), bundle.template).values()
+    if walk.keeps_passes:
+        return walk(eqn.params["jaxpr"], inputs, wanted)
+    outputs = walk.inside()(eqn.params["jaxpr"], inputs, wanted)
+    walk.note(outputs, wanted)
+    walk.order.used(outputs)
+    return outputs
+
+
+def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
+    """Returns values, none of which is there before all are, nor is merged with what was made of them before."""
+
+    def near(x: Any) -> Any:
+        return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, Lazy) else x
+
+    moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
+    leaves, treedef = jax.tree.flatten(jax.tree.map(near, moving, is_leaf=lambda x: isinstance(x, Lazy)))
+    held = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}
+    held = dict(zip(held, lax.optimization_barrier(list(held.values())), strict=True))
+    behind = treedef.unflatten([held.get(id(x), x) for x in leaves])
+    return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]
+
+
+# What parameters may pass as they are.
+
+
+def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+    done = iter(_compat.bind(eqn, [x for x in inputs if not is_unmade(x)]))
+    return [x if is_unmade(x) else next(done) for x in inputs]
+
+
+def _constraint(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+    return [constrain(inputs[0], eqn.params["sharding"], walk.axes)]
+
+
+def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+    """Branches return what the backward pass needs of either; that of the other is empty. Parameters stay lazy."""
+    lazily: list[Any] = [None] * len(eqn.outvars)
+    if any(map(is_lazy, inputs)):
+        by_branch = [_of_parameters(branch, inputs[1:]) for branch in eqn.params["branches"]]
+        returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
+        lazily = [x[0] if len(x) == 1 else None for x in returned]
+    if all(x is None for x in lazily):
+        return bind_whole(walk, eqn, inputs)
+
+    def others(branch: Any, *operands: Any) -> list[Any]:
+        return [x for x, y in zip(walk.inside().all_whole(branch, *operands), lazily, strict=True) if y is None]
+
+    anew = _compat.jaxprs_retraced(eqn, lambda branch: functools.partial(others, branch))
+    outputs = iter(_compat.bind(eqn, walk.whole(inputs), **anew))
+    return [next(outputs) if y is None else y for y in lazily]
+
+
+def _of_parameters(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    """Returns for each output of a branch the lazy value that it is, `_EMPTY` if it is nothing, else `None`."""
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    known = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if is_lazy(x)}
+    for eqn in jaxpr.eqns:
+        values = [_compat.value_of(v) if _compat.is_literal(v) else known.get(v) for v in eqn.invars]
+        if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
+            known[eqn.outvars[0]] = _EMPTY
+        elif any(map(is_lazy, values)) and all(x is not None for x in values):
+            kept = on_shard(eqn, values) or defer(eqn, values)
+            known |= {} if kept is None else {eqn.outvars[0]: kept}
+    return [None if _compat.is_literal(v) else known.get(v) for v in jaxpr.outvars]
+
+
+def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+    """The loss's own `shard_map`, on the mesh of the step."""
+    axes = _compat.shard_map_axes(eqn)
+    if axes & walk.axes:
+        raise ValueError(
+            f"The loss calls `jax.shard_map` over {sorted(axes)}, but {sorted(axes & walk.axes)} is ZeRO's own: "
+            "the loss already runs once per device along it, on the local part of the batch. Name other axes in "
+            "`axis_names`, or drop the `shard_map` and use collectives over the axis directly."
+        )
+    names = jax.sharding.get_abstract_mesh().axis_names
+    beside = [name for name in names if name not in walk.axes | axes]
+    is_unsorted = max(map(names.index, walk.axes)) > min(map(names.index, axes), default=len(names))
+    if beside and is_unsorted and _compat.CRASHES_ON_UNSORTED_AXES:
+        raise ValueError(
+            f"The loss calls `jax.shard_map` over {sorted(axes)}, which the mesh {names} has before ZeRO's axes, "
+            f"{sorted(walk.axes)}, and {beside} beside them: jax {jax.__version__} would end the process. Make a "
+            "mesh with ZeRO's axes first, e.g. `jzero.make_mesh(data=…, model=…)`."
+        )
+    lazily = _cast_to_varying(eqn, inputs)
+    inner = walk.inside()
+
+    def body(*xs: Any) -> tuple[Any, ...]:
+        outputs = inner.all_whole(eqn.params["jaxpr"], *xs)
+        return tuple(x for x, y in zip(outputs, lazily, strict=True) if y is None)
+
+    fn = jax.shard_map(
+        body,
+        in_specs=tuple(eqn.params["in_specs"]),
+        out_specs=tuple(spec for spec, y in zip(eqn.params["out_specs"], lazily, strict=True) if y is None),
+        axis_names=set(axes),
+        check_vma=eqn.params["check_vma"],
+    )
+    outputs = iter(fn(*walk.whole(inputs)))
+    results = [next(outputs) if y is None else y for y in lazily]
+    walk.order.used(results)
+    return results
+
+
+def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
+    """Returns the results of a `shard_map` that are parameters cast to vary, for its backward pass: copies of them."""
+    jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
+    found: dict[Any, Any] = {
+        v: (x, spec) for v, x, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True)
+    }
+    for inner in jaxpr.eqns:
+        if inner.primitive.name in ("pvary", "pcast") and not _compat.is_literal(inner.invars[0]):
+            found[inner.outvars[0]] = found.get(inner.invars[0], (None, None))
+
+    def copies(var: Any, spec: PartitionSpec) -> Any:
+        known: Any = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
+        x, given = known
+        names, *others = spec or (None,)
+        if not is_lazy(x) or given != PartitionSpec() or names is None or any(others):
+            return None
+        number = math.prod(sizes[name] for name in (names if isinstance(names, tuple) else (names,)))
+        one = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        joined = jax.make_jaxpr(lambda *xs: lax.concatenate(xs, 0))(*[one] * number)
+        return defer(_compat.open_jaxpr(joined)[0].eqns[0], [x] * number) if x.shape else None
+
+    return [copies(v, spec) for v, spec in zip(jaxpr.outvars, eqn.params["out_specs"], strict=True)]
+
+
+def _leaving(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
+    """Returns a rule whose gradients are reduced after it."""
+
+    def whole_rule(walk: Walk, eqn: Equation, inputs: list[Any], _: list[Any], wanted: list[Any]) -> list[Any]:
+        return [walk.leave(x, how) for x, how in zip(rule(walk, eqn, inputs), wanted, strict=True)]
+
+    return whole_rule
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"], _call),
+    **dict.fromkeys(REMAT, _checkpoint),
+    "scan": scan,
+    "cond": _leaving(_cond),
+    "optimization_barrier": _leaving(_barrier),
+    # jax puts it where a mesh is set; no axis has to be named that way.
+    "reshard": _leaving(lambda walk, eqn, inputs: inputs[:1]),
+    "shard_map": _leaving(_shard_map),
+    "sharding_constraint": _leaving(_constraint),
+}
