@@ -15,7 +15,8 @@ That holds everywhere, and costs a pass over the value.
 
 [Note: What waits for what]
 * A parameter that is gathered again waits for the arrays that it is used with. On TPUs, where a barrier has its
-  operands written to memory, one element stands for arrays that are larger than the parameter.
+  operands written to memory, one element stands for arrays that are larger than the parameter. XLA for CPUs (jax 0.10)
+  merges gathers across barriers, so there the shard is selected by one element.
 * On GPUs the backward pass of a loop, or of a recomputed block, begins when gradients of what comes before it have been
   reduced: their compilers put off the products that make gradients of weights, and keep what these are made of, such as
   the gradient of the logits. The first block waits for the head, each other one for all blocks but the last. What waits
@@ -30,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,20 +45,23 @@ from jzero.engine.lazy import Lazy, is_cut, num_bytes
 
 __all__ = ["Order", "delayed", "first_elements"]
 
+Fence: TypeAlias = Literal["whole", "light", "data"]
+FENCES: dict[str | None, Fence] = {"cpu": "data", "gpu": "whole", "tpu": "light"}
+
 
 @dataclasses.dataclass
 class Order:
     """What happened so far in a sequence of equations.
 
     Attributes:
-      fence: What a second gather stands behind a barrier with: the arrays that are used with it, or one element of
-        those that are large. `None`: no fence is needed.
+      fence: What keeps a second gather apart: a barrier with the arrays that are used with it ("whole"), or with one
+        element of those that are large ("light"), or a select by one element ("data"). `None`: no fence is needed.
       waits: Whether loops and recomputed blocks begin when gradients of what comes before have been reduced.
       limit: The most that is gathered ahead of its use, in bytes; `None`: as the compiler likes.
       ahead: The most that a loop gathers one turn ahead, in bytes; `None`: a share of a turn, see `loops`.
     """
 
-    fence: Literal["whole", "light"] | None = None
+    fence: Fence | None = None
     waits: bool = False
     limit: int | None = None
     ahead: int | None = 0
@@ -76,9 +80,7 @@ class Order:
         ahead = config.prefetch_bytes
         if ahead is None and not (platform == "gpu" and may_prefetch(config)):
             ahead = 0
-        fence: Literal["whole", "light"] | None = None
-        if differentiates and plan.regathers:
-            fence = "light" if platform == "tpu" else "whole"
+        fence = FENCES.get(platform, "whole") if differentiates and plan.regathers else None
         limit = config.prefetch_bytes if plan.regathers else None
         return cls(fence, waits=platform == "gpu" and differentiates, limit=limit, ahead=ahead)
 
@@ -131,6 +133,8 @@ class Order:
         if not again or not arrays or self.fence is None or waits:
             return leaves
         again = {i: leaves[i] for i in again}
+        if self.fence == "data":
+            return _replaced(leaves, delayed(again, [*arrays.values()]))
         if self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values()):
             again, _ = _fenced(again, first_elements([*arrays.values()]))
         else:
@@ -140,13 +144,18 @@ class Order:
 
     def before_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
         """Returns what a recomputed block gets, and whether its parameters may be gathered before it begins."""
+        again = [i for i, x in _cut(operands).items() if self.was_gathered(x)]
         operands, may_be_ahead = self._within_limit(operands)
         if not self._in_blocks:
             self._in_blocks, due, self._last, self._reduced = True, self._reduced, [], []
         else:
             due, self._last, self._reduced = self._last, self._reduced, []
         cotangent = [i for i, x in enumerate(operands) if _is_activation(x)][-1:]  # jax puts it last
-        return self._after(due, operands, cotangent), may_be_ahead
+        operands = self._after(due, operands, cotangent)
+        if self.fence == "data" and not may_be_ahead:
+            held = delayed({i: operands[i] for i in again}, [operands[i] for i in cotangent])
+            operands = _replaced(operands, held)
+        return operands, may_be_ahead
 
     def before_loop(self, carry: list[Any]) -> list[Any]:
         """Returns what a loop begins with."""

@@ -98,7 +98,12 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
 
 def is_worth_a_call(jaxpr: Any) -> bool:
     """Whether a piece of a program is long enough to be called, rather than traced wherever it occurs."""
-    return len(_compat.open_jaxpr(jaxpr)[0].eqns) >= FEWEST
+    return _num_equations(_compat.open_jaxpr(jaxpr)[0]) >= FEWEST
+
+
+def _num_equations(jaxpr: Any) -> int:
+    inner = (_num_equations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
+    return len(jaxpr.eqns) + sum(inner)
 
 
 def recomputes(eqn: Any) -> bool:

@@ -92,7 +92,7 @@ class Search:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
         self.uses = collections.Counter(v for v in atoms if not _compat.is_literal(v))
         self.made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.loops = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "scan"]
+        self.loops = [i for i, eqn in enumerate(jaxpr.eqns) if _has_loop(eqn)]
         self.eqns, self.given, self.on_shards = jaxpr.eqns, given, dict[int, OnShards]()
         outputs = [(v, x) for v, x in zip(jaxpr.outvars, wanted, strict=False) if x is not None]
         self.leaving: dict[Any, Leaving] = {**given, **{v: x for v, x in outputs if self.is_free(v)}}
@@ -156,6 +156,13 @@ class Search:
         if eqn.primitive.name == "add_any":
             return any(self.is_part(v, leaving) for v in eqn.invars)
         return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](self, eqn, leaving) is not None
+
+
+def _has_loop(eqn: Equation) -> bool:
+    """Whether an equation is a scan, or holds one."""
+    if eqn.primitive.name == "scan":
+        return True
+    return any(_has_loop(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def _adds_shards(eqn: Equation, index: int, leaving: Reduction) -> bool:

@@ -1,0 +1,296 @@
+"""The passes of the engine one by one, and what differentiating first makes right."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+import jzero
+from jzero import _compat
+from jzero._collectives import Wire
+from jzero._layout import Cut
+from jzero.engine.differentiate import differentiated
+from jzero.engine.leaving import Part, Reduction
+from jzero.engine.recompute import recomputed
+from jzero.engine.reductions import reductions
+from jzero.engine.roles import Role
+from jzero.engine.trace import LossInputs, trace_loss
+
+WIDTH = 16
+BATCH = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+def sharded(params, stage=3, tx=None, **options):
+    plain = jzero.TrainState.create(params=params, tx=tx or optax.sgd(1.0))
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options))
+
+
+def matrix(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape or (WIDTH, WIDTH)).astype(np.float32) / 4
+
+
+def loss_fn(params, batch):
+    return jnp.square(jnp.tanh(batch @ params["w"])).mean()
+
+
+def names(jaxpr):
+    """The primitives of a program, those of the jaxprs that it holds among them."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn.primitive.name
+        for inner in _compat.contained_jaxprs(eqn):
+            yield from names(inner)
+
+
+# The passes.
+
+
+def test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device():
+    state = sharded({"w": matrix()})
+    plan = jzero.plan_of(state)
+    traced = trace_loss(loss_fn, plan, LossInputs(state.params, {}, BATCH, None), accumulate_steps=2)
+    assert [x.shape for x in traced.jaxpr.in_avals] == [(WIDTH, WIDTH), (1, WIDTH)]
+    assert traced.num_inputs == (1, 0, 1, 0)
+    assert not any(name in ("all_gather", "reduce_scatter", "psum") for name in names(traced.jaxpr))
+
+
+def unrolled(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+        for _ in range(10):
+            x = jnp.sin(x) + 1
+    return x.sum()
+
+
+@pytest.mark.parametrize("remat", ["cheap", "as_written"])
+def test_repeated_layers_become_calls_of_one_function(remat):
+    jaxpr = jax.make_jaxpr(unrolled)([jnp.ones((4, 4))] * 3, jnp.ones((2, 4)))
+    new = recomputed(jaxpr, remat, [])
+    calls = [eqn for eqn in _compat.open_jaxpr(new)[0].eqns if eqn.primitive.name in ("jit", "pjit")]
+    assert len(calls) == 3
+    assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
+    assert any(name in ("remat2", "checkpoint") for name in names(new)) == (remat == "cheap")
+    ws = [matrix(4, 4, seed=i) for i in range(3)]
+    got = jaxpr_as_fun(new)(*ws, np.ones((2, 4), np.float32))[0]
+    np.testing.assert_allclose(got, unrolled(ws, np.ones((2, 4), np.float32)), rtol=1e-6)
+
+
+def test_the_joint_program_returns_the_gradients_of_jax():
+    state = sharded({"b": matrix(WIDTH), "w": matrix()})
+    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["w"] + p["b"][None])).mean()
+    inputs = LossInputs(state.params, {}, BATCH, None)
+    traced = trace_loss(lambda p, x: (loss(p, x), {}), jzero.plan_of(state), inputs, remat="as_written")
+    joint = differentiated(traced, [1], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[("data", 8)])
+    params, rows = {"b": matrix(WIDTH), "w": matrix()}, BATCH[:2]
+    values = jaxpr_as_fun(joint.jaxpr)(params["b"], params["w"], rows, jnp.zeros(()))
+    (((total, weight), _, _), grads) = joint.out.unflatten(values)
+    want, of_params = jax.value_and_grad(loss)(params, rows)
+    assert weight == 1
+    assert list(grads) == [1], "that of the second parameter alone was asked for"
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    np.testing.assert_allclose(grads[1], of_params["w"], rtol=1e-5, atol=1e-7)
+
+
+def how(shape, dim, *, by_use=True):
+    return Reduction(Cut(dim, shape, 8), Wire("data", None, True), jnp.dtype("float32"), by_use=by_use)
+
+
+def gradient(fn, *shapes):
+    return _compat.open_jaxpr(jax.make_jaxpr(jax.grad(fn))(*(jnp.ones(shape) for shape in shapes)))[0]
+
+
+def reduced_at(jaxpr, found):
+    """The primitives whose results are reduced: they leave, and their inputs do not."""
+    leaving = [(i, v) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars if v in found.leaving]
+    return [jaxpr.eqns[i].primitive.name for i, v in leaving if i not in found.on_shards and is_reduction(found, v)]
+
+
+def is_reduction(found, v):
+    return isinstance(found.leaving[v], Reduction)
+
+
+def test_a_gradient_is_reduced_before_it_is_widened():
+    jaxpr = gradient(lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum(), (16, 8), (2, 16))
+    assert reduced_at(jaxpr, reductions(jaxpr, [how((16, 8), 0)])) in (["transpose"], ["dot_general"])
+
+
+def test_a_slice_is_reduced_alone():
+    jaxpr = gradient(lambda w, x: sum((x @ w[i]).sum() for i in range(3)), (3, 16, 8), (2, 16))
+    found = reductions(jaxpr, [how((3, 16, 8), 1)])
+    shapes = [found.leaving[v].cut.shape for v in found.leaving if is_reduction(found, v)]
+    assert reduced_at(jaxpr, found).count("transpose") + reduced_at(jaxpr, found).count("dot_general") == 3
+    assert (16, 8) in shapes
+
+
+def tied(w, x):
+    return (jnp.tanh(x @ w) @ w.T).sum()
+
+
+def tied_around_a_loop(w, x):
+    h = lax.scan(lambda h, _: (jnp.sin(h), None), x @ w, None, length=3)[0]
+    return (h @ w.T).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "by_use", "is_summed"),
+    [(tied, True, True), (tied_around_a_loop, True, False), (tied_around_a_loop, False, True)],
+)
+def test_a_tied_gradient_is_summed_first_but_not_across_a_loop(loss, by_use, is_summed):
+    jaxpr = gradient(loss, (16, 8), (2, 16))
+    found = reductions(jaxpr, [how((16, 8), 0, by_use=by_use)])
+    assert (reduced_at(jaxpr, found) == ["add_any"]) == is_summed
+    assert any(isinstance(x, Part) for x in found.leaving.values()) == is_summed, "noted, since passes wait for it"
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate_steps", "reduce", "role"),
+    [
+        (0, 1, None, Role.REPLICATED),
+        (1, 1, None, Role.REDUCED_AS_MADE),
+        (1, 2, None, Role.REDUCED_AT_END),
+        (2, 2, None, Role.REDUCED_AS_MADE),
+        (2, 2, "last", Role.REDUCED_AT_END),
+        (3, 2, None, Role.SHARDED),
+        (3, 2, "last", Role.SHARDED_REDUCED_AT_END),
+    ],
+)
+def test_the_roles_of_the_stages(stage, accumulate_steps, reduce, role):
+    """By the plan, and by what the walk of a step emits: where gradients are reduced."""
+    state = sharded({"w": matrix()}, stage)
+    is_last = accumulate_steps > 1 and (reduce == "last" or stage < 2)
+    assert Role.of(jzero.plan_of(state).leaves[0], Wire("data", None, True, reduce_last=is_last)) is role
+    options = {} if reduce is None else {"reduce": reduce}
+    step = jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps, **options)
+    traced = step.trace(state, BATCH).jaxpr
+    inside = [x for eqn in scans(traced) for x in names(eqn.params["jaxpr"])]
+    everywhere = list(names(traced))
+    _, is_cut, as_made = role.value
+    assert ("reduce_scatter" in everywhere) == is_cut
+    assert ("reduce_scatter" in inside) == (as_made and accumulate_steps > 1)
+
+
+def scans(jaxpr):
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in _compat.contained_jaxprs(eqn):
+            yield from scans(inner)
+
+
+@pytest.mark.parametrize(("regathers", "gathers"), [(True, 3), (False, 2)])
+def test_the_walk_gathers_where_parameters_are_used(regathers, gathers):
+    """Of two layers the second again in the backward pass; the first has no use there, without a gradient of rows."""
+    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["a"]) @ p["b"]).mean()
+    state = sharded({"a": matrix(), "b": matrix(seed=1)}, reshard_after_forward=regathers)
+    fn = jzero.value_and_grad(loss, remat="as_written")
+    found = [x for x in names(jax.make_jaxpr(fn)(state, BATCH)) if x in ("all_gather", "reduce_scatter")]
+    assert found.count("all_gather") == gathers
+    assert found.count("reduce_scatter") == 2
+
+
+def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
+    """Kept until another parameter is gathered, and dropped where the backward pass begins."""
+    loss = lambda p, x: jnp.square(x @ (p["w"] / jnp.sqrt(jnp.square(p["w"]).sum()))).mean()
+    fn = jzero.value_and_grad(loss, remat="as_written")
+    found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
+    assert found.count("all_gather") == 2
+
+
+# What differentiating first makes right.
+
+
+@pytest.mark.parametrize(
+    ("values", "chain"),
+    [
+        ([1e5, 3e-8, 1.5, -7e4], (jnp.bfloat16, jnp.float16, jnp.float32)),
+        ([1.125, 0.8125, -1.625, 3.25], (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32)),
+        ([1.0009765625, 3.0e-5, -2.7, 65519.0], (jnp.float16, jnp.float32, jnp.bfloat16, jnp.float32)),
+    ],
+    ids=["bf16-f16", "e4m3-e5m2", "f16-f32-bf16"],
+)
+def test_each_rounding_of_a_chain_of_casts_happens(values, chain):
+    """A second one to a dtype as narrow as the first, of another range, is one, too. Against NumPy, to the bit."""
+    w = np.tile(np.array(values, np.float32), 16)
+
+    def cast(x):
+        for dtype in chain:
+            x = x.astype(dtype)
+        return x
+
+    found = jzero.make_eval_step(lambda params, batch: {"w": cast(params["w"])})(sharded({"w": w}), BATCH)["w"]
+    with np.errstate(over="ignore"):
+        expected = cast(w)
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def gated(params, x):
+    return jax.nn.sigmoid(x @ params["w"])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_weight_that_depends_on_parameters_is_differentiated(stage, precision):
+    """Against jax's gradient of the quotient over the whole batch. fp16 rounds to 11 bits."""
+    loss = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), gated(p, x).sum())
+    whole = lambda p: (gated(p, BATCH) * BATCH).sum() / gated(p, BATCH).sum()
+    value, grads = jzero.value_and_grad(loss)(sharded({"w": matrix()}, stage, precision=precision), BATCH)
+    want, want_grads = jax.value_and_grad(whole)({"w": matrix()})
+    rtol = 1e-5 if precision == "fp32" else 2e-2
+    np.testing.assert_allclose(value, want, rtol=rtol, atol=rtol * 1e-2)
+    scale = float(jnp.abs(want_grads["w"]).max())
+    np.testing.assert_allclose(np.asarray(grads["w"], np.float32), want_grads["w"], rtol=rtol, atol=rtol * scale)
+
+
+def test_a_weight_that_depends_on_parameters_needs_one_micro_batch():
+    loss = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), gated(p, x).sum())
+    state = sharded({"w": matrix()}, 2)
+    with pytest.raises(ValueError, match=r"`Weighted.weight` depends on parameters.*stop_gradient"):
+        jzero.make_train_step(loss, accumulate_steps=2).lower(state, BATCH)
+    fixed = lambda p, x: jzero.Weighted((gated(p, x) * x).sum(), lax.stop_gradient(gated(p, x).sum()))
+    jzero.make_train_step(fixed, accumulate_steps=2).lower(state, BATCH)
+
+
+def test_complex_products_train_with_what_stage_3_recomputes_by_default():
+    rng = np.random.default_rng(0)
+    stack = lambda: ((rng.normal(size=(3, WIDTH, WIDTH)) + 1j * rng.normal(size=(3, WIDTH, WIDTH))) / 8).astype(
+        np.complex64
+    )
+    params = {"b": stack(), "c": stack()}
+
+    def loss(params, x):
+        layer = lambda x, p: (x + jnp.tanh(((x.astype(jnp.complex64) @ p["b"]) @ p["c"]).real), None)
+        return jnp.square(lax.scan(layer, x, params)[0]).mean()
+
+    fn = jzero.value_and_grad(loss)
+    state = sharded(params)
+    assert fn.recomputation(state, BATCH) == "cheap"
+    value, grads = fn(state, BATCH)
+    want, want_grads = jax.value_and_grad(loss)(params, BATCH)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    for name in params:
+        np.testing.assert_allclose(np.asarray(grads[name]), want_grads[name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("regathers", [True, False])
+def test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says(scan, regathers):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+
+    def loss(params, x):
+        if scan:
+            return jnp.square(lax.scan(layer, x, params["layers"])[0]).mean()
+        for w in params["layers"]:
+            x, _ = layer(x, w)
+        return jnp.square(x).mean()
+
+    stack = np.full((8, 64, 64), 1 / 64, np.float32)
+    params = {"layers": stack if scan else list(stack)}
+    state = sharded(params, tx=optax.adam(1e-3), reshard_after_forward=regathers)
+    report = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 64), np.float32))
+    planned = 1 + jzero.plan_of(state).gathered_bytes / stack.nbytes  # gathers, and one reduction
+    assert planned == (3 if regathers else 2)
+    assert report.communication_elements / stack.size == pytest.approx(planned, rel=0.02)
