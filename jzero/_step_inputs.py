@@ -1,29 +1,39 @@
-"""What goes into a jitted step: checked, on the mesh, or as shapes."""
+"""What goes into a jitted step: checked, on the mesh, or as shapes; and what its loss returns, checked."""
 
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jzero import _compat
+from jzero._aux import Weighted, check_aux
+from jzero._mesh import batch_axes, num_batch_shards
 from jzero._placement import place_array
-from jzero._plan import StateLeaf, ZeroPlan
+from jzero._plan import StateLeaf, ZeroPlan, itemsize
 from jzero._state import map_state
-from jzero.engine.trace import check_batch
+from jzero._tree import path_str
+from jzero.engine.trace import TracedLoss
 
 __all__ = [
     "InputKind",
     "abstract_inputs",
     "are_like",
+    "check_batch",
+    "check_loss",
     "check_stored",
+    "closed_over",
     "in_trace",
     "kinds_of",
     "optional_rng",
     "place_inputs",
+    "warn_closed_over",
 ]
 
 PyTree = Any
@@ -110,3 +120,75 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
     state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
     batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
     return state, batch, None if rng is None else shape(rng, whole)
+
+
+def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
+    """Returns the leaves of a batch of which every device gets an equal part; else lists every leaf that forbids it."""
+    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
+    leaves = jax.tree.leaves(batch)
+    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
+    if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
+        return leaves  # in each call of a step
+    rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
+    bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
+    if bad:
+        listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
+        raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
+    empty = [path for path, x in rows if x.ndim and not x.shape[0]]
+    if empty:
+        raise ValueError(f"These leaves of the batch have no rows: {empty}. A mean over nothing is not a number.")
+    uneven = [(path, x.shape) for path, x in rows if x.ndim and x.shape[0] % parts]
+    if uneven:
+        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(shape)}" for path, shape in uneven)
+        size = uneven[0][1][0]
+        below, above = size // parts * parts, -(-size // parts) * parts
+        near = f"{below} or {above}" if below else f"{above}"
+        steps = f" x accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
+        raise ValueError(
+            f"The leading dimension of the batch must be divisible by {parts} (the size of mesh axes "
+            f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
+            "weight the padding with zero (`jzero.Weighted`)."
+        )
+    listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
+    raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
+
+
+def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
+    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
+    loss, (aux, _) = traced.out_shape
+    value = loss.sum if isinstance(loss, Weighted) else loss
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
+            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return "
+            "further values with `has_aux=True`."
+        )
+    if isinstance(loss, Weighted) and (
+        getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
+    ):
+        raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
+    check_aux(aux, num_rows)
+
+
+def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
+    """Returns the arrays above the persistence threshold that the loss closes over."""
+    _, consts = _compat.open_jaxpr(traced.jaxpr)
+    return [
+        StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
+        for i, x in enumerate(consts)
+        if hasattr(x, "dtype") and x.size > plan.config.persistence_threshold
+    ]
+
+
+def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
+    """Warns about arrays that the loss closes over: every device holds them whole."""
+    leaves = closed_over(traced, plan)
+    if leaves:
+        listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+        num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+        warnings.warn(
+            f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
+            "them as parameters (frozen if need be) or in the batch.",
+            stacklevel=2,
+        )

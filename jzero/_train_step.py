@@ -24,16 +24,20 @@ from jzero._step_inputs import (
     InputKind,
     abstract_inputs,
     are_like,
+    check_batch,
+    check_loss,
     check_stored,
+    closed_over,
     in_trace,
     kinds_of,
     optional_rng,
     place_inputs,
+    warn_closed_over,
 )
 from jzero._step_update import StepGrads, next_state
 from jzero.engine.gradients import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.recompute import Remat
-from jzero.engine.trace import LossInputs, TracedLoss, check_loss, closed_over, trace_loss, warn_closed_over
+from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -191,6 +195,7 @@ class _Step:
         _check_third_argument(self.loss_fn, self.mutable, rng)
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)
+        check_batch(batch, plan, self.micro.steps)
         traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
         return traced, inputs
 

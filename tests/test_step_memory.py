@@ -178,9 +178,10 @@ def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, c
 
 
 def test_checkpoints_in_branches_hold_at_stage_3():
-    """With `jax.checkpoint` the rows are kept; without it, the hyperbolic tangents of the branch as well."""
+    """With `jax.checkpoint` the rows and the result are kept; without it, the branch's hyperbolic tangents as well."""
     block = lambda params, x: jnp.tanh(jnp.tanh(x @ params["up"]) @ params["down"])
-    many, rows = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32), 64 * LOCAL
+    # Not as many rows as a parameter has: jax hands what has one shape to the backward pass in one place.
+    many, rows = jax.ShapeDtypeStruct((48 * ROWS, WIDTH), jnp.float32), 48 * LOCAL
     kept, temporaries = {}, {}
     for branch in (block, jax.checkpoint(block)):
 
@@ -190,7 +191,7 @@ def test_checkpoints_in_branches_hold_at_stage_3():
         report = jzero.analyze(jzero.make_train_step(loss), mlp_state(config_of(3)), many)
         kept[branch is block] = report.reckoned.activation_bytes
         temporaries[branch is block] = report.memory.temporaries
-    assert kept[False] == pytest.approx(rows * WIDTH * 4, abs=16)
+    assert kept[False] == pytest.approx(2 * rows * WIDTH * 4, abs=16)
     assert kept[True] > rows * 2 * HIDDEN * 4
     assert temporaries[False] < temporaries[True] - rows * HIDDEN * 4
 

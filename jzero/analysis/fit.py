@@ -17,6 +17,7 @@ from jzero._config import ZeroConfig
 from jzero._mesh import AnyMesh, make_mesh, platform_of
 from jzero._plan import ZeroPlan
 from jzero._state import adapt
+from jzero._step_inputs import check_batch
 from jzero._train_step import TrainStep, make_train_step
 from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judged, recomputed
@@ -26,7 +27,6 @@ from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.engine.recompute import Remat
-from jzero.engine.trace import check_batch
 
 __all__ = ["fit"]
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,27 +86,9 @@ def differentiated(
       >>> [tuple(x.shape) for x in joint.jaxpr.out_avals]  # the loss, its weight, the divisor, the gradient of w
       [(), (), (), (8, 4)]
     """
-    num_params, num_carried, num_batch, _ = traced.num_inputs
-    kinds = list(map(_compat.shape_of, traced.jaxpr.in_avals))
-    splits = (num_params, num_params + num_carried, num_params + num_carried + num_batch)
-    params, carried, batch, key = (kinds[a:b] for a, b in zip((0, *splits), (*splits, len(kinds)), strict=True))
-    divisor = jax.ShapeDtypeStruct((), jnp.float32)
-    scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
-
-    def program(objective: Callable[..., Any]) -> Joint:
-        def values_and_grads(params: list[Any], *rest: Any) -> Any:
-            some = {i: params[i] for i in moving}
-            if not moving:
-                return objective({}, params, *rest)[1], some
-            (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)
-            return values, grads
-
-        trace = jax.make_jaxpr(values_and_grads, axis_env=list(axis_env), return_shape=True)
-        jaxpr, out = trace(params, carried, batch, key, divisor, scale)
-        return Joint(jaxpr, jax.tree.structure(out), tuple(moving))
-
     weights: list[bool] = []
     objective = _Objective(traced, wire, steps)
+    program = functools.partial(_program, traced, tuple(moving), loss_scale, axis_env)
     joint = program(functools.partial(objective, note=weights.append))
     if not any(weights):
         return joint
@@ -116,6 +99,31 @@ def differentiated(
             "`accumulate_steps=1`."
         )
     return program(objective)
+
+
+def _program(
+    traced: TracedLoss,
+    moving: tuple[int, ...],
+    loss_scale: Sequence[jax.Array],
+    axis_env: Sequence[tuple[str, int]],
+    objective: Callable[..., Any],
+) -> Joint:
+    """Traces an objective, and its gradients by some of the parameters."""
+
+    def values_and_grads(params: list[Any], *rest: Any) -> Any:
+        some = {i: params[i] for i in moving}
+        if not moving:
+            return objective({}, params, *rest)[1], some
+        (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)
+        return values, grads
+
+    kinds = list(map(_compat.shape_of, traced.jaxpr.in_avals))
+    ends = list(itertools.accumulate(traced.num_inputs, initial=0))
+    groups = [kinds[a:b] for a, b in itertools.pairwise(ends)]  # params, carried, batch, key
+    divisor = jax.ShapeDtypeStruct((), jnp.float32)
+    scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
+    jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=list(axis_env), return_shape=True)(*groups, divisor, scale)
+    return Joint(jaxpr, jax.tree.structure(out), moving)
 
 
 @dataclasses.dataclass(frozen=True)

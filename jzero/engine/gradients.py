@@ -113,41 +113,27 @@ def _run(
     differentiates: bool,
     grads_to_host: bool = False,
 ) -> LossResult:
-    config = plan.config
-    whole, split = PartitionSpec(), PartitionSpec(batch_axes(config))
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
         plan.params_treedef.flatten_up_to(inputs.params),
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
+    axis, whole = plan.config.axis, PartitionSpec()
     in_specs = (
-        [_manual(leaf.param, config.axis) for leaf in plan.leaves],
-        [whole if leaf is None else _manual(leaf, config.axis) for leaf in carried],
+        [_manual(leaf.param, axis) for leaf in plan.leaves],
+        [whole if leaf is None else _manual(leaf, axis) for leaf in carried],
         traced.batch_specs,
         [whole] * len(leaves[3]),
         [whole] * len(leaves[4]),
     )
     local_step = _LocalStep(traced, plan, micro, differentiates, carried, grads_to_host)
     joint = local_step.joint(leaves[4])
-    grads = plan.leaves if differentiates else ()
-    specs = {
-        "loss": whole,
-        "weight": whole,
-        "aux": aux_specs(traced.out_shape[1], split),
-        "grads": [
-            whole if i in local_step.streamed else _manual(leaf.grad, config.axis) for i, leaf in enumerate(grads)
-        ],
-        "reduced": [_manual(leaf.grad, config.axis) for leaf in grads],
-        "factor": whole,
-        "grad_norm": whole,
-        "overflowed": whole,
-    }
     mapped = jax.shard_map(
         lambda *leaves: local_step(joint, *leaves)._asdict(),
         mesh=plan.mesh,
         in_specs=in_specs,
-        out_specs=specs,
-        axis_names=set(batch_axes(config)),
+        out_specs=local_step.out_specs(),
+        axis_names=set(batch_axes(plan.config)),
         check_vma=False,
     )
     return LossResult(**mapped(*leaves))
@@ -203,6 +189,17 @@ class _LocalStep:
         """What each parameter is in this step."""
         stage, mesh = self.plan.config.stage, self.plan.mesh
         return [Parameter(leaf, mesh, self.wire, stage, i in self.streamed) for i, leaf in enumerate(self.plan.leaves)]
+
+    def out_specs(self) -> dict[str, Any]:
+        """Returns how the fields of the result lie over devices."""
+        axis, whole = self.plan.config.axis, PartitionSpec()
+        grads = [_manual(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
+        return {
+            **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
+            "aux": aux_specs(self.traced.out_shape[1], PartitionSpec(batch_axes(self.plan.config))),
+            "grads": [whole if i in self.streamed else spec for i, spec in enumerate(grads)],
+            "reduced": grads,
+        }
 
     def joint(self, loss_scale: Sequence[jax.Array]) -> Joint:
         """Returns the program of one micro-batch: the passes before the walk."""

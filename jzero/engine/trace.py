@@ -17,14 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero._aux import Weighted, check_aux
 from jzero._mesh import batch_axes, num_batch_shards
-from jzero._plan import StateLeaf, ZeroPlan, itemsize
-from jzero._tree import path_str
+from jzero._plan import StateLeaf, ZeroPlan
 from jzero.engine.recompute import Remat, has_parts_to_recompute
 
 __all__ = [
@@ -33,11 +30,7 @@ __all__ = [
     "TracedLoss",
     "axis_env",
     "carried_leaves",
-    "check_batch",
-    "check_loss",
-    "closed_over",
     "trace_loss",
-    "warn_closed_over",
 ]
 
 PyTree = Any
@@ -84,38 +77,6 @@ class TracedLoss:
     remat: Remat
 
 
-def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
-    """Returns the leaves of a batch of which every device gets an equal part; else lists every leaf that forbids it."""
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
-    leaves = jax.tree.leaves(batch)
-    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
-    sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
-    if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
-        return leaves  # in each call of a step
-    rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
-    bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
-    if bad:
-        listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
-        raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
-    empty = [path for path, x in rows if x.ndim and not x.shape[0]]
-    if empty:
-        raise ValueError(f"These leaves of the batch have no rows: {empty}. A mean over nothing is not a number.")
-    uneven = [(path, x.shape) for path, x in rows if x.ndim and x.shape[0] % parts]
-    if uneven:
-        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(shape)}" for path, shape in uneven)
-        size = uneven[0][1][0]
-        below, above = size // parts * parts, -(-size // parts) * parts
-        near = f"{below} or {above}" if below else f"{above}"
-        steps = f" x accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
-        raise ValueError(
-            f"The leading dimension of the batch must be divisible by {parts} (the size of mesh axes "
-            f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
-            "weight the padding with zero (`jzero.Weighted`)."
-        )
-    listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
-    raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
-
-
 def axis_env(plan: ZeroPlan) -> list[tuple[str, int]]:
     """Returns the names and sizes of ZeRO's axes, which the loss may name."""
     return [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
@@ -131,7 +92,6 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
     batch, rng = inputs.batch, inputs.rng
-    check_batch(batch, plan, accumulate_steps)
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
@@ -144,9 +104,22 @@ def trace_loss(
     def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
         return loss_fn(params, batch, *key, **carried)
 
-    trace = jax.make_jaxpr(call, axis_env=axis_env(plan), return_shape=True)
+    jaxpr, out_shape = _jaxpr_of(call, plan, (params, carried, local, key))
+    ordered = _compat.ordered_effects(jaxpr)
+    if ordered:
+        raise ValueError(
+            f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use "
+            "the unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
+        )
+    specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
+    sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
+    return TracedLoss(jaxpr, out_shape, sizes, specs, _chosen_remat(remat, plan, jaxpr))
+
+
+def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -> tuple[Any, PyTree]:
+    """Returns a function's jaxpr, and what it returns as shapes."""
     try:
-        jaxpr, out_shape = trace(params, carried, local, key)
+        jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
     except (AssertionError, ValueError) as error:
         text = str(error)
         is_cast = "ManualAxisType" in text or "manual_axis_type" in text
@@ -156,16 +129,7 @@ def trace_loss(
             f"The loss casts a value to vary along one of ZeRO's axes, {batch_axes(plan.config)}, with `lax.pcast`: "
             "leave that out. There all values may vary, and the step does not check it."
         ) from error
-    remat = _chosen_remat(remat, plan, jaxpr)
-    ordered = _compat.ordered_effects(jaxpr)
-    if ordered:
-        raise ValueError(
-            f"The loss has ordered effects ({', '.join(ordered)}), which cannot run on several devices at once. Use "
-            "the unordered form, e.g. `jax.debug.print(...)` or `io_callback(..., ordered=False)`."
-        )
-    specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
-    sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
-    return TracedLoss(jaxpr, out_shape, sizes, specs, remat)
+    return jaxpr, out_shape
 
 
 def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
@@ -181,46 +145,6 @@ def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
             stacklevel=2,
         )
     return "as_written"
-
-
-def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
-    """Returns the arrays above the persistence threshold that the loss closes over."""
-    _, consts = _compat.open_jaxpr(traced.jaxpr)
-    return [
-        StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
-        for i, x in enumerate(consts)
-        if hasattr(x, "dtype") and x.size > plan.config.persistence_threshold
-    ]
-
-
-def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
-    """Warns about arrays that the loss closes over: every device holds them whole."""
-    leaves = closed_over(traced, plan)
-    if leaves:
-        listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-        num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
-        warnings.warn(
-            f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
-            "them as parameters (frozen if need be) or in the batch.",
-            stacklevel=2,
-        )
-
-
-def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
-    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
-    loss, (aux, _) = traced.out_shape
-    value = loss.sum if isinstance(loss, Weighted) else loss
-    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
-            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return "
-            "further values with `has_aux=True`."
-        )
-    if isinstance(loss, Weighted) and (
-        getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
-    ):
-        raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
-    check_aux(aux, num_rows)
 
 
 def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf | None]:
