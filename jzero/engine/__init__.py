@@ -2,7 +2,8 @@
 
 Read the files in the order of the passes: `trace` (the loss as a jaxpr), `recompute` (checkpoints, repeated layers),
 `differentiate` (forward and backward pass as one jaxpr), `reductions` (which values are gradients on their way out),
-`walk` (gathers parameters where they are used, reduces gradients where they are made). `roles` says how the stages
-differ, `lazy` and `on_shard` what a partitioned parameter is, `rules` and `loops` how equations with jaxprs inside are
-walked, `order` what a gather waits for, `gradients` puts the passes together. No optimizer comes in here.
+`walk` (gathers parameters where they are used, reduces gradients where they are made). Then `roles` (how the stages
+differ), `lazy`, `bundles`, `on_shard` (partitioned parameters), `rules`, `loops`, `ahead` (equations that hold
+jaxprs), `leaving` and `gradient_rules` (gradients on their way out), `order` (what a gather waits for), and
+`gradients`, which puts the passes together. No optimizer comes in here.
 """

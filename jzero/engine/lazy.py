@@ -15,32 +15,28 @@ operation is repeated at each use (`Deferred`). So in
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero import _compat
 from jzero._collectives import Wire, gather_param
 from jzero._layout import Cut
 from jzero._placement import on_device
 from jzero._rounding import narrow_for_good
 
 __all__ = [
-    "Bundle",
     "Deferred",
     "Lazy",
+    "Operation",
     "RowOf",
-    "Rows",
     "defer",
     "is_constant",
     "is_cut",
     "is_lazy",
-    "is_unmade",
     "num_bytes",
 ]
 
@@ -126,14 +122,14 @@ class Lazy:
         return gather_param(narrow_for_good(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
 
 
-class _Operation(NamedTuple):
+class Operation(NamedTuple):
     """An equation's operation as a static, comparable value."""
 
     key: Any
     eqn: Equation
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Operation) and self.key == other.key
+        return isinstance(other, Operation) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -150,14 +146,14 @@ class Deferred:
     """
 
     inputs: tuple[Any, ...]
-    operation: _Operation
+    operation: Operation
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], _Operation]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Operation]:
         """Splits into inputs and static operation."""
         return self.inputs, self.operation
 
     @classmethod
-    def tree_unflatten(cls, operation: _Operation, inputs: Sequence[Any]) -> Deferred:
+    def tree_unflatten(cls, operation: Operation, inputs: Sequence[Any]) -> Deferred:
         """Joins what `tree_flatten` split."""
         return cls(tuple(inputs), operation)
 
@@ -217,94 +213,4 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
         hash(key)
     except TypeError:  # parameters without an order or a hash: the equation itself is the key
         key = id(eqn)
-    return Deferred(tuple(inputs), _Operation(key, eqn))
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass(frozen=True)
-class Bundle:
-    """Values and what they are made of, so that a parameter that occurs in two of them is one.
-
-    Attributes:
-      leaves: The distinct lazy parameters and arrays.
-      template: What the values are made of: places among the leaves, or operations and what they are applied to.
-    """
-
-    leaves: tuple[Any, ...]
-    template: tuple[Any, ...]
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Splits into leaves and static template."""
-        return self.leaves, self.template
-
-    @classmethod
-    def tree_unflatten(cls, template: tuple[Any, ...], leaves: Sequence[Any]) -> Bundle:
-        """Joins what `tree_flatten` split."""
-        return cls(tuple(leaves), template)
-
-    @classmethod
-    def of(cls, values: Iterable[Any]) -> Bundle:
-        """Bundles arrays and lazy values."""
-        leaves: list[Any] = []
-        index: dict[int, int] = {}
-
-        def template(x: Any) -> Any:
-            if isinstance(x, Deferred):
-                return x.operation, tuple(map(template, x.inputs))
-            i = index.setdefault(id(x), len(leaves))
-            if i == len(leaves):
-                leaves.append(x)
-            return i
-
-        made = tuple(map(template, values))
-        return cls(tuple(leaves), made)
-
-    def values(self) -> list[Any]:
-        """Returns the values; equal ones are one."""
-        return self._made(lambda operation, inputs: Deferred(tuple(inputs), operation))
-
-    def computed(self) -> list[Any]:
-        """Returns the values, given that all leaves are arrays; what occurs more than once is made once."""
-        return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
-
-    def _made(self, apply: Callable[[_Operation, list[Any]], Any]) -> list[Any]:
-        made: dict[Any, Any] = {}
-
-        def value(x: Any) -> Any:
-            if isinstance(x, int):
-                return self.leaves[x]
-            if x not in made:
-                made[x] = apply(x[0], [value(y) for y in x[1]])
-            return made[x]
-
-        return [value(x) for x in self.template]
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["stacks", "shared"], meta_fields=["places", "template"]
-)
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """What the turns of a loop returned of parameters alone, such as cast weights: lazy values, one for each turn.
-
-    Attributes:
-      stacks: What differs from turn to turn: stacks of parameters, and arrays, with a leading dimension.
-      shared: What does not.
-      places: For each leaf of a row, whether it is shared, and its number.
-      template: How a row is made of its leaves, as in a `Bundle`.
-    """
-
-    stacks: tuple[Any, ...]
-    shared: tuple[Any, ...]
-    places: tuple[tuple[bool, int], ...]
-    template: Any
-
-    def row(self, rows: Sequence[Any]) -> Any:
-        """Returns one value, given one row of each stack."""
-        leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)
-        return Bundle(leaves, (self.template,)).values()[0]
-
-
-def is_unmade(x: Any) -> bool:
-    """Whether `x` is made of parameters and not whole yet."""
-    return is_lazy(x) or isinstance(x, Rows)
+    return Deferred(tuple(inputs), Operation(key, eqn))

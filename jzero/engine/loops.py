@@ -7,14 +7,6 @@ alone stays lazy, gradients are stacks of shards. A forward loop and the backwar
 
 runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row.
 
-[Note: Gathering one turn ahead]
-A loop over layers that gathers where it computes leaves it to the compiler to overlap the two, and compilers do not
-move a gather from one turn into the one before. Here the loop says so itself: it carries whole parameters of this turn
-and gathers those of the next beside the computation. The last turn gathers some that nothing uses: were it to stand
-after the loop, compilers would lay out its activations otherwise and copy stacks of them. Hence at most a 32nd of what
-the loop gathers is gathered ahead. That is enough: the first parameters of a turn have nothing to hide behind, the
-others have the turn itself. Where no bound is given, programs for GPUs do so with a third of a turn's.
-
 [Note: Parameters that a loop hands to a later one]
 What a loop keeps for the backward pass it returns as stacks: activations, and also what it makes of its parameters
 alone, such as a cast weight. That stays what it is, lazy: the stack of shards that it was made of, or `Rows`, which a
@@ -24,7 +16,6 @@ later loop makes whole row by row. If its shard is new in the turn, the shard is
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,7 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _compat
-from jzero.engine.lazy import Bundle, Lazy, RowOf, Rows, is_constant, is_cut, is_lazy, is_unmade, num_bytes
+from jzero.engine.ahead import chosen_ahead
+from jzero.engine.bundles import Bundle, Rows, is_unmade
+from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.leaving import Reduction
 from jzero.engine.recompute import CALLS, REMAT
 
@@ -44,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["scan"]
 
 Equation = Any
-MOST_IN_VAIN = 1 / 32
-"""The most that a loop gathers in vain in its last turn, as a share of all that it gathers."""
 
 
 def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
@@ -169,7 +160,7 @@ class _Loop:
         for row_of, dtype in self.found:
             if row_of.depth == self.walk.depth + 1:
                 first.setdefault(id(self.stacks[row_of.stack].shard), (row_of.stack, dtype))
-        return _chosen_ahead({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
+        return chosen_ahead({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
     def _result(
         self, inner: Walk, x: Any, rows: list[Any], kept: Mapping[int, Any]
@@ -259,47 +250,6 @@ def _row(stack: Lazy, at: Any) -> Lazy:
 def _rows_at(stacks: list[Any], at: Any) -> list[Any]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)
-
-
-def _chosen_ahead(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
-    """Returns which stacks are gathered one turn ahead, and the dtype in which.
-
-    Those that a turn uses first come first: they have the least computation to hide behind.
-
-    Args:
-      found: What a turn gathers, in its order: by number the stack, and the dtype that travels.
-      length: The number of turns.
-      limit: The most, in bytes of whole parameters as they travel, that may be gathered ahead; `None`: a third of what
-        a turn gathers, or its first parameter if that is more.
-    """
-    sizes = {
-        j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])
-        for j, (stack, dtype) in found.items()
-    }
-    total = sum(sizes.values())
-    bound = max([total // 3, *list(sizes.values())[:1]]) if limit is None else limit
-    left = min(bound, int(total * length * MOST_IN_VAIN))
-    chosen = {}
-    for j, size in sizes.items():
-        if size <= left:
-            left -= size
-            chosen[j] = found[j][1]
-    if limit and sizes and not chosen:
-        _warn_of_no_effect([*sizes.values()], limit, length)
-    return chosen
-
-
-def _warn_of_no_effect(sizes: Sequence[int], limit: int, length: int) -> None:
-    smallest, total = min(sizes), sum(sizes)
-    if limit < smallest:
-        why = f"its smallest parameter to gather has {smallest} bytes. Give so many or more"
-    else:
-        why = (
-            f"its {length} turns may gather {int(total * length * MOST_IN_VAIN)} bytes ahead, a 32nd of all that they "
-            f"gather, since the last does so in vain, and its smallest parameter has {smallest}. Scan "
-            f"{math.ceil(smallest / total / MOST_IN_VAIN)} layers or more, or call them one by one"
-        )
-    warnings.warn(f"`prefetch_bytes={limit}` has no effect on a scan in the loss: {why}.", stacklevel=2)
 
 
 def _only_indexed(jaxpr: Any, var: Any) -> bool:

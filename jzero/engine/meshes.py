@@ -19,7 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
-from jzero.engine.lazy import Rows, is_lazy
+from jzero.engine.bundles import Rows
+from jzero.engine.lazy import is_lazy
 from jzero.engine.on_shard import constrained
 
 __all__ = ["MeshFacts", "Meshes", "constrain", "names_mesh"]

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from jzero._layout import Cut
 from jzero._placement import is_on_host
-from jzero.engine.lazy import Bundle, Deferred, Lazy, is_constant, is_lazy
+from jzero.engine.bundles import Bundle
+from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
 
 __all__ = ["constrained", "on_shard", "widens"]
 

@@ -16,7 +16,7 @@ that do the same become calls of one `jax.jit`, around the `jax.checkpoint` of r
 one of them, the walk looks into one, and one is lowered; compilers put calls in line first. Layers that count as the
 same may differ in the scopes that they are in, which are entered around the call, so that profiles still tell them
 apart; in the numbers that random keys are folded with, which Flax makes of a layer's path and become inputs; and in
-source lines, which are those of the first. See `Common`.
+source lines, which are those of the first.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _is_free(eqns: Sequence[Any]) -> bool:
 def _entered(eqn: Any) -> Sequence[Any]:
     """The jaxprs of an equation that are looked into."""
     kind = eqn.primitive.name
-    return eqn.params["branches"] if kind == "cond" else [eqn.params["jaxpr"]] if kind in ("jit", "pjit") else []
+    return eqn.params["branches"] if kind == "cond" else [eqn.params["jaxpr"]] if kind in CALLS else []
 
 
 @dataclasses.dataclass
@@ -189,9 +189,8 @@ class _Rewrite:
         parts, is_cheap = parts_of(jaxpr), self.remat == "cheap"
         wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
         layers = {i: Common.of(x) for i, x in enumerate(parts) if x.is_block and _is_free(x.eqns)}
-        numbers = {
-            i: self.structures(x) for i, x in layers.items() if not self.in_loop and (is_cheap or is_worth_a_call(x))
-        }
+        shared = {} if self.in_loop else {i: x for i, x in layers.items() if is_cheap or is_worth_a_call(x)}
+        numbers = {i: self.structures(x) for i, x in shared.items()}
         times = collections.Counter(numbers.values())
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for i, part in enumerate(parts):
@@ -226,14 +225,12 @@ class _Rewrite:
         if kind in CALLS:
             return list(self._call(eqn)(*inputs))
         if kind == "cond" and self.remat != "as_written":
-            branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
+            inside = dataclasses.replace(self, in_loop=True)
+            branches = [lambda *xs, jaxpr=jaxpr: inside(jaxpr, xs) for jaxpr in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
             return self._scan(eqn, inputs)
         return _compat.bind(eqn, inputs)
-
-    def _branch(self, jaxpr: Any, *inputs: Any) -> list[Any]:
-        return dataclasses.replace(self, in_loop=True)(jaxpr, inputs)
 
     def _changes(self, scan: Any) -> bool:
         """Whether a scan is changed."""
@@ -285,10 +282,11 @@ class _Rewrite:
             inner = functools.partial(_compat.evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
-            if self.remat == "offload":
-                pairs = zip(carry, fixed, strict=True)
-                carry = [c if same or not c.ndim else checkpoint_name(c, BOUNDARY) for c, same in pairs]
-            return inner(eqn.params["jaxpr"], [*consts, *carry, *x])
+            named = [
+                checkpoint_name(c, BOUNDARY) if self.remat == "offload" and c.ndim and not same else c
+                for c, same in zip(carry, fixed, strict=True)
+            ]
+            return inner(eqn.params["jaxpr"], [*consts, *named, *x])
 
         if self.remat:
             policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}

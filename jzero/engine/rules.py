@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._placement import is_on_host, on_device
-from jzero.engine.lazy import Bundle, Lazy, defer, is_lazy, is_unmade
+from jzero.engine.bundles import Bundle, is_unmade
+from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.leaving import Part, Reduction
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain

@@ -27,23 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from jzero import _compat
-from jzero.engine.lazy import (
-    Bundle,
-    Lazy,
-    RowOf,
-    Rows,
-    defer,
-    is_constant,
-    is_cut,
-    is_lazy,
-    is_unmade,
-)
+from jzero.engine.bundles import Bundle, Rows, is_unmade
+from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.leaving import Leaving, Reduction
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.on_shard import on_shard
@@ -129,28 +120,12 @@ class Walk:
 
     def inside(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block, or a turn of a loop: parameters are kept to its end."""
-        found = [] if of_loop else self.found
-        return Walk(
-            self.axes,
-            self.order.inside(),
-            Held(keeps=True),
-            depth=self.depth + of_loop,
-            found=found,
-            meshes=self.meshes,
-            cache=self.cache,
-        )
+        of_body = dataclasses.replace(self, order=self.order.inside(), held=Held(keeps=True), keeps_passes=False)
+        return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
 
     def in_call(self, gathered: Sequence[Lazy]) -> Walk:
         """Returns the walk over a function that is called; `gathered` of its inputs have been gathered before."""
-        return Walk(
-            self.axes,
-            self.order.in_call(gathered),
-            Held(keeps=False),
-            depth=self.depth,
-            found=self.found,
-            meshes=self.meshes,
-            cache=self.cache,
-        )
+        return dataclasses.replace(self, order=self.order.in_call(gathered), held=Held(keeps=False))
 
     def __call__(
         self, jaxpr: Any, inputs: Sequence[Any], wanted: Wanted = (), given: Sequence[Reduction | None] = ()
@@ -244,6 +219,3 @@ class Walk:
         stacks, shared = self.whole(x.stacks), self.whole(x.shared)
         of_whole = dataclasses.replace(x, shared=tuple(shared))
         return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).computed()[0])(stacks)
-
-
-Rule = Callable[[Walk, Equation, list[Any], list[Any], list[Any]], list[Any]]

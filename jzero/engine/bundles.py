@@ -1,0 +1,110 @@
+"""Several lazy values, and what they are made of.
+
+In: values that share parameters, such as `w` and `2 * w`. Out: their distinct leaves, `(w,)`, and how the values are
+made of leaves, so that a parameter that occurs in two of them is gathered once, and all can be passed to a function as
+a pytree. `Rows` are what the turns of a loop return of parameters alone, one lazy value for each turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jzero import _compat
+from jzero.engine.lazy import Deferred, Operation, is_lazy
+
+__all__ = ["Bundle", "Rows", "is_unmade"]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Values and what they are made of, so that a parameter that occurs in two of them is one.
+
+    Attributes:
+      leaves: The distinct lazy parameters and arrays.
+      template: What the values are made of: places among the leaves, or operations and what they are applied to.
+    """
+
+    leaves: tuple[Any, ...]
+    template: tuple[Any, ...]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Splits into leaves and static template."""
+        return self.leaves, self.template
+
+    @classmethod
+    def tree_unflatten(cls, template: tuple[Any, ...], leaves: Sequence[Any]) -> Bundle:
+        """Joins what `tree_flatten` split."""
+        return cls(tuple(leaves), template)
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Bundle:
+        """Bundles arrays and lazy values."""
+        leaves: list[Any] = []
+        index: dict[int, int] = {}
+
+        def template(x: Any) -> Any:
+            if isinstance(x, Deferred):
+                return x.operation, tuple(map(template, x.inputs))
+            i = index.setdefault(id(x), len(leaves))
+            if i == len(leaves):
+                leaves.append(x)
+            return i
+
+        made = tuple(map(template, values))
+        return cls(tuple(leaves), made)
+
+    def values(self) -> list[Any]:
+        """Returns the values; equal ones are one."""
+        return self._made(lambda operation, inputs: Deferred(tuple(inputs), operation))
+
+    def computed(self) -> list[Any]:
+        """Returns the values, given that all leaves are arrays; what occurs more than once is made once."""
+        return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
+
+    def _made(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
+        made: dict[Any, Any] = {}
+
+        def value(x: Any) -> Any:
+            if isinstance(x, int):
+                return self.leaves[x]
+            if x not in made:
+                made[x] = apply(x[0], [value(y) for y in x[1]])
+            return made[x]
+
+        return [value(x) for x in self.template]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stacks", "shared"], meta_fields=["places", "template"]
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What the turns of a loop returned of parameters alone, such as cast weights: lazy values, one for each turn.
+
+    Attributes:
+      stacks: What differs from turn to turn: stacks of parameters, and arrays, with a leading dimension.
+      shared: What does not.
+      places: For each leaf of a row, whether it is shared, and its number.
+      template: How a row is made of its leaves, as in a `Bundle`.
+    """
+
+    stacks: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    places: tuple[tuple[bool, int], ...]
+    template: Any
+
+    def row(self, rows: Sequence[Any]) -> Any:
+        """Returns one value, given one row of each stack."""
+        leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)
+        return Bundle(leaves, (self.template,)).values()[0]
+
+
+def is_unmade(x: Any) -> bool:
+    """Whether `x` is made of parameters and not whole yet."""
+    return is_lazy(x) or isinstance(x, Rows)
