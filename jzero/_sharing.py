@@ -19,7 +19,20 @@ import numpy as np
 
 from jzero import _compat
 
-__all__ = ["Common", "Structures"]
+__all__ = ["Common", "Structures", "is_worth_a_call"]
+
+FEWEST = 16
+"""Equations of a layer that becomes a call though it is not recomputed; of fewer a call takes as long."""
+
+
+def is_worth_a_call(jaxpr: Any) -> bool:
+    """Whether a piece of a program is long enough to be called, rather than traced wherever it occurs."""
+    return _num_equations(_compat.open_jaxpr(jaxpr)[0]) >= FEWEST
+
+
+def _num_equations(jaxpr: Any) -> int:
+    inner = (_num_equations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
+    return len(jaxpr.eqns) + sum(inner)
 
 
 class Common(NamedTuple):

@@ -65,7 +65,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def short_layers_are_shared(monkeypatch):
-    monkeypatch.setattr("jzero.engine.recompute.FEWEST", 1)
+    monkeypatch.setattr("jzero._sharing.FEWEST", 1)
 
 
 def sharded(params, way=BY_DEFAULT):

@@ -8,7 +8,7 @@ becomes, with `remat="cheap"`,
 
     a = scan[jaxpr={ ... checkpoint[jaxpr={ ... dot_general ... tanh ... } policy=keeps_heavy] ... }] x ws
 
-Policies see whole parameters, and never a gather.
+Policies see whole parameters, never a gather.
 
 [Note: Repeated blocks]
 The layers of an unrolled model are the same equations again and again, see [Note: Blocks of unrolled models]. Those
@@ -35,14 +35,13 @@ from jax.sharding import NamedSharding
 from jzero import _compat
 from jzero._blocks import keeps_heavy, parts_of
 from jzero._mesh import HOST_MEMORY
-from jzero._sharing import Common, Structures
+from jzero._sharing import Common, Structures, is_worth_a_call
 
 __all__ = [
     "CALLS",
     "REMAT",
     "Remat",
     "has_parts_to_recompute",
-    "is_worth_a_call",
     "offload_activations",
     "recomputed",
     "recomputes",
@@ -51,8 +50,6 @@ __all__ = [
 Apply = Callable[[Any, list[Any]], list[Any]]
 REMAT = frozenset(["remat", "remat2", "checkpoint"])
 CALLS = frozenset(["jit", "pjit"])
-FEWEST = 16
-"""Equations of a layer that becomes a call though it is not recomputed; of fewer a call takes as long."""
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
 BOUNDARY = "jzero_block_boundary"
 
@@ -94,16 +91,6 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
         offload_src="device",
         offload_dst=HOST_MEMORY,
     )
-
-
-def is_worth_a_call(jaxpr: Any) -> bool:
-    """Whether a piece of a program is long enough to be called, rather than traced wherever it occurs."""
-    return _num_equations(_compat.open_jaxpr(jaxpr)[0]) >= FEWEST
-
-
-def _num_equations(jaxpr: Any) -> int:
-    inner = (_num_equations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
-    return len(jaxpr.eqns) + sum(inner)
 
 
 def recomputes(eqn: Any) -> bool:
