@@ -118,9 +118,10 @@ def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tu
 
 def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
     """Returns the function of a jaxpr: of a bundle to a bundle, and which of its leaves it gathers."""
+    anew = walk.in_call([])  # the function outlives this walk, and must not hold what it traces
 
     def call(bundle: Bundle) -> Any:
-        inner = walk.in_call([bundle.leaves[i] for i in again])
+        inner = anew.in_call([bundle.leaves[i] for i in again])
         outputs = Bundle.of(inner(jaxpr, bundle.values(), wanted))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
         place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}
