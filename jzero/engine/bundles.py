@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jzero import _compat
 from jzero.engine.lazy import Deferred, Operation, is_lazy
@@ -65,7 +66,8 @@ class Bundle:
 
     def computed(self) -> list[Any]:
         """Returns the values, given that all leaves are arrays; what occurs more than once is made once."""
-        return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
+        with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns where they become infinite
+            return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
 
     def _made(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
         made: dict[Any, Any] = {}

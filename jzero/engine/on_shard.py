@@ -30,12 +30,12 @@ Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy 
 def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
     """Returns the equation's result as a lazy parameter, if the operation can be done on the shard itself."""
     lazy, *others = inputs or (None,)
+    rule = _RULES.get(eqn.primitive.name)
+    if rule is None or not isinstance(lazy, Lazy):
+        return None
     # Indices that are made of literals are as good as literals.
     others = [Bundle.of([x]).computed()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
-    if not isinstance(lazy, Lazy) or any(map(is_lazy, others)):
-        return None
-    rule = _RULES.get(eqn.primitive.name)
-    return None if rule is None else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
+    return None if any(map(is_lazy, others)) else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
 
 
 def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
