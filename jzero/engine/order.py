@@ -75,7 +75,7 @@ class Order:
 
     @classmethod
     def of(cls, plan: ZeroPlan, *, differentiates: bool) -> Order:
-        """Returns the order of a program. All that the engine knows about platforms is here."""
+        """Returns the order of a program. What it depends on of platforms is here."""
         config, platform = plan.config, mesh_platform(plan.mesh)
         ahead = config.prefetch_bytes
         if ahead is None and not (platform == "gpu" and may_prefetch(config)):
