@@ -287,10 +287,15 @@ def _sharded(stage, num_devices, **options):
     return jzero.shard_train_state(state, config=config, mesh=mesh)
 
 
+@jax.jit
+def _updated(state, grads):
+    return state.apply_gradients(grads=grads)
+
+
 def _gradients(state, loss_fn, batch):
     """Loss and whole gradients: with plain SGD at rate 1 the update is the gradient."""
     loss, grads = jzero.value_and_grad(loss_fn)(state, batch)
-    new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    new = _updated(state, grads)
     old, new = jzero.gather_params(state), jzero.gather_params(new)
     return loss, jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), old, new)
 
@@ -299,7 +304,7 @@ def _assert_equal(state, loss_fn, batch):
     # The update is read off a difference of parameters of order one: 3e-6 is some 25 ulp of that. Where the loss
     # casts its parameters to bf16, each device's gradient is rounded to 8 bits before the sum, as in DeepSpeed.
     rtol, atol = (2e-2, 2e-3) if loss_fn is jit_casting_all_parameters else (1e-4, 3e-6)
-    want_loss, want = jax.value_and_grad(loss_fn)(_params(), batch)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(_params(), batch)
     loss, grads = _gradients(state, loss_fn, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), grads, want)

@@ -1,0 +1,52 @@
+"""Which cases of a matrix run by default; the others are `-m slow`.
+
+A case of the default suite must be able to find what no other case finds. Most faults show with one value of one
+parameter, nearly all others with two values together, so by default a matrix runs each value, or each pair, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def singles(ids: Callable[[Any], str] | None = None, /, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes by the product of `values`; by default each value runs once."""
+    return _covering(1, values, ids)
+
+
+def pairs(ids: Callable[[Any], str] | None = None, /, **values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes by the product of `values`; by default each pair of values of two parameters runs once."""
+    return _covering(2, values, ids)
+
+
+def default_for(default: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns `cases` as parameters of pytest, slow unless they are in `default`."""
+    default = list(default)
+    return [case if case in default else slow(*(case if isinstance(case, tuple) else (case,))) for case in cases]
+
+
+def slow(*values: Any) -> Any:
+    """A case that only `-m slow` runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def _covering(together: int, values: dict[str, Sequence[Any]], ids: Any) -> pytest.MarkDecorator:
+    columns = list(itertools.combinations(range(len(values)), min(together, len(values))))
+    # Values need not be hashable, so positions stand for them.
+    rows = list(itertools.product(*(range(len(column)) for column in values.values())))
+    covers = {row: {(chosen, *(row[i] for i in chosen)) for chosen in columns} for row in rows}
+    missing = set().union(*covers.values())
+    default = set()
+    while missing:
+        best = max(rows, key=lambda row: len(covers[row] & missing))  # the first of the best, so always the same
+        default.add(best)
+        missing -= covers[best]
+    cases = []
+    for row in rows:
+        case = [column[i] for column, i in zip(values.values(), row, strict=True)]
+        cases.append(pytest.param(*case) if row in default else slow(*case))
+    return pytest.mark.parametrize(list(values), cases, ids=ids)
