@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.analysis.collectives import find_collectives
 from tests import models
+from tests.tiers import singles, slow, stages
 
 ROWS, K = 48, 3
 
@@ -52,8 +53,7 @@ def plain_run(steps, tx):
     return losses, norms, state.params
 
 
-@pytest.mark.parametrize("reduce", ["each", "last"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@singles(stage=[0, 1, 2, 3], reduce=["each", "last"])
 def test_equals_one_large_weighted_batch(stage, reduce):
     step = jzero.make_train_step(weighted_loss, accumulate_steps=K, reduce=reduce)
     state, losses, norms = make_state(stage), [], []
@@ -82,8 +82,7 @@ def reduced_elements(stage, reduce, accumulate_steps):
 
 @pytest.mark.parametrize(
     ("stage", "reduce", "times"),
-    [(2, "each", 3), (3, "last", 1)]
-    + [pytest.param(*x, marks=pytest.mark.slow) for x in ((1, "each", 1), (2, "last", 1), (3, "each", 3))],
+    [(2, "each", 3), slow(3, "last", 1), slow(1, "each", 1), slow(2, "last", 1), slow(3, "each", 3)],
 )
 def test_how_often_gradients_are_reduced(stage, reduce, times):
     """Stage 1 communicates once per step, stages 2 and 3 once per micro-batch unless told to wait."""
@@ -142,7 +141,7 @@ def test_bad_reduce(reduce):
         jzero.make_train_step(models.mlp_loss, reduce=reduce)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_overflow_in_one_micro_batch_skips_the_step(stage):
     def loss(params, batch):
         return models.mlp_loss(params, batch) + 0 * params["layer_1"]["bias"].sum() * batch["poison"].sum()
@@ -158,7 +157,7 @@ def test_overflow_in_one_micro_batch_skips_the_step(stage):
 # Clipping.
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_clip_norm_equals_optax_clipping(stage):
     """DeepSpeed's `clip / (norm + 1e-6)` and optax's `clip / norm` differ by 1e-6 / norm, relative."""
     clip = 0.01

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from tests import models
+from tests.tiers import slow, stages
 
 LAYERS, WIDTH, VOCAB = 3, 64, 256
 TOKENS = models.tokens(16, vocab=VOCAB)
@@ -44,10 +45,7 @@ def size(plan, wanted=lambda leaf: True):
 SCALARS = 2 * 2  # loss and norm of the gradient are summed
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(1, "bf16"), (2, "fp32"), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, "fp32"), (2, "bf16")))],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), slow(1, "bf16"), slow(1, "fp32"), slow(2, "bf16")])
 def test_stages_1_and_2_are_clean_and_move_two_psi(stage, precision):
     report = report_of(stage, precision=precision)
     report.verify()
@@ -142,7 +140,7 @@ def violations(report):
     return "\n".join(report.violations)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@stages(3, of=(2, 3))
 def test_all_reduce_of_gradients_is_found(stage):
     """GSPMD on the CPU backend sums whole gradients and slices."""
     loss_fn, _ = model_and_plain()

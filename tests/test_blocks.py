@@ -17,6 +17,7 @@ from jzero import _compat
 from jzero._blocks import keeps_heavy, parts_of
 from jzero.engine.recompute import has_parts_to_recompute, recomputed
 from tests import models
+from tests.tiers import singles, slow
 
 LAYERS, WIDTH = 5, 32
 
@@ -227,10 +228,7 @@ def test_what_the_loss_recomputes_itself_stays_as_it_is():
     assert [eqn.params["policy"] for eqn in found] == [None] * LAYERS
 
 
-@pytest.mark.parametrize(
-    ("stage", "scan"),
-    [(3, False), pytest.param(3, True, marks=pytest.mark.slow), pytest.param(1, False, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("stage", "scan"), [slow(3, False), (3, True), slow(1, False)])
 def test_a_step_is_that_of_plain_jax(stage, scan):
     model = models.GPT(scan=scan)
     tokens, loss = models.tokens(16), models.gpt_loss(model)
@@ -350,12 +348,12 @@ def test_layers_are_recomputed_by_default_where_parameters_are_gathered_again(sc
     assert (found > 0) == is_recomputed
 
 
-@pytest.mark.parametrize(
-    ("options", "stage", "says_so"),
-    [({}, 3, True), ({"remat": "cheap"}, 3, False), ({"remat": "as_written"}, 3, False), ({}, 2, False)],
+@singles(
+    cell=[({}, 3, True), ({"remat": "cheap"}, 3, False), ({"remat": "as_written"}, 3, False), ({}, 2, False)],
+    make=[jzero.make_train_step, jzero.value_and_grad],
 )
-@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad], ids=["step", "gradients"])
-def test_what_is_recomputed_by_default_is_told(make, options, stage, says_so):
+def test_what_is_recomputed_by_default_is_told(make, cell):
+    options, stage, says_so = cell
     state = jzero.TrainState.create(params=make_params(2), tx=optax.sgd(1.0))
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
     fn = make(loss_fn, **options)

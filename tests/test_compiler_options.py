@@ -15,6 +15,7 @@ import jzero
 from jzero import _compiler_options
 from jzero.analysis.collectives import find_collectives
 from tests import models
+from tests.tiers import singles
 
 
 def state_of(stage=3, mesh=None, tx=None, cls=jzero.TrainState, **options):
@@ -113,8 +114,7 @@ def test_one_device_costs_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@singles(stage=[1, 2, 3], precision=["fp32", "fp16"])
 def test_one_device_sends_nothing(stage, precision):
     """XLA for CPUs copies what is summed over one device. Here is all that jzero sums and averages."""
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 import jzero
 from tests import models
+from tests.tiers import singles, slow, stages
 
 D = 24
 
@@ -339,11 +340,10 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
-@pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
-@pytest.mark.parametrize(
-    "loss_fn",
-    [f if f in (scan, remat) else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
-    ids=lambda f: f.__name__,
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    loss_fn=[remat, *(x for x in LOSSES if x is not remat)],
+    prefetch_bytes=[None, 10**6],
 )
 def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
     """`jax.checking_leaks` finds what caches of jax would keep alive, and users' own leaks only if there are none."""
@@ -353,20 +353,22 @@ def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
         jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, _batch())
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [scan, nested_jit, remat, branches, weight_decay_over_all_leaves], ids=lambda f: f.__name__
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    cell=[(0, 3), (1, 3), (2, 3), (2, 8), (3, 3), (3, 5)],  # stage, devices
+    loss_fn=[scan, nested_jit, remat, branches, weight_decay_over_all_leaves],
 )
-@pytest.mark.parametrize(("stage", "num_devices"), [(0, 3), (1, 3), (2, 3), (2, 8), (3, 3), (3, 5)])
-def test_gradients_equal_plain_jax_at_every_stage(loss_fn, stage, num_devices):
+def test_gradients_equal_plain_jax_at_every_stage(loss_fn, cell):
     batch = _batch(rows=120)
     batch["x"] = np.abs(batch["x"])
-    _assert_equal(_sharded(stage, num_devices), loss_fn, batch)
+    _assert_equal(_sharded(*cell), loss_fn, batch)
 
 
-@pytest.mark.parametrize(
-    "loss_fn", [scan, nested_jit, scan_with_constant_weights, custom_rules], ids=lambda f: f.__name__
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    options=[{"reshard_after_forward": False}, {"reduce_scatter": False}],
+    loss_fn=[scan, nested_jit, scan_with_constant_weights, custom_rules],
 )
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reduce_scatter": False}], ids=str)
 def test_options_do_not_change_numbers(loss_fn, options):
     _assert_equal(_sharded(3, 8, **options), loss_fn, _batch())
 
@@ -395,7 +397,7 @@ def test_devices_may_take_different_branches():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_integer_boolean_and_complex_leaves(stage):
     rng = np.random.default_rng(0)
     params = {
@@ -428,7 +430,7 @@ def test_integer_boolean_and_complex_leaves(stage):
         assert (np.asarray(got[name]) == np.asarray(params[name])).all()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_parameters_sharded_over_a_model_axis_keep_it(stage):
     mesh = jzero.make_mesh(data=4, model=2)
     params = _params()
@@ -453,7 +455,7 @@ def scan_and_plain(p, batch):
     return scan(p, batch) + plain(p, batch)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@stages(3, of=(1, 2, 3))
 def test_hybrid_sharding_replicates_the_shards(stage):
     mesh = jzero.make_mesh(replica=2, data=4)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, replica_axis="replica")
@@ -500,7 +502,7 @@ class Normed(nn.Module):
         return nn.Dense(17)(nn.relu(x))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@stages(3, of=(0, 2, 3))
 def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
     plain_model, model = Normed(), Normed(axis_name="data")
     batch = _batch()
@@ -575,7 +577,7 @@ def test_auxiliary_values_are_reduced_as_they_say():
         np.testing.assert_allclose(metrics["aux"]["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(2)
 def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     batch = _batch(rows=48)
     once = jzero.make_train_step(scan_and_plain)
@@ -619,10 +621,7 @@ def test_plain_jit_step_with_apply_gradients():
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
 
 
-@pytest.mark.parametrize(
-    ("stage", "jitted"),
-    [(1, True), (3, False), *(pytest.param(*x, marks=pytest.mark.slow) for x in [(1, False), (3, True)])],
-)
+@pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])
 def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
     """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
     batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()

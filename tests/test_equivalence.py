@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero import _collectives
 from tests import models
+from tests.tiers import slow, stages
 
 ROWS = 16
 BATCHES = [models.mlp_batch(ROWS, seed) for seed in range(2)]
@@ -74,7 +75,7 @@ def assert_reference(report, losses, norms):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_honest_training_passes(stage):
     state = mlp_state(optax.sgd(0.1, momentum=0.9))  # which sees the clipping, as Adam does not
     report = compare(state=state, stage=stage, clip_norm=0.5, accumulate_steps=2)
@@ -91,7 +92,7 @@ def test_honest_training_passes(stage):
 NARROW_MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "bf16"), (3, "fp16"), (2, NARROW_MASTERS)])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), slow(3, "bf16"), (3, "fp16"), slow(2, NARROW_MASTERS)])
 def test_mixed_precision_against_wide_masters(stage, precision):
     config = make_config(stage, precision, rules={".*/bias": jzero.LeafRule(compute_dtype="float32")})
     report = compare(config=config, state=mlp_state(optax.adam(1e-2, eps=1e-6)))
@@ -284,7 +285,8 @@ def placed(mesh, h):
 
 
 @pytest.mark.parametrize(
-    ("inside", "is_set"), [(constrained, False), (constrained, True), (named, True), (manual, False), (placed, False)]
+    ("inside", "is_set"),
+    [slow(constrained, False), (constrained, True), (named, True), (manual, False), slow(placed, False)],
 )
 def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
     """The reference keeps the axes that the loss names, and is still one device's training."""
@@ -344,16 +346,14 @@ EXCHANGES = {
     ("name", "sizes", "names"),
     [
         ("callback", {"data": 8}, False),  # jax has none beside automatic axes
-        *(
-            (name, sizes, names)
-            for name in ("gather", "mean", "scatter", "all_to_all")
-            for sizes, names in [
-                ({"data": 4, "replica": 2}, False),
-                ({"model": 2, "data": 4}, False),
-                ({"data": 4, "model": 2}, True),
-                ({"data": 2, "model": 2, "replica": 2}, True),
-            ]
-        ),
+        ("gather", {"data": 4, "replica": 2}, False),
+        ("mean", {"model": 2, "data": 4}, False),
+        ("scatter", {"data": 4, "model": 2}, True),
+        ("all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
+        slow("gather", {"data": 2, "model": 2, "replica": 2}, True),
+        slow("mean", {"data": 4, "model": 2}, True),
+        slow("scatter", {"data": 4, "replica": 2}, False),
+        slow("all_to_all", {"model": 2, "data": 4}, False),
     ],
 )
 def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names):
@@ -413,7 +413,7 @@ def model_loss(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("precision", "together", "is_set"), [("fp32", False, False), ("fp32", True, True), ("bf16", True, False)]
+    ("precision", "together", "is_set"), [slow("fp32", False, False), ("fp32", True, True), slow("bf16", True, False)]
 )
 def test_nnx(precision, together, is_set):
     model = NormedModel()

@@ -13,6 +13,7 @@ import pytest
 
 import jzero
 from tests.example_runs import EXAMPLES, run_example
+from tests.tiers import slow
 
 TINY = (
     "--d-model=16 --layers=2 --heads=2 --seq-len=16 --batch-size=16 --steps=20 --lr=1e-2"
@@ -48,12 +49,7 @@ def logged_steps(path: pathlib.Path) -> list[int | str]:
 
 @pytest.mark.parametrize(
     ("framework", "layers"),
-    [
-        ("linen", "--scan"),
-        ("nnx", "--scan"),
-        pytest.param("linen", "--no-scan", marks=pytest.mark.slow),
-        pytest.param("nnx", "--no-scan", marks=pytest.mark.slow),
-    ],
+    [("nnx", "--scan"), slow("linen", "--scan"), slow("linen", "--no-scan"), slow("nnx", "--no-scan")],
 )
 def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     saving = (f"--checkpoints={tmp_path / 'checkpoints'}", "--save-every=10")
@@ -108,7 +104,7 @@ def test_default_run_beats_the_promised_loss_in_time(tmp_path):
     assert trained < 2.6
 
 
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("framework", ["linen", slow("nnx")])
 def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     """The example's own step at its default sizes, on 8 CPU devices, as its script builds it."""
     monkeypatch.syspath_prepend(str(EXAMPLES))

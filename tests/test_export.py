@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from tests.checkpoint_states import linen_state, natural, nnx_state, sharded
+from tests.tiers import singles
 
 ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
 
@@ -119,9 +120,7 @@ def test_an_export_never_replaces_files(tmp_path):
         jzero.export_params(state, tmp_path / "out")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@singles(stage=[0, 1, 2, 3], precision=["fp32", "bf16"], dtype=[np.float32, ml_dtypes.bfloat16])
 def test_files_of_another_program_are_loaded_into_shards(stage, precision, dtype, tmp_path):
     plain, _ = odd_state()
     tensors = {name: np.asarray(x).astype(dtype) if name in ODD else np.asarray(x) for name, x in plain.params.items()}

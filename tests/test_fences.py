@@ -13,6 +13,7 @@ import jzero
 from jzero import _compat
 from jzero.engine.order import delayed, first_elements
 from tests import models
+from tests.tiers import slow
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
 SIZES = {"inner": (WIDTH, HIDDEN), "outer": (HIDDEN, WIDTH), "head": (WIDTH, VOCAB)}
@@ -64,7 +65,7 @@ def test_operands_of_barriers(platform, monkeypatch):
         assert light == (gradient not in fence)
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
     monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: "tpu")
     model = models.GPT(scan=scan)

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models
 from tests.test_step_memory import HIDDEN, LAYERS, WIDTH, stack_loss
+from tests.tiers import slow
 
 fit_module = importlib.import_module("jzero.analysis.fit")
 ROWS = 8 * 256
@@ -51,7 +52,7 @@ def compiled_peak(stage, steps, remat):
     )
 
 
-@pytest.mark.parametrize("megabytes", [40, 9, 6, 4, 2])
+@pytest.mark.parametrize("megabytes", [40, slow(9), 6, slow(4), 2])
 def test_chosen_fits_and_cheaper_ones_do_not(megabytes):
     choice = fitted(megabytes)
     x = choice.chosen

@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests import models
+from tests.tiers import default_for, slow
 
 BF16 = jnp.bfloat16
 KERNEL = "layer_0/kernel"  # (37, 127), which eight divides nowhere
@@ -62,6 +63,7 @@ def assert_near(a, b, tolerance):
 
 
 CELLS = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)] + [(2, MOMENTS), (3, MOMENTS)]
+CELLS = default_for([(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, MOMENTS)], CELLS)
 
 
 @pytest.mark.smoke
@@ -127,7 +129,7 @@ def test_flattened_leaf():
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(0, "fp32"), (1, MASTERS), (2, "bf16"), (3, "fp32"), (3, "bf16"), (3, MASTERS)],
+    [slow(0, "fp32"), slow(1, MASTERS), (2, "bf16"), (3, "fp32"), slow(3, "bf16"), slow(3, MASTERS)],
 )
 def test_a_parameter_that_was_set_is_trained_on(stage, precision):
     state = sharded(make_config(stage, precision), tx=optax.sgd(0.5))
@@ -161,7 +163,9 @@ def test_a_master_that_was_set_keeps_the_bits_that_its_parameter_loses():
     np.testing.assert_array_equal(jzero.gather_params(state)["layer_0"]["kernel"], np.ones((37, 127)))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, MOMENTS), (3, "fp32"), (3, MOMENTS)])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [slow(0, "fp32"), (1, "bf16"), slow(2, MOMENTS), slow(3, "fp32"), (3, MOMENTS)]
+)
 def test_optimizer_state_that_was_set_is_used(stage, precision):
     state = sharded(make_config(stage, precision), tx=optax.sgd(1.0, momentum=0.5))
     before = jzero.get_full_param(state, KERNEL)
@@ -189,7 +193,7 @@ def nnx_loss(model, batch):
     return jnp.square(model(batch["x"]) - batch["y"]).mean()
 
 
-@pytest.mark.parametrize(("stage", "precision", "together"), [(1, "bf16", False), (3, "fp32", True)])
+@pytest.mark.parametrize(("stage", "precision", "together"), [slow(1, "bf16", False), (3, "fp32", True)])
 def test_nnx(stage, precision, together):
     model = Model()
     tx = optax.adam(1e-3, eps=1e-6)

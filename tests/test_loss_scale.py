@@ -12,6 +12,7 @@ from flax.training import train_state
 
 import jzero
 from tests import models
+from tests.tiers import slow, stages
 
 ROWS = 16
 
@@ -72,7 +73,7 @@ def expected_scales(overflows, num_steps, *, initial, window, hysteresis, minimu
 OVERFLOWS = {3, 4, 12, 13, 14, 20, 28, 35, 44, 45}
 
 
-@pytest.mark.parametrize(("stage", "consecutive"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("stage", "consecutive"), [slow(1, True), (3, False)])
 def test_fifty_steps_follow_deepspeeds_rules(stage, consecutive):
     rules = jzero.DynamicLossScale(initial=2.0**10, window=5, consecutive_hysteresis=consecutive)
     precision = jzero.Precision(compute_dtype="float16", loss_scale=rules)
@@ -103,7 +104,7 @@ def test_the_first_scales_by_hand():
     assert scales == [1024, 1024, 1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 1024]
 
 
-@pytest.mark.parametrize(("stage", "row"), [(0, 7), (1, 0), (2, 15), (3, 8)])
+@pytest.mark.parametrize(("stage", "row"), [slow(0, 7), (1, 0), slow(2, 15), (3, 8)])
 def test_a_skipped_step_changes_nothing_but_the_scale(stage, row):
     """The overflow is on one device only; all devices skip, and every copy of every leaf stays as it was."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2, 9)))
@@ -220,7 +221,7 @@ def test_only_the_leaves_that_overflowed_are_named():
     assert caught.value.leaves == ["layer_0/bias"]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_own_loop_with_value_and_grad_skips_too(stage):
     """`apply_gradients` decides by itself; gradients come back unscaled, in fp32."""
     state, loss_and_grads = make_state(stage), jzero.value_and_grad(loss_fn)

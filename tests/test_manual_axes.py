@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from tests.tiers import singles
 
 WIDTH, HIDDEN = 16, 64
 
@@ -115,8 +116,7 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", INSIDE)
+@singles(name=list(INSIDE), check_vma=[True, False])
 def test_what_is_computed_inside(name, check_vma):
     """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -141,19 +141,20 @@ def mlp(x, up, down):
 
 
 CONFIGS = [
-    pytest.param({"stage": 0}, marks=pytest.mark.slow),
     {"stage": 1},
-    pytest.param({"stage": 2}, marks=pytest.mark.slow),
     {"stage": 3},
     {"stage": 3, "prefetch_bytes": 1 << 13},
+    {"stage": 2},
+    {"stage": 0},
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("remat", ["auto", "as_written"])
-@pytest.mark.parametrize(("scan", "recompute"), [(True, False), (True, True), (False, False), (False, True)])
-def test_layers_that_cut_their_hidden_units_themselves(scan, recompute, remat, config):
+@singles(
+    config=CONFIGS, cell=[(True, False), (True, True), (False, False), (False, True)], remat=["auto", "as_written"]
+)
+def test_layers_that_cut_their_hidden_units_themselves(cell, remat, config):
     """As on one device, without `shard_map`; each device exchanges its own part of a kernel, and keeps none."""
+    scan, recompute = cell
     mesh = jzero.make_mesh(data=4, model=2)
     layers = 32 if scan else 3  # loops of few gather nothing ahead
     params, batch = parameters(layers=(layers,))
@@ -235,8 +236,7 @@ def experts_together(tokens, weights, up, down):
     return jnp.einsum("neh,ehd,ne->nd", hidden, down, weights)
 
 
-@pytest.mark.parametrize("remat", [None, True, "as_written"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@singles(stage=[3, 1, 0], remat=[None, True, "as_written"])
 def test_experts_and_parts_of_a_sequence(stage, remat):
     """ZeRO, ring attention and expert parallelism in one loss, against the same on one device."""
     mesh = jzero.make_mesh(data=2, expert=2, seq=2)
@@ -304,8 +304,7 @@ def test_a_gather_of_the_loss_is_not_done_again():
     assert collections.Counter(gathers) == {("16", "32"): 1, ("32", "16"): 2, ("2", "64"): 1}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("scan", [True, False])
+@singles(scan=[True, False], check_vma=[True, False])
 def test_parameters_that_enter_whole_are_not_kept(scan, check_vma):
     """Where jax tracks what varies over an axis it casts a parameter that does not: this is no reason to keep it."""
     mesh = jzero.make_mesh(data=4, model=2)

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero import _collectives
+from tests.tiers import singles, slow, stages
 
 VOCAB, WIDTH, HIDDEN, HEADS, LAYERS = 128, 32, 96, 4, 3
 
@@ -103,11 +104,9 @@ def batches():
     return np.random.default_rng(0).integers(0, VOCAB, size=(2, 8, 13))
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
-)
-@pytest.mark.parametrize(("scan", "remat"), [(True, False), (True, True), (False, False), (False, True)], ids=str)
-def test_a_llama_trains_as_on_one_device(scan, remat, stage):
+@singles(stage=[3, 1, 2, 0], cell=[(True, False), (False, True), (True, True), (False, False)])
+def test_a_llama_trains_as_on_one_device(cell, stage):
+    scan, remat = cell
     mesh = jzero.make_mesh(data=4, model=2)
     first, want, losses = trained_on_one_device(scan)
     model = Llama(mesh, scan=scan, remat=remat)
@@ -128,7 +127,7 @@ def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce": "last"}], ids=str)
+@pytest.mark.parametrize("options", [{}, slow({"reduce": "last"})], ids=str)
 def test_sums_over_micro_batches_travel_in_parts(options):
     mesh = jzero.make_mesh(data=4, model=2)
     first, _, _ = trained_on_one_device(True)
@@ -229,8 +228,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", OWN)
+@singles(name=list(OWN), stage=[1, 3])
 def test_functions_of_what_is_constrained(name, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
     assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
@@ -273,8 +271,7 @@ WEIGHTED = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", WEIGHTED)
+@singles(name=list(WEIGHTED), stage=[1, 3])
 def test_places_along_an_axis_beside_another(name, stage):
     """`lax.axis_index` in what holds jaxprs."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -316,7 +313,7 @@ def assert_as_on_one_device(fn, stage, mesh):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_parameters_that_the_loss_constrains(stage):
     """Their parts lie over the model axis before they are gathered; odd sizes and what is scanned, too."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -351,8 +348,7 @@ def test_parameters_that_the_loss_constrains(stage):
     assert gathered.count(2 * 5 * 32 * 32 // 2) == (stage == 3), "each layer twice, half of it"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("of_what", ["in_shardings", "out_shardings"])
+@singles(of_what=["in_shardings", "out_shardings"], stage=[3, 1, 0])
 def test_shardings_of_calls_are_constraints(of_what, stage):
     mesh = jzero.make_mesh(data=4, model=2)
     rng = np.random.default_rng(0)
@@ -413,10 +409,7 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     assert {row.elements // row.count for row in rows if row.axis == "data"} == {gathered}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    "names", [(), ("data",), ("data", None), ("model", None), (P.UNCONSTRAINED, P.UNCONSTRAINED)], ids=str
-)
+@singles(names=[(), ("data",), ("data", None), ("model", None), (P.UNCONSTRAINED, P.UNCONSTRAINED)], stage=[1, 3])
 def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, stage):
     mesh = jzero.make_mesh(data=4, model=2)
     params = {

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jzero
+from tests.tiers import stages
 
 D = 24
 
@@ -68,7 +69,7 @@ def _assert_close(a, b, atol=1e-5):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_pair_trains_like_plain_nnx(stage):
     reference, losses = _reference(4)
     state = jzero.shard_train_state(_pair(), config=_config(stage))
@@ -99,7 +100,7 @@ def test_model_and_optimizer_goes_alone():
     _assert_close(_params(jzero.unshard_train_state(state).model), _params(reference))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_born_sharded_pair(stage):
     state = jzero.init_train_state(lambda key: _pair(), jax.random.key(0), config=_config(stage))
     later = jzero.shard_train_state(_pair(), config=_config(stage))
@@ -110,7 +111,7 @@ def test_born_sharded_pair(stage):
     assert kernel.sharding.spec == jzero.plan_of(state).params["a"]["kernel"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@stages(2, of=(2, 3))
 def test_gradients_go_to_the_optimizers_own_update(stage):
     reference, losses = _reference(2)
     state = jzero.shard_train_state(_pair(), config=_config(stage))
@@ -136,7 +137,7 @@ def test_input_is_kept_when_sharding_and_consumed_by_a_step():
     assert state[0].a.kernel[...].is_deleted()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_batch_statistics_follow_the_whole_batch(stage):
     reference, losses = _reference(3, norm=True)
     state = jzero.shard_train_state(_pair(norm=True), config=_config(stage))

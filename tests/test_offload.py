@@ -12,12 +12,9 @@ import jzero
 from jzero import _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
+from tests.tiers import default_for, slow
 
-QUICK = [(0, "fp32"), (2, "fp16"), (3, "bf16")]
-CELLS = [
-    pytest.param(stage, precision, marks=[] if (stage, precision) in QUICK else pytest.mark.slow)
-    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))
-]
+CELLS = default_for([(0, "fp32"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16")))
 
 
 def make_state(stage, precision="fp32"):
@@ -79,7 +76,7 @@ def test_a_pair_of_nnx():
     assert_same_bits(arrays(nnx.state(jzero.reload_train_state(away))), before)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
     state = make_state(2, precision)
     jzero.save_checkpoint(tmp_path / "device", state)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jzero
 from tests import models
 from tests.test_offload_params import device_puts
+from tests.tiers import slow
 
 LAYERS, WIDTH = 3, 40
 
@@ -37,7 +38,7 @@ def to_host(jaxpr):
             yield from to_host(getattr(inner, "jaxpr", inner))
 
 
-@pytest.mark.parametrize(("own", "options"), [(None, {}), ({}, {"accumulate_steps": 2})])
+@pytest.mark.parametrize(("own", "options"), [(None, {}), slow({}, {"accumulate_steps": 2})])
 def test_what_goes_between_layers(own, options):
     model = models.GPT(vocab=128, d_model=WIDTH, heads=5, layers=LAYERS, remat=own)
     expected, _, _ = train(model, True, **options)

@@ -26,18 +26,15 @@ from tests.test_offload_optimizer import (
     train,
     whole,
 )
+from tests.tiers import default_for, slow
 
 CPU = jzero.Offload(optimizer="host", compute="host")
 CPU_ALL = dataclasses.replace(CPU, params="host")
 LATE = dataclasses.replace(CPU, delay=1)
 LATE_ALL = dataclasses.replace(LATE, params="host")
 
-QUICK = ("adamw", "lamb", "multi_steps")
-OPTIMIZERS = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-    for name in optimizers.OPTIMIZERS
-    if name != "muon"
-]
+QUICK = ("adamw", "multi_steps")
+OPTIMIZERS = default_for(QUICK, [name for name in optimizers.OPTIMIZERS if name != "muon"])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -52,11 +49,11 @@ def test_optimizers_equal_optax_on_one_device(optimizer):
 @pytest.mark.parametrize(
     ("stage", "precision", "offload"),
     [
-        pytest.param(0, "fp32", CPU, marks=pytest.mark.slow),
-        (2, "bf16", CPU),
+        slow(0, "fp32", CPU),
+        slow(2, "bf16", CPU),
         (3, "fp16", CPU),
         (3, "bf16", CPU_ALL),
-        pytest.param(3, "fp32", CPU_ALL, marks=pytest.mark.slow),
+        slow(3, "fp32", CPU_ALL),
     ],
 )
 def test_the_numbers_are_those_without_offload(stage, precision, offload):
@@ -144,9 +141,9 @@ def deviation(a, b):
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [
-        pytest.param(1, LATE, marks=pytest.mark.slow),
+        slow(1, LATE),
         (3, dataclasses.replace(LATE, ratio=0.5)),
-        pytest.param(3, LATE_ALL, marks=pytest.mark.slow),
+        slow(3, LATE_ALL),
     ],
 )
 def test_one_step_later(stage, offload):
@@ -178,7 +175,7 @@ def test_one_step_later(stage, offload):
         assert_same_bits(arrays(jzero.gather_params(going_on)), arrays(jzero.gather_params(again)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_what_waits_lies_where_the_plan_says(precision):
     state, _ = train(mlp_state(3, precision, LATE), steps=2)
     plan = jzero.plan_of(state)

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits, linen_state, nnx_state
+from tests.tiers import default_for, slow
 
 HOST = jzero.Offload(optimizer="host")
 SMALL = jzero.Offload(optimizer="host", chunk_bytes=2048)
@@ -67,13 +68,10 @@ def deviation_from_optax(optimizer, offload):
     return max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))), state
 
 
-QUICK_OPTIMIZERS = ("adamw", "adafactor", "lamb", "muon", "clip_adamw", "multi_steps", "inject_hyperparams")
+QUICK = ("adamw", "adafactor", "lamb", "muon")
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(name, marks=[] if name in QUICK_OPTIMIZERS else pytest.mark.slow) for name in optimizers.OPTIMIZERS],
-)
+@pytest.mark.parametrize("optimizer", default_for(QUICK, optimizers.OPTIMIZERS))
 def test_every_optimizer_equals_optax_on_one_device(optimizer):
     """In float64 nothing but a wrong formula can exceed 1e-9 after 20 steps."""
     with jax.enable_x64(True), warnings.catch_warnings():
@@ -86,14 +84,10 @@ def test_every_optimizer_equals_optax_on_one_device(optimizer):
         assert found.count("pinned_host") >= 3
 
 
-QUICK = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16")]
-CELLS = [
-    pytest.param(stage, precision, marks=[] if (stage, precision) in QUICK else pytest.mark.slow)
-    for stage, precision in itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))
-]
-
-
-@pytest.mark.parametrize(("stage", "precision"), CELLS)
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    default_for([(1, "fp32"), (2, "fp16"), (3, "bf16")], itertools.product((0, 1, 2, 3), ("fp32", "bf16", "fp16"))),
+)
 def test_the_numbers_are_those_without_offload(stage, precision):
     """Up to the last bit: compilers contract multiplications and additions in a loop's body otherwise than outside."""
     expected, losses = train(mlp_state(stage, precision, jzero.Offload()), clip_norm=0.05)
@@ -164,7 +158,7 @@ def test_a_skipped_step_changes_nothing_on_the_host():
     assert metrics["step_applied"]
 
 
-@pytest.mark.parametrize(("precision", "jit"), [("fp32", True), ("fp16", False)])
+@pytest.mark.parametrize(("precision", "jit"), [slow("fp32", True), ("fp16", False)])
 def test_an_own_loop(precision, jit):
     """`value_and_grad` and `apply_gradients`, which decides by itself whether to skip."""
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests import optimizers
 from tests.optimizers import OPTIMIZERS, deviation, run_plain, run_zero
+from tests.tiers import default_for
 
 TIGHT = ("adam", "sgd_momentum", "lamb")  # parameters within 1e-5 in fp32
 pytestmark = pytest.mark.filterwarnings("ignore:The mesh has one device")
@@ -25,45 +26,40 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-# Of the larger model the default suite takes the kinds that differ most; of the smaller one all, in fp32 and float64.
-QUICK = ("adamw", "muon")  # in fp32
-EXACT = ("lamb", "multi_steps")  # in float64
-WRAPPERS = ("clip_adamw", "ema", "inject_hyperparams", "masked", "multi_transform", "schedule")  # of others
-FLOAT64 = [("mlp", optimizer) for optimizer in OPTIMIZERS]
-FLOAT64 += [pytest.param("gpt", o, marks=[] if o in EXACT else pytest.mark.slow) for o in OPTIMIZERS]
+# By default the smaller model takes every optimizer in float64; the larger one those that differ most.
+LARGE = ("adamw", "lamb", "multi_steps")
+FLOAT64 = [("mlp", optimizer, 3, 8) for optimizer in OPTIMIZERS]
+FLOAT64 += [("gpt", optimizer, 1, 3) for optimizer in LARGE]
+ALL = [(model, o, *cell) for model in ("mlp", "gpt") for o in OPTIMIZERS for cell in ((3, 8), (1, 3))]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), FLOAT64)
-def test_every_optimizer_in_float64(model, optimizer):
+@pytest.mark.parametrize(("model", "optimizer", "stage", "num_devices"), default_for(FLOAT64, ALL))
+def test_every_optimizer_in_float64(model, optimizer, stage, num_devices):
     with precision("float64"):
-        for stage, num_devices in ((3, 8), (1, 3)):
-            run = run_zero(model, optimizer, "float64", stage, num_devices)
-            loss, params = deviation(run, run_plain(model, optimizer, "float64"))
-            assert loss < 1e-9
-            assert params < 1e-9
+        run = run_zero(model, optimizer, "float64", stage, num_devices)
+        loss, params = deviation(run, run_plain(model, optimizer, "float64"))
+        assert loss < 1e-9
+        assert params < 1e-9
 
 
-FP32 = [pytest.param("mlp", o, marks=pytest.mark.slow if o in WRAPPERS else []) for o in OPTIMIZERS]
-FP32 += [pytest.param("gpt", o, marks=[] if o in QUICK else pytest.mark.slow) for o in OPTIMIZERS]
+FP32 = [("mlp", "adam", 3, 8), ("mlp", "sgd_momentum", 1, 3), ("mlp", "lion", 3, 8), ("gpt", "muon", 3, 8)]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), FP32)
-def test_every_optimizer_in_fp32(model, optimizer):
-    for stage, num_devices in ((3, 8), (1, 3)):
-        run = run_zero(model, optimizer, "float32", stage, num_devices)
-        loss, params = deviation(run, run_plain(model, optimizer, "float32"))
-        control = deviation(run_plain(model, optimizer, "float32", num_devices), run_plain(model, optimizer, "float32"))
-        assert loss < (max(1e-5, 3 * control[0]) if optimizer == "lion" else 1e-5)
-        # A control can be luckily exact: 2e-6 is what rounding the parameters themselves 20 times may cost.
-        assert params < (1e-5 if optimizer in TIGHT else max(3 * control[1], 2e-6))
+@pytest.mark.parametrize(("model", "optimizer", "stage", "num_devices"), default_for(FP32, ALL))
+def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
+    run = run_zero(model, optimizer, "float32", stage, num_devices)
+    loss, params = deviation(run, run_plain(model, optimizer, "float32"))
+    control = deviation(run_plain(model, optimizer, "float32", num_devices), run_plain(model, optimizer, "float32"))
+    assert loss < (max(1e-5, 3 * control[0]) if optimizer == "lion" else 1e-5)
+    # A control can be luckily exact: 2e-6 is what rounding the parameters themselves 20 times may cost.
+    assert params < (1e-5 if optimizer in TIGHT else max(3 * control[1], 2e-6))
 
 
-CELLS = [("mlp", stage, n) for stage, n in itertools.product([0, 1, 2, 3], [1, 2, 3, 5, 8])]
-CELLS += [("gpt", *cell) for cell in [(1, 8), (2, 5), (3, 1), (3, 3)]]
-CELLS += [pytest.param("gpt", *cell, marks=pytest.mark.slow) for cell in [(0, 8), (2, 8), (3, 2), (3, 5)]]
+CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 3), (2, 2), (3, 1), (3, 5))] + [("gpt", 2, 5), ("gpt", 3, 3)]
+EVERY = itertools.product(("mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
 
 
-@pytest.mark.parametrize(("model", "stage", "num_devices"), CELLS)
+@pytest.mark.parametrize(("model", "stage", "num_devices"), default_for(CELLS, EVERY))
 def test_every_stage_and_world_size_with_adamw(model, stage, num_devices):
     with precision("float64"):
         run = run_zero(model, "adamw", "float64", stage, num_devices)

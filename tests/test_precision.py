@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero._rounding import round_stochastically
 from tests import models
+from tests.tiers import singles, slow, stages
 
 BF16 = jnp.bfloat16
 ROWS = 24
@@ -56,7 +57,7 @@ def gap(a, b):
     return largest(jax.tree.map(lambda x, y: np.asarray(x, np.float32) - np.asarray(y, np.float32), a, b))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(2, 3)
 def test_who_holds_which_dtype(stage):
     state = mlp_state(make_config(stage))
     plan, own = jzero.plan_of(state), state.opt_state
@@ -75,7 +76,7 @@ def test_who_holds_which_dtype(stage):
     assert live == plan.bytes_per_device.params + plan.bytes_per_device.opt_state
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1)
 def test_parameters_stay_the_rounded_masters(stage):
     state, losses = train(mlp_state(make_config(stage)))
     masters = jzero.gather_params(state, masters=True)
@@ -84,7 +85,7 @@ def test_parameters_stay_the_rounded_masters(stage):
     assert gap(masters, jax.tree.map(lambda x: x.astype(BF16), masters)) > 0  # they do hold more
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_equals_one_device_with_masters(stage):
     """Gradients of 8 slices in bf16, summed and applied in fp32 by plain optax: the same up to summation order."""
     policy = jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32", accumulate_dtype="float32")
@@ -122,8 +123,7 @@ def gpt_case(config, **options):
     return jzero.shard_train_state(models.gpt_state(model, optax.adamw(1e-3)), config=config), model, state
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("remat", [None, {}])
+@singles(scan=[True, False], remat=[None, {}])
 def test_no_gather_of_the_loss_moves_fp32(scan, remat):
     state, model, _ = gpt_case(make_config(3), scan=scan, remat=remat)
     text = jzero.make_train_step(models.gpt_loss(model)).lower(state, models.tokens(8)).as_text()
@@ -132,7 +132,7 @@ def test_no_gather_of_the_loss_moves_fp32(scan, remat):
     assert all(shape.endswith("xbf16") for shape in found), found
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, slow(False)])
 def test_a_model_that_casts_by_itself_gathers_16_bits(scan):
     """precision="fp32", but the loss casts its parameters: the cast happens on the shard, before the gather."""
     state, model, _ = gpt_case(make_config(3, "fp32"), scan=scan)
@@ -143,7 +143,7 @@ def test_a_model_that_casts_by_itself_gathers_16_bits(scan):
     assert all(shape.endswith("xbf16") for shape in found), found
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@stages(2, of=(1, 2))
 def test_the_gather_after_the_update_moves_16_bits(stage):
     """The compiler inserts it; what becomes whole in the lowered program is bf16, never fp32."""
     state = mlp_state(make_config(stage))
@@ -154,8 +154,7 @@ def test_the_gather_after_the_update_moves_16_bits(stage):
     assert all(x.endswith("xbf16") for x in large), whole
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@singles(precision=["bf16", "fp16"], stage=[2, 3, 0])
 def test_an_edit_by_replace_is_taken_over(stage, precision):
     """The element that was edited moves in the master; the others keep every bit of theirs."""
     state, _ = train(mlp_state(make_config(stage, precision)))
@@ -171,8 +170,7 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     assert_same(after, before)
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@singles(stage=[2, 3, 0], sign=[1.0, -1.0])
 def test_masters_too_small_for_fp16_go_on(stage, sign):
     """Their parameters are zeros of either sign, which no comparison may take for an edit."""
     plain = jzero.TrainState.create(params={"w": jnp.zeros((16, 8))}, tx=optax.sgd(1.0))
@@ -183,7 +181,7 @@ def test_masters_too_small_for_fp16_go_on(stage, sign):
     np.testing.assert_allclose(jzero.gather_params(state, masters=True)["w"], sign * 1e-8, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@stages(2, of=(0, 2))
 def test_an_edit_is_seen_wherever_masters_are_read(stage):
     state, _ = train(mlp_state(make_config(stage)), 2)
     masters = host(jzero.gather_params(state, masters=True))
@@ -215,7 +213,7 @@ def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
     assert {x.dtype for x in jax.tree.leaves(moments)} == {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_update_params_writes_parameter_and_master(stage):
     state, _ = train(mlp_state(make_config(stage)), 2)
     before = host(jzero.gather_params(state, masters=True))
@@ -278,7 +276,7 @@ def test_fp32_leaves_every_dtype_alone():
     assert {x.dtype for x in jax.tree.leaves((state.params, state.opt_state[0].mu))} == {jnp.dtype(BF16)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@stages(2, 3, of=(1, 2, 3))
 def test_own_loops_follow_the_train_step(stage):
     """`value_and_grad` and plain `jax.jit` with `natural_params`: the same masters as the train step's."""
     tx = optax.sgd(0.1)
@@ -304,7 +302,7 @@ def test_own_loops_follow_the_train_step(stage):
     assert kinds[0] == kinds[1]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@stages(2, of=(0, 2, 3))
 def test_born_sharded_equals_sharded_later(stage):
     def make_state(key):
         params = jax.tree.map(lambda x: x + jax.random.normal(key, x.shape), models.mlp_params())
@@ -335,8 +333,7 @@ def test_layouts_and_precisions_into_each_other():
     assert_same(jzero.gather_params(again, masters=True), jzero.gather_params(on, masters=True))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 3])
+@singles(stage=[1, 3], precision=["bf16", "fp16"])
 def test_natural_params_are_differentiable(stage, precision):
     state = mlp_state(make_config(stage, precision))
     loss = lambda p: models.mlp_loss(jzero.natural_params(state.replace(params=p)), models.mlp_batch(ROWS))
@@ -345,7 +342,7 @@ def test_natural_params_are_differentiable(stage, precision):
     assert float(have) == pytest.approx(float(want), rel=2e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@stages(3, of=(0, 2, 3))
 def test_bf16_beside_a_tensor_parallel_axis(stage):
     """XLA on CPUs ends the process where bf16 is summed over some axes of a mesh: jzero sums fp32 there."""
     mesh = jzero.make_mesh(data=4, model=2)
@@ -361,7 +358,7 @@ def test_a_tree_of_another_dtype_is_refused():
         train(wide, 1)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [slow("bf16"), "fp16"])
 def test_flax_serialization(precision):
     state, _ = train(mlp_state(make_config(2, precision)), 1)
     fresh = mlp_state(make_config(2, precision))
@@ -483,7 +480,7 @@ def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
     assert np.isnan(round_stochastically(jnp.array([jnp.nan]), jax.random.key(1))[0])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@stages(2, 3, of=(0, 2, 3))
 def test_no_fp32_between_steps(stage):
     state = mlp_state(make_config(stage, LOW), tx=optax.adam(1e-2))
     floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -545,8 +542,7 @@ class Net(nnx.Module):
         return self.down(nnx.tanh(self.up(x)))
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@singles(stage=[1, 3], precision=["bf16", "fp16"])
 def test_nnx(stage, precision):
     loss = lambda model, batch: jnp.square(model(batch["x"]) - batch["y"]).mean()
     model = Net(nnx.Rngs(0))

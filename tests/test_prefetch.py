@@ -19,6 +19,7 @@ import jzero
 from jzero import _compat
 from tests import test_engine
 from tests.test_engine import LOSSES, D, branches
+from tests.tiers import default_for, singles, slow
 
 AMPLE = 2**30
 
@@ -48,11 +49,7 @@ OFTEN = {
 }
 
 
-@pytest.mark.parametrize(
-    "loss_fn",
-    [f if f in OFTEN else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("loss_fn", default_for(OFTEN, LOSSES), ids=lambda f: f.__name__)
 def test_gradients_equal_plain_jax(loss_fn):
     batch = test_engine._batch()
     if loss_fn is branches:
@@ -122,11 +119,16 @@ def scan_of_a_call(p, batch):
     return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
 
 
-@pytest.mark.parametrize("limit", [AMPLE, D * D * 4, 0])
-@pytest.mark.parametrize(
-    "loss_fn",
-    [scan_with_everything, scan_of_remat_with_policy, scan_of_remat_with_keys, scan_within_remat, scan_of_a_call],
-    ids=lambda f: f.__name__,
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    limit=[AMPLE, D * D * 4, 0],
+    loss_fn=[
+        scan_with_everything,
+        scan_of_remat_with_policy,
+        scan_of_remat_with_keys,
+        scan_within_remat,
+        scan_of_a_call,
+    ],
 )
 def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
     test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=limit), loss_fn, test_engine._batch())
@@ -371,7 +373,7 @@ def test_evaluation_gathers_ahead_too():
     assert (32, 64) in shapes
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", slow("fp16")])
 def test_training_with_micro_batches_and_16_bits_is_the_same(precision):
     """Not a compiler's rounding apart: the same operations on the same values, in another order of gathers."""
     batch = jnp.asarray(np.random.default_rng(1).normal(size=(32, 32)), jnp.float32)
@@ -487,10 +489,12 @@ def chain_state(limit, layers=8):
     return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
 
 
-@pytest.mark.parametrize(("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), (1, 1, 1), (2, 2, 2), (3, 3, 3)])
+@pytest.mark.parametrize(
+    ("limit", "forward", "backward"), [(None, 8, 1), (0, 1, 1), slow(1, 1, 1), (2, 2, 2), slow(3, 3, 3)]
+)
 @pytest.mark.parametrize(
     ("loss_fn", "remat"),
-    [(chain, "as_written"), (chain, None), pytest.param(recomputed_chain, None, marks=pytest.mark.slow)],
+    [(chain, "as_written"), (chain, None), slow(recomputed_chain, None)],
     ids=["plain", "cheap recomputed", "all recomputed"],
 )
 def test_gathers_outside_of_loops_wait_for_earlier_uses(limit, forward, backward, loss_fn, remat):

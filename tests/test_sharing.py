@@ -15,6 +15,7 @@ import pytest
 import jzero
 from jzero import _compat
 from jzero._sharing import Common, Structures
+from tests.tiers import singles
 
 LAYERS, WIDTH = 4, 32
 
@@ -212,8 +213,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("layers", DIFFERENT.values(), ids=DIFFERENT.keys())
+@singles(layers=list(DIFFERENT.values()), way=list(WAYS.values()))
 @pytest.mark.filterwarnings("ignore:The loss closes over")
 def test_layers_that_differ_stay_different(layers, way):
     check(unrolled([way.wrap(fn) for fn in layers]), make_params(), way)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -17,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jzero
 from tests import models
+from tests.tiers import default_for, singles, stages
 
 WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
 LOCAL = ROWS // 8
@@ -81,7 +83,7 @@ def test_what_a_layer_keeps():
     assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_what_scanned_layers_keep_with_and_without_remat(stage):
     state = stack_state(config_of(stage))
     output = LOCAL * WIDTH * 4  # whose square is taken
@@ -104,7 +106,7 @@ def test_what_scanned_layers_keep_with_and_without_remat(stage):
         assert {row.times for row in memory.activations} == {1, LAYERS}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(3)
 def test_remat_changes_no_number_but_memory(stage):
     """Equal to plain optax on one device, however it is recomputed; what XLA allocates follows."""
     tx = optax.sgd(0.1)
@@ -161,9 +163,9 @@ def chunked_loss(checkpointed):
     return loss
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize(("checkpointed", "remat"), [(True, None), (False, True), (False, "as_written")])
-def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, checkpointed, remat):
+@singles(cell=[(True, None), (False, True), (False, "as_written")], stage=[0, 2, 3])
+def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, cell):
+    checkpointed, remat = cell
     """Kept without recomputation: t and 1 - t and the output of every chunk; with it: nothing but the rows."""
     many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
     step = jzero.make_train_step(chunked_loss(checkpointed), remat=remat)
@@ -260,8 +262,9 @@ def test_remat_is_checked(make):
         make(mlp_loss, remat="all")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "accumulate_steps"), default_for([(1, 2), (3, 1)], itertools.product(range(4), (1, 2)))
+)
 def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     """Scans in fp32 on CPUs, where XLA keeps every collective of the trace, and gathers updated parameters."""
     state = stack_state(config_of(stage))

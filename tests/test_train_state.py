@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero._init import lower_init
 from tests import models
+from tests.tiers import singles, slow, stages
 
 
 class RichState(TrainState):
@@ -50,8 +51,7 @@ def _assert_same_values(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 6, 7, 8])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@singles(stage=[0, 1, 2, 3], num_devices=[1, 2, 3, 5, 6, 7, 8])
 @pytest.mark.filterwarnings("ignore:The mesh has one device")
 def test_sharding_and_back_changes_no_bit(stage, num_devices):
     state = _rich_state()
@@ -124,7 +124,9 @@ def test_donation_frees_every_input_leaf():
     _assert_same_values(jzero.unshard_train_state(sharded).params, want.params)
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, 8), (1, 3)), ((1, 5), (3, 8)), ((2, 8), (0, 8)), ((3, 7), (3, 5))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((3, 8), (1, 3)), ((1, 5), (3, 8)), slow((2, 8), (0, 8)), ((3, 7), (3, 5))]
+)
 def test_sharding_again_lays_out_anew(before, after):
     mesh = lambda n: jzero.make_mesh(devices=jax.devices()[:n])
     state = jzero.shard_train_state(_rich_state(), config=_config(before[0]), mesh=mesh(before[1]))
@@ -137,8 +139,7 @@ def test_sharding_again_lays_out_anew(before, after):
     _assert_same_values(jzero.unshard_train_state(again), want)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("stage", [1, 3])
+@singles(stage=[1, 3], scan=[True, False])
 def test_born_sharded_equals_sharded_after(stage, scan):
     model = models.GPT(scan=scan)
     tx = optax.adam(1e-3)
@@ -156,7 +157,7 @@ def test_born_sharded_equals_sharded_after(stage, scan):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, slow(False)])
 def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(scan):
     """The compiled program's own memory analysis, on one device."""
     model = models.GPT(scan=scan, d_model=256, heads=8, vocab=512, layers=4)
@@ -175,7 +176,7 @@ def test_no_device_holds_more_than_its_shards_and_one_leaf_at_birth(scan):
     assert memory.temp_size_in_bytes <= largest
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@stages(1, 3)
 def test_gathered_and_edited_parameters(stage):
     state = jzero.shard_train_state(_rich_state(), config=_config(stage))
     w = jzero.gather_params(state, paths="layer_1/kernel")

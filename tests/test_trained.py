@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from tests.stablehlo import in_line
+from tests.tiers import default_for, singles, stages
 
 D, R, ROWS = 256, 4, 16
 
@@ -82,8 +83,7 @@ def plain_run(steps):
     return losses, merge(adapters)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("way", WAYS)
+@singles(stage=[0, 1, 2, 3], way=list(WAYS))
 def test_equals_training_the_adapters_alone(way, stage):
     state, step, losses = make_state(way, stage), jzero.make_train_step(lora_loss), []
     for i in range(4):
@@ -138,7 +138,7 @@ def test_gradients_of_frozen_leaves_are_scalar_zeros():
     assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", default_for(["trainable"], WAYS))
 def test_plain_jit_loop(way):
     state = make_state(way, 3)
 
@@ -259,7 +259,7 @@ class LoraNet(nnx.Module):
         return {f"layer_{i}": layer(i) for i in range(3)}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@stages(3, of=(1, 3))
 def test_nnx_parameters_outside_wrt_are_partitioned(stage):
     model = LoraNet(nnx.Rngs(0))
     pair = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))

@@ -14,6 +14,7 @@ from jax import lax
 import jzero
 from jzero import _compat
 from tests.test_prefetch import on
+from tests.tiers import singles
 
 
 def head_after_a_loop(p, batch):
@@ -89,8 +90,11 @@ def layers_after_a_loop(p, batch):
     return jnp.square(functools.reduce(long_layer, p["layers"], hidden)).mean()
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, {"stage": 3, "persistence_threshold": 0}], ids=str)
-@pytest.mark.parametrize("loss_fn", [head_in_a_call, layers_after_a_loop])
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    options=[{"stage": 1}, {"stage": 2}, {"stage": 3, "persistence_threshold": 0}],
+    loss_fn=[head_in_a_call, layers_after_a_loop],
+)
 def test_the_backward_loop_waits_for_what_calls_reduce(loss_fn, options, monkeypatch):
     on("gpu", monkeypatch)
     rng = np.random.default_rng(0)
@@ -152,9 +156,9 @@ def recomputed_layers(p, batch):
     return jnp.square(functools.reduce(layer, p, batch)).mean()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("platform", "waits"), [("gpu", True), ("tpu", False), ("cpu", False)])
-def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(platform, waits, stage, monkeypatch):
+@singles(cell=[("gpu", True), ("tpu", False), ("cpu", False)], stage=[1, 2])
+def test_recomputed_layers_wait_for_the_gradients_of_the_layer_after_the_next(cell, stage, monkeypatch):
+    platform, waits = cell
     """Compilers for GPUs put off the products that make them, and keep what they are made of for all layers."""
     on(platform, monkeypatch)
     rng = np.random.default_rng(0)

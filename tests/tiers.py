@@ -23,8 +23,13 @@ def pairs(ids: Callable[[Any], str] | None = None, /, **values: Sequence[Any]) -
     return _covering(2, values, ids)
 
 
+def stages(*default: int, of: Sequence[int] = (0, 1, 2, 3)) -> pytest.MarkDecorator:
+    """Parametrizes by `stage`; by default only those given run."""
+    return pytest.mark.parametrize("stage", default_for(default, of))
+
+
 def default_for(default: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """Returns `cases` as parameters of pytest, slow unless they are in `default`."""
+    """Returns `cases` as parameters of pytest, slow unless they are in `default`; a tuple is several parameters."""
     default = list(default)
     return [case if case in default else slow(*(case if isinstance(case, tuple) else (case,))) for case in cases]
 
