@@ -1,6 +1,7 @@
 """Eight CPU devices for every test; set before anything asks jax for its devices."""
 
 import os
+import zlib
 
 # XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
@@ -11,9 +12,23 @@ os.environ["PJRT_NPROC"] = "32"
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 assert jax.device_count() == 8, jax.devices()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="run share I (0 to N - 1) of N equal shares of the selected tests")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have selected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("--share"):
+        chosen, shares = map(int, share.split("/"))
+        mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == chosen % shares]
+        config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+        items[:] = mine
