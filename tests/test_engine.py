@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import jzero
 from tests import models
-from tests.tiers import singles, slow, stages
+from tests.tiers import default_for, singles, slow, stages
 
 D = 24
 
@@ -340,11 +340,8 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
-@singles(
-    lambda x: getattr(x, "__name__", None),
-    loss_fn=[remat, *(x for x in LOSSES if x is not remat)],
-    prefetch_bytes=[None, 10**6],
-)
+@pytest.mark.parametrize("prefetch_bytes", [slow(None), 10**6])
+@pytest.mark.parametrize("loss_fn", default_for([remat], LOSSES), ids=lambda f: f.__name__)
 def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
     """`jax.checking_leaks` finds what caches of jax would keep alive, and users' own leaks only if there are none."""
     state = _sharded(3, 8, prefetch_bytes=prefetch_bytes)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
+from tests.tiers import singles
 
 X = jnp.ones((3, 16))
 
@@ -142,10 +143,10 @@ CASES = [  # and the dimension that is cut
 
 
 @pytest.mark.filterwarnings("ignore:A stack of shape .* is cut on dimension 0")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("loss", "shape", "dim"), CASES)
-def test_each_gradient_is_reduced_once(loss, shape, dim, stage):
+@singles(case=CASES, stage=[1, 2, 3])
+def test_each_gradient_is_reduced_once(case, stage):
     """The elements that the compiled step reduces are those of the parameter; and what it computes is jax's own."""
+    loss, shape, dim = case
     scan_dim = -1 if dim == 0 or shape == MATRIX else 0
     config = jzero.ZeroConfig(
         stage=stage, persistence_threshold=100, rules={"w": jzero.LeafRule(dim=dim, scan_dim=scan_dim)}
@@ -167,8 +168,7 @@ def test_each_gradient_is_reduced_once(loss, shape, dim, stage):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("accumulate_dtype", ["float32", "bfloat16"])
+@singles(stage=[1, 2], accumulate_dtype=["float32", "bfloat16"])
 def test_tied_gradients_travel_as_the_loss_makes_them(stage, accumulate_dtype):
     """Whatever dtype they are summed in over micro-batches, of which there is one."""
     precision = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype=accumulate_dtype)

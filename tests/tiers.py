@@ -6,6 +6,7 @@ parameter, nearly all others with two values together, so by default a matrix ru
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -45,10 +46,13 @@ def _covering(together: int, values: dict[str, Sequence[Any]], ids: Any) -> pyte
     rows = list(itertools.product(*(range(len(column)) for column in values.values())))
     covers = {row: {(chosen, *(row[i] for i in chosen)) for chosen in columns} for row in rows}
     missing = set().union(*covers.values())
-    default = set()
+    default: set[tuple[int, ...]] = set()
+    times: collections.Counter[tuple[int, int]] = collections.Counter()  # that a parameter had a value
     while missing:
-        best = max(rows, key=lambda row: len(covers[row] & missing))  # the first of the best, so always the same
+        # Of the rows that cover most the one whose values ran least; of these the first, so the choice never changes.
+        best = max(rows, key=lambda row: (len(covers[row] & missing), -sum(times[x] for x in enumerate(row))))
         default.add(best)
+        times.update(enumerate(best))
         missing -= covers[best]
     cases = []
     for row in rows:
