@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jzero
+from jzero import _compat
 from jzero.analysis.collectives import find_collectives
 from tests import models
 from tests.stablehlo import in_line
@@ -195,6 +196,23 @@ def test_muon_gathers_each_matrix_at_most_once():
     reduced = sum(c.elements for c in _of(muon, "all-reduce"))
     assert reduced < 0.01 * matrices
     assert not [c for c in muon if c.kind in ("all-to-all", "collective-permute")]
+
+
+def test_muon_multiplies_whole_matrices():
+    """Every product of a step is in a `shard_map`, those of the update over whole operands."""
+
+    def outside(jaxpr):
+        for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+            yield eqn.primitive.name
+            if eqn.primitive.name != "shard_map":
+                for inner in _compat.contained_jaxprs(eqn):
+                    yield from outside(inner)
+
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.contrib.muon(1e-3))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=2, persistence_threshold=0))
+    found = set(outside(jzero.make_train_step(models.mlp_loss).trace(state, models.mlp_batch(8)).jaxpr))
+    assert "shard_map" in found
+    assert "dot_general" not in found
 
 
 @stages(1, 2, 3)

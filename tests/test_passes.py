@@ -126,6 +126,14 @@ def test_a_slice_is_reduced_alone():
     assert (16, 8) in shapes
 
 
+def test_a_gradient_that_something_else_reads_stays_whole():
+    """Here it is that of another parameter as well, which is not cut."""
+    of_both = jax.grad(lambda w, v, x: (x @ (w + v).T).sum(), argnums=(0, 1))
+    jaxpr = jax.make_jaxpr(of_both)(jnp.ones((16, 8)), jnp.ones((16, 8)), jnp.ones((2, 8))).jaxpr
+    assert jaxpr.outvars[0] is jaxpr.outvars[1]
+    assert not reductions(jaxpr, [how((16, 8), 0), None]).leaving
+
+
 def tied(w, x):
     return (jnp.tanh(x @ w) @ w.T).sum()
 
@@ -181,15 +189,15 @@ def scans(jaxpr):
             yield from scans(inner)
 
 
-@pytest.mark.parametrize(("regathers", "gathers"), [(True, 3), (False, 2)])
+@pytest.mark.parametrize(("regathers", "gathers"), [(True, 5), (False, 3)])
 def test_the_walk_gathers_where_parameters_are_used(regathers, gathers):
-    """Of two layers the second again in the backward pass; the first has no use there, without a gradient of rows."""
-    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["a"]) @ p["b"]).mean()
-    state = sharded({"a": matrix(), "b": matrix(seed=1)}, reshard_after_forward=regathers)
+    """Of three layers two again in the backward pass; the first has no use there, without a gradient of rows."""
+    loss = lambda p, x: jnp.square(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]).mean()
+    state = sharded({name: matrix(seed=i) for i, name in enumerate("abc")}, reshard_after_forward=regathers)
     fn = jzero.value_and_grad(loss, remat="as_written")
     found = [x for x in names(jax.make_jaxpr(fn)(state, BATCH)) if x in ("all_gather", "reduce_scatter")]
     assert found.count("all_gather") == gathers
-    assert found.count("reduce_scatter") == 2
+    assert found.count("reduce_scatter") == 3
 
 
 def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
@@ -198,6 +206,46 @@ def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
     fn = jzero.value_and_grad(loss, remat="as_written")
     found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
     assert found.count("all_gather") == 2
+
+
+@pytest.mark.parametrize(("length", "operations"), [(8, 16), (24, 24)])
+def test_a_long_chain_of_parameters_alone_is_computed_once(length, operations):
+    """A short one is repeated at each of its two uses."""
+
+    def products(params, x):
+        w = params["w"]
+        for _ in range(length):
+            w = jnp.sin(w)
+        return {"one": x @ w, "two": (x + 1) @ w}
+
+    evaluate = jzero.make_eval_step(products)
+    found = list(names(jax.make_jaxpr(evaluate)(sharded({"w": matrix()}), BATCH)))
+    assert found.count("sin") == operations
+
+
+def test_a_parameter_that_goes_into_a_call_twice_is_gathered_once():
+    """In each pass; the call is long enough to stay one."""
+
+    @jax.jit
+    def layer(x, a, b):
+        x = x @ a
+        for _ in range(16):
+            x = jnp.sin(x)
+        return x @ b
+
+    fn = jzero.value_and_grad(lambda p, x: layer(x, p["w"], 2 * p["w"]).mean(), remat="as_written")
+    found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
+    assert found.count("all_gather") == 2
+
+
+@pytest.mark.parametrize("prevent_cse", [True, False])
+def test_what_a_loop_recomputes_stays_behind_its_barriers(prevent_cse):
+    """As the loss says: in a loop, too, a compiler may see what is recomputed beside what was computed."""
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), prevent_cse=prevent_cse)
+    loss = lambda p, x: jnp.square(lax.scan(layer, x, p["w"])[0]).mean()
+    jaxpr = jax.make_jaxpr(jzero.value_and_grad(loss))(sharded({"w": matrix(3, WIDTH, WIDTH)}), BATCH)
+    found = [list(names(eqn.params["jaxpr"])).count("optimization_barrier") for eqn in scans(jaxpr)]
+    assert found == [0, int(prevent_cse)], "forward, backward"
 
 
 # What differentiating first makes right.

@@ -181,6 +181,24 @@ def test_tied_gradients_travel_as_the_loss_makes_them(stage, accumulate_dtype):
     assert fn(state, jnp.ones((8, 32), jnp.bfloat16))[1]["w"].dtype == accumulate_dtype
 
 
+def test_shards_of_uses_are_summed_in_the_accumulate_dtype():
+    """Of uses with a loop between them, each of which travels in 16 bits."""
+    precision = jzero.Precision(compute_dtype="bfloat16", accumulate_dtype="float32")
+    plain = jzero.TrainState.create(params={"w": jnp.ones((16, 16))}, tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision=precision))
+    loss_fn = lambda params, batch: constant_of_two_loops(params["w"]) * batch.mean()
+    jaxpr = _compat.open_jaxpr(jax.make_jaxpr(jzero.value_and_grad(loss_fn))(state, jnp.ones(8)))[0]
+    assert [x.dtype for x in reduced(jaxpr)] == [jnp.bfloat16] * 2
+    assert sums_of_shards(jaxpr, (2, 16)) == [jnp.float32]
+
+
+def sums_of_shards(jaxpr, shape):
+    """The dtypes of sums of this shape."""
+    found = [eqn.outvars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
+    inner = [x for eqn in jaxpr.eqns for held in _compat.contained_jaxprs(eqn) for x in sums_of_shards(held, shape)]
+    return [x.dtype for x in found if x.shape == shape] + inner
+
+
 def reduced(jaxpr):
     """What is reduced and scattered."""
     found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_scatter"]

@@ -175,12 +175,24 @@ def test_an_optimizer_that_reads_all_gradients_keeps_them():
             optax.add_decayed_weights(-1e-3),
         ),
         optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda x: x == "train", labels(p))),
+        optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.scale(0.0)}, labels),  # 0 * inf is NaN
     ],
-    ids=["no state", "masked nothing", "decay after freezing", "masked passes gradients on"],
+    ids=["no state", "masked nothing", "decay after freezing", "masked passes gradients on", "times zero"],
 )
 def test_what_is_not_frozen_is_trained(tx):
     plain = TrainState.create(apply_fn=None, params=lora_params(), tx=tx)
     assert all(leaf.trained for leaf in jzero.plan_train_state(plain, stage=3).leaves)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_negative_zeros_of_frozen_leaves_stay_negative(stage):
+    """Updates add nothing to them, to the bit; where nothing is compiled, since compilers drop additions of zeros."""
+    params = {"frozen": np.full(16, -0.0, np.float32), "w": np.ones((16, 8), np.float32)}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(plain, config=config, trainable="w")
+    state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+    assert np.signbit(jzero.gather_params(state)["frozen"]).all()
 
 
 def test_an_optimizer_that_asks_for_more_arguments_is_taken_as_it_is():
