@@ -1,0 +1,665 @@
+"""Faults of one line, each with the test that must fail: whether the suite, or a smaller one, still sees them.
+
+    python -m tests.mutants                  # all, on a copy of the repository, one after another
+    python -m tests.mutants frozen_zero_is_positive data_order_ignores_epoch
+
+A fault is killed if pytest says that tests failed, not if it cannot collect them; without any fault, which is tried
+first, they must all pass. `tests/test_mutants.py` keeps the table true, and with `-m slow` runs all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("jzero", "tests", "pyproject.toml")
+TIMEOUT = 300
+
+
+class Mutant(NamedTuple):
+    """A plausible mistake that changes results or programs.
+
+    Attributes:
+      name: What is wrong.
+      file: The file, below `jzero/`.
+      old: Text that occurs in it once.
+      new: What takes its place.
+      test: The test that must fail, as `file::function` below `tests/`.
+      cases: Which cases of it suffice, as pytest's `-k` takes them; all by default.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+    cases: str = ""
+
+
+MUTANTS = [
+    # Collectives.
+    Mutant(
+        "reduction_doubled",
+        "_collectives.py",
+        "lambda x: lax.psum_scatter(x, wire.axis,",
+        "lambda x: lax.psum_scatter(x + x, wire.axis,",
+        "test_engine.py::test_gradients_equal_plain_jax_at_stage_3",
+        "[plain]",
+    ),
+    Mutant(
+        "replicas_not_summed",
+        "_collectives.py",
+        "return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)",
+        "return shard",
+        "test_engine.py::test_hybrid_sharding_replicates_the_shards",
+        "[2]",
+    ),
+    Mutant(
+        "predivide_dropped",
+        "_collectives.py",
+        "return x if self.predivide == 1 else x / self.predivide",
+        "return x",
+        "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
+    ),
+    Mutant(
+        "gathered_along_other_axes",
+        "_collectives.py",
+        "    if not cut.further:\n",
+        "    if True:\n",
+        "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
+        "of_its_transpose",
+    ),
+    # Layout and plan.
+    Mutant(
+        "stored_size_rounded_down",
+        "_layout.py",
+        "return -(-self.natural_size // self.num_shards) * self.num_shards",
+        "return max(1, self.natural_size // self.num_shards) * self.num_shards",
+        "test_layout.py::test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf",
+    ),
+    Mutant(
+        "scanned_dimension_cut",
+        "_layout.py",
+        "if d != scan_dim and d not in taken_dims]",
+        "if d not in taken_dims]",
+        "test_layout.py::test_scanned_dimensions_and_those_of_other_axes_are_never_cut",
+    ),
+    Mutant(
+        "never_flattened",
+        "_layout.py",
+        "if cut.padding > MAX_PADDING * size and",
+        "if cut.padding > MAX_PADDING * size * size and",
+        "test_layout.py::test_known_leaves",
+    ),
+    Mutant(
+        "threshold_excluded",
+        "_planner.py",
+        "size > config.persistence_threshold:",
+        "size >= config.persistence_threshold:",
+        "test_plan.py::test_persistence_threshold_counts_elements_and_includes_the_limit",
+    ),
+    Mutant(
+        "optimizer_state_whole",
+        "_planner.py",
+        "base=grad.base, cut=grad.cut, reason=grad.reason)",
+        "base=grad.base, reason=grad.reason)",
+        "test_plan.py::test_optimizer_leaf_is_cut_like_its_parameter",
+        "adamw",
+    ),
+    # The engine: the loss as a jaxpr.
+    Mutant(
+        "micro_batches_traced_whole",
+        "engine/trace.py",
+        "parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps",
+        "parts = num_batch_shards(plan.mesh, plan.config)",
+        "test_passes.py::test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device",
+    ),
+    Mutant(
+        "blocks_keep_nothing",
+        "engine/recompute.py",
+        "functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap",
+        "jax.checkpoint if is_cheap",
+        "test_blocks.py::test_each_block_keeps_its_products_alone",
+    ),
+    Mutant(
+        "policies_shared",
+        "engine/recompute.py",
+        "key = self.remat, key, self.structures(common)",
+        "key = self.remat, self.structures(common)",
+        "test_sharing.py::test_barriers_may_differ",
+    ),
+    Mutant(
+        "minus_zero_is_zero",
+        "_sharing.py",
+        "return type(value), np.asarray(value).dtype, np.asarray(value).tobytes()",
+        "return type(value), np.asarray(value).dtype, complex(np.ravel(value)[0])",
+        "test_sharing.py::test_what_is_the_same",
+    ),
+    Mutant(
+        "weight_not_differentiated",
+        "engine/differentiate.py",
+        "objective = total - _global_loss(total, fixed, wire) * weight",
+        "objective = total",
+        "test_passes.py::test_a_weight_that_depends_on_parameters_is_differentiated",
+        "[fp32-2]",
+    ),
+    # Which gradients are reduced, and where.
+    Mutant(
+        "widened_before_reduced",
+        "engine/gradient_rules.py",
+        "if are_floating and widens(old, new) else None",
+        "if are_floating and widens(new, old) else None",
+        "test_passes.py::test_a_gradient_is_reduced_before_it_is_widened",
+    ),
+    Mutant(
+        "tied_reduced_per_use",
+        "engine/gradient_rules.py",
+        "(leaving.by_use and search.have_loop_between(x, y))",
+        "leaving.by_use",
+        "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
+    ),
+    Mutant(
+        "tied_held_across_a_loop",
+        "engine/gradient_rules.py",
+        "(leaving.by_use and search.have_loop_between(x, y))",
+        "False",
+        "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
+    ),
+    Mutant(
+        "shards_read_by_others",
+        "engine/reductions.py",
+        "and self.uses[atom] == 1 and",
+        "and",
+        "test_passes.py::test_a_gradient_that_something_else_reads_stays_whole",
+    ),
+    Mutant(
+        "turns_always_add_shards",
+        "engine/reductions.py",
+        'return int(eqn.params["length"]) * _num_reduced(body, found) <= math.prod(leaving.cut.shape)',
+        "return True",
+        "test_reductions.py::test_each_gradient_is_reduced_once",
+        "constant_of_a_loop",
+    ),
+    Mutant(
+        "shards_kept_as_reduced",
+        "engine/leaving.py",
+        "reduce_shard(grad, self.cut, self.wire).astype(self.dtype)",
+        "reduce_shard(grad, self.cut, self.wire)",
+        "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
+    ),
+    Mutant(
+        "reduced_in_every_micro_batch",
+        "engine/roles.py",
+        "is_cut, is_cut and not wire.reduce_last))",
+        "is_cut, is_cut))",
+        "test_passes.py::test_the_roles_of_the_stages",
+    ),
+    Mutant(
+        "stage_1_reduces_by_use",
+        "engine/roles.py",
+        "by_use = self.stage > 1 ",
+        "by_use = self.stage > 0 ",
+        "test_reductions.py::test_each_gradient_is_reduced_once",
+        "constant_of_two_loops and -1]",
+    ),
+    Mutant(
+        "whole_parameters_not_awaited",
+        "engine/roles.py",
+        "is_awaited = is_held_cut or self.stage < 3",
+        "is_awaited = is_held_cut",
+        "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
+    ),
+    # What the walk gathers and holds.
+    Mutant(
+        "held_into_the_backward_pass",
+        "engine/walk.py",
+        "            self.held.drop()",
+        "            pass",
+        "test_passes.py::test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass",
+    ),
+    Mutant(
+        "nothing_kept",
+        "engine/walk.py",
+        "if new and not self.keeps:",
+        "if new:",
+        "test_passes.py::test_the_walk_gathers_where_parameters_are_used",
+    ),
+    Mutant(
+        "blocks_gather_per_use",
+        "engine/walk.py",
+        "order=self.order.inside(), held=Held(keeps=True)",
+        "order=self.order.inside(), held=Held(keeps=False)",
+        "test_collectives.py::test_what_is_recomputed_gathers_no_parameter_a_third_time",
+    ),
+    Mutant(
+        "gathers_wide",
+        "engine/lazy.py",
+        "gather_param(narrow_for_good(on_device(self.shard), self.wire_dtype), self.cut, self.wire)",
+        "gather_param(on_device(self.shard), self.cut, self.wire)",
+        "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
+        "None and True",
+    ),
+    Mutant(
+        "chains_deferred_without_end",
+        "engine/lazy.py",
+        "MAX_DEFERRED = 16\n",
+        "MAX_DEFERRED = 10**9\n",
+        "test_passes.py::test_a_long_chain_of_parameters_alone_is_computed_once",
+    ),
+    Mutant(
+        "shared_leaf_gathered_twice",
+        "engine/bundles.py",
+        "i = index.setdefault(id(x), len(leaves))",
+        "i = len(leaves)",
+        "test_passes.py::test_a_parameter_that_goes_into_a_call_twice_is_gathered_once",
+    ),
+    Mutant(
+        "sliced_along_the_cut",
+        "engine/on_shard.py",
+        "if _is_cut(lazy.cut, d) and (start[d],",
+        "if lazy.cut.flat and _is_cut(lazy.cut, d) and (start[d],",
+        "test_reductions.py::test_each_gradient_is_reduced_once",
+        "in_columns and 1-3]",
+    ),
+    Mutant(
+        "second_rounding_dropped",
+        "engine/on_shard.py",
+        "return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None",
+        "return dataclasses.replace(lazy, wire_dtype=new, dtype=new)",
+        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
+    ),
+    Mutant(
+        "narrower_range_counts_as_wider",
+        "engine/on_shard.py",
+        "of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp",
+        "of_old.nmant <= of_new.nmant",
+        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
+    ),
+    Mutant(
+        "constraints_dropped",
+        "engine/meshes.py",
+        "return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
+        "return x",
+        "test_model_axis.py::test_shardings_of_calls_are_constraints",
+    ),
+    # Loops.
+    Mutant(
+        "this_row_for_the_next",
+        "engine/loops.py",
+        "_row(self.stacks[j], at + step)",
+        "_row(self.stacks[j], at)",
+        "test_prefetch.py::test_gradients_equal_plain_jax",
+        "scan_reversed",
+    ),
+    Mutant(
+        "last_turn_gathers_in_vain",
+        "engine/ahead.py",
+        "MOST_IN_VAIN = 1 / 32",
+        "MOST_IN_VAIN = 1.0",
+        "test_prefetch.py::test_the_last_turn_gathers_little_in_vain",
+    ),
+    Mutant(
+        "rows_not_kept_for_the_backward_loop",
+        "engine/loops.py",
+        "        if self.walk.keeps_passes:\n",
+        "        if False:\n",
+        "test_passes.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
+        "False-True",
+    ),
+    # What waits for what.
+    Mutant(
+        "no_fence",
+        "engine/order.py",
+        'fence = FENCES.get(platform, "whole") if differentiates and plan.regathers else None',
+        "fence = None",
+        "test_fences.py::test_operands_of_barriers",
+    ),
+    Mutant(
+        "large_parameters_wait_for_one_element",
+        "engine/order.py",
+        'if self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values()):',
+        'if self.fence == "light":',
+        "test_fences.py::test_operands_of_barriers",
+        "tpu",
+    ),
+    Mutant(
+        "blocks_wait_for_the_next_one",
+        "engine/order.py",
+        "due, self._last, self._reduced = self._last, self._reduced, []",
+        "due, self._last, self._reduced = self._reduced, [], []",
+        "test_fences.py::test_blocks_wait_for_the_gradients_of_the_one_after_the_next",
+    ),
+    Mutant(
+        "twice_the_bound",
+        "engine/order.py",
+        "if ahead > self.limit or i == self._turned_at:",
+        "if ahead > 2 * self.limit or i == self._turned_at:",
+        "test_prefetch.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
+        "plain",
+    ),
+    Mutant(
+        "calls_gather_without_a_fence",
+        "engine/rules.py",
+        "again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))",
+        "again = ()",
+        "test_passes.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
+    ),
+    Mutant(
+        "no_barriers_inside_of_loops",
+        "engine/rules.py",
+        "        if given if isinstance(given, bool) else any(given):\n",
+        "        if walk.depth == 0 and (given if isinstance(given, bool) else any(given)):\n",
+        "test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers",
+    ),
+    # Micro-batches, sums and norms.
+    Mutant(
+        "mean_without_micro_batches",
+        "engine/gradients.py",
+        "parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps",
+        "parts = num_batch_shards(plan.mesh, plan.config)",
+        "test_engine.py::test_accumulated_micro_batches_equal_the_whole_batch",
+        "[1]",
+    ),
+    Mutant(
+        "unscaled_without_predivide",
+        "engine/gradients.py",
+        "unscale = inverse * divisor * wire.predivide / loss_scale[0]",
+        "unscale = inverse * divisor / loss_scale[0]",
+        "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
+    ),
+    Mutant(
+        "devices_draw_alike",
+        "engine/gradients.py",
+        "key = [jax.random.fold_in(k, index) for k in key]",
+        "key = list(key)",
+        "test_engine.py::test_dropout_key_is_folded_with_the_device",
+        "[1]",
+    ),
+    Mutant(
+        "norm_sums_whole_leaves",
+        "engine/norms.py",
+        "            whole = whole + square\n",
+        "            cut = cut + square\n",
+        "test_accumulation.py::test_clip_norm_equals_optax_clipping",
+        "[0]",
+    ),
+    Mutant(
+        "carried_state_of_the_first_micro_batch",
+        "_aux.py",
+        "value = x.value[-1] if stacked else x.value",
+        "value = x.value[0] if stacked else x.value",
+        "test_accumulation.py::test_carried_state_is_that_of_the_last_micro_batch",
+    ),
+    # The update.
+    Mutant(
+        "frozen_zero_is_positive",
+        "_leaf_update.py",
+        "jnp.asarray(-0.0).astype(leaf.param.dtype), None",
+        "jnp.asarray(0.0).astype(leaf.param.dtype), None",
+        "test_trained.py::test_negative_zeros_of_frozen_leaves_stay_negative",
+    ),
+    Mutant(
+        "zero_times_infinity_is_zero",
+        "_trained.py",
+        '(name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs))',
+        '(name == "mul" and any(inputs))',
+        "test_trained.py::test_what_is_not_frozen_is_trained",
+        "times",
+    ),
+    Mutant(
+        "skipped_step_applied",
+        "_step_update.py",
+        "new = _unless_skipped(found.applied, _with_changed",
+        "new = _unless_skipped(None, _with_changed",
+        "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
+        "[0-7]",
+    ),
+    Mutant(
+        "skipped_parameters_made_anew",
+        "_leaf_update.py",
+        "rounded = jnp.where(applied, rounded, natural_leaf(x.param, leaf.grad, plan))",
+        "rounded = jnp.where(True, rounded, natural_leaf(x.param, leaf.grad, plan))",
+        "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
+        "[1-0]",
+    ),
+    Mutant(
+        "padding_updated",
+        "_streamed.py",
+        "    if cut is None or not cut.is_padded:\n        return tree",
+        "    if True:\n        return tree",
+        "test_offload_optimizer.py::test_padding_stays_zero",
+    ),
+    Mutant(
+        "muon_on_shards",
+        "_update_walk.py",
+        '    "dot_general conv_general_dilated',
+        '    "conv_general_dilated',
+        "test_collectives.py::test_muon_multiplies_whole_matrices",
+    ),
+    # Precision and the loss scale.
+    Mutant(
+        "edits_ignored",
+        "_rounding.py",
+        "return lax.select(_same_bits(narrow_for_good(master, param.dtype), param), master, edited)",
+        "return master",
+        "test_precision.py::test_an_edit_by_replace_is_taken_over",
+        "[0-bf16]",
+    ),
+    Mutant(
+        "truncated_not_rounded",
+        "_rounding.py",
+        "(bits + noise) & jnp.uint32(0xFFFF0000)",
+        "bits & jnp.uint32(0xFFFF0000)",
+        "test_precision.py::test_stochastic_rounding_is_fair_and_exact_where_it_can_be",
+    ),
+    Mutant(
+        "scale_halves_late",
+        "_opt_state.py",
+        "halve = overflow & (state.hysteresis <= 1)",
+        "halve = overflow & (state.hysteresis <= 0)",
+        "test_loss_scale.py::test_the_first_scales_by_hand",
+    ),
+    Mutant(
+        "scale_grows_without_end",
+        "_opt_state.py",
+        "jnp.minimum(scale * 2, MAX_LOSS_SCALE)",
+        "scale * 2",
+        "test_loss_scale.py::test_the_scale_stops_growing",
+    ),
+    # Checkpoints.
+    Mutant(
+        "edits_not_saved",
+        "checkpoint/leaves.py",
+        "if bool(_is_edited(*near, plan.leaves[i], plan)):",
+        "if False:",
+        "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
+    ),
+    Mutant(
+        "checksum_counts_padding",
+        "checkpoint/checksum.py",
+        "inside = inside & (index < natural[dim])",
+        "inside = inside & (index >= 0)",
+        "test_checksum.py::test_checksums_do_not_depend_on_the_layout",
+        "float32",
+    ),
+    Mutant(
+        "worst_is_best",
+        "checkpoint/retention.py",
+        'return value if self.best_mode == "max" else -value',
+        'return value if self.best_mode == "min" else -value',
+        "test_checkpoint_manager.py::test_what_is_saved_and_kept",
+        "options4",
+    ),
+    # Data.
+    Mutant(
+        "data_order_ignores_epoch",
+        "data/order.py",
+        "return _permuted(place, self.num_examples, (self.seed, epoch))",
+        "return _permuted(place, self.num_examples, (self.seed, 0))",
+        "test_data_order.py::test_orders_differ_by_epoch_and_seed_and_are_not_shared",
+    ),
+    Mutant(
+        "padding_has_weight",
+        "data/pipeline.py",
+        "np.array(real, np.float32)]",
+        "np.ones(len(real), np.float32)]",
+        "test_data_loader.py::test_training_on_a_padded_remainder_equals_optax_on_the_examples",
+        "[1]",
+    ),
+    Mutant(
+        "empty_batch_at_the_end",
+        "data/position.py",
+        "if self.drop_remainder else -(-num_examples // self.batch_size)",
+        "if self.drop_remainder else num_examples // self.batch_size + 1",
+        "test_data_order.py::test_schedule_is_that_of_brute_force",
+    ),
+    # DeepSpeed.
+    Mutant(
+        "rate_one_step_early",
+        "deepspeed/schedules.py",
+        "return jnp.maximum(jnp.asarray(step) - 1, 0)",
+        "return jnp.maximum(jnp.asarray(step), 0)",
+        "test_deepspeed_optimizers.py::test_schedule_is_deepspeeds",
+    ),
+    Mutant(
+        "decay_is_never_decoupled",
+        "deepspeed/optimizers.py",
+        "steps = steps if decoupled else steps[::-1]",
+        "steps = steps[::-1]",
+        "test_deepspeed_optimizers.py::test_optimizer_is_deepspeeds",
+    ),
+    Mutant(
+        "micro_batch_of_all_devices",
+        "deepspeed/batch.py",
+        "micro = train // (accumulate * num_devices)",
+        "micro = train // accumulate",
+        "test_from_deepspeed.py::test_batch_sizes_are_deepspeeds",
+    ),
+]
+
+
+def copied(directory: Path) -> Path:
+    """Returns a copy of what tests need."""
+    for name in COPIED:
+        source, target = ROOT / name, directory / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    return directory
+
+
+def occurrences(mutant: Mutant, root: Path = ROOT) -> int:
+    """Returns how often the text of a fault occurs."""
+    file = root / "jzero" / mutant.file
+    return file.read_text().count(mutant.old) if file.exists() else 0
+
+
+@contextlib.contextmanager
+def applied(mutant: Mutant, root: Path) -> Iterator[None]:
+    """Has a fault in a copy."""
+    file = root / "jzero" / mutant.file
+    text = file.read_text()
+    file.write_text(text.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        file.write_text(text)
+
+
+def run_tests(mutants: Sequence[Mutant], root: Path, timeout: float) -> tuple[int, str]:
+    """Returns how pytest exits for the tests of faults in a copy (0 passed, 1 failed, else not run), and its output."""
+    tests = [f"tests/{test}" for test in dict.fromkeys(x.test for x in mutants)]
+    named = [(x.test.split("::")[1], x.cases) for x in mutants]
+    cases = " or ".join(dict.fromkeys(f"({name} and {cases})" if cases else name for name, cases in named))
+    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    try:
+        done = subprocess.run(
+            [*command, *tests, "-k", cases],
+            cwd=root,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"no end after {timeout} s"
+    return done.returncode, done.stdout
+
+
+def failures_without_faults(mutants: Sequence[Mutant], root: Path) -> str:
+    """Returns the end of pytest's output if tests of faults fail, or do not run, without them; else nothing."""
+    code, output = run_tests(mutants, root, TIMEOUT * len(mutants))
+    return "" if code == 0 else f"{output[-3000:]}\nWithout any fault, pytest exits with {code}."
+
+
+def outcome(mutant: Mutant, root: Path) -> str:
+    """Returns what became of a fault."""
+    with applied(mutant, root):
+        code, _ = run_tests([mutant], root, TIMEOUT)
+    return {0: "SURVIVED", 1: "killed"}.get(code, f"NOT RUN (pytest exits with {code})")
+
+
+class Clock:
+    """Seconds that passed, and those of the processors, which other programs do not change."""
+
+    def __init__(self) -> None:
+        self.start = self.last = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        times = os.times()
+        return times.elapsed, times.children_user + times.children_system
+
+    def lap(self) -> str:
+        """Returns the seconds since the last call."""
+        before, self.last = self.last, self._now()
+        return self._text(before)
+
+    def total(self) -> str:
+        """Returns the seconds since the start."""
+        return self._text(self.start)
+
+    def _text(self, before: tuple[float, float]) -> str:
+        passed, used = (now - then for now, then in zip(self._now(), before, strict=True))
+        return f"{passed:6.1f} s ({used:.1f} s of CPU)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="which faults; all by default")
+    names = parser.parse_args().names
+    if unknown := set(names) - {x.name for x in MUTANTS}:
+        parser.error(f"there are no faults of the names {sorted(unknown)}")
+    chosen = [x for x in MUTANTS if not names or x.name in names]
+    if missing := [x for x in chosen if occurrences(x) != 1]:
+        for mutant in missing:
+            print(f"{mutant.name:42} PATTERN occurs {occurrences(mutant)} times in jzero/{mutant.file}")
+        return 1
+    clock, killed = Clock(), 0
+    with tempfile.TemporaryDirectory() as directory:
+        root = copied(Path(directory))
+        if failures := failures_without_faults(chosen, root):
+            print(failures)
+            return 1
+        print(f"{'without faults':42} {'passed':10} {clock.lap()}", flush=True)
+        for mutant in chosen:
+            found = outcome(mutant, root)
+            killed += found == "killed"
+            print(f"{mutant.name:42} {found:10} {clock.lap()}", flush=True)
+    print(f"{killed} of {len(chosen)} killed, {clock.total()}")
+    return int(killed < len(chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
