@@ -29,7 +29,7 @@ class Reduction:
       dtype: What its shards are kept in.
       by_use: Whether those of uses with a loop between them are reduced one by one.
       to_host: Whether shards go to the host's memory at once.
-      is_awaited: Whether backward passes of loops and blocks may wait for it.
+      is_awaited: Whether a loop, or the first block, waits for it, if it is made outside of blocks.
     """
 
     cut: Cut
@@ -82,7 +82,7 @@ class Part:
     """A part of a gradient, or a whole one, that is reduced later.
 
     Attributes:
-      is_awaited: Whether backward passes of loops and blocks may wait for it.
+      is_awaited: Whether a loop, or the first block, waits for it, if it is made outside of blocks.
     """
 
     is_awaited: bool = True

@@ -79,7 +79,7 @@ class Parameter:
         cut = self.leaf.grad.travelling(self.mesh)
         if not is_cut or cut is None:
             return None
-        # At stage 3 nothing waits for parameters that stay whole: they are small.
+        # At stage 3 parameters that stay whole are small: to wait for a norm beside the head exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not as_made:
             return Part(is_awaited)

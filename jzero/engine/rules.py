@@ -95,7 +95,8 @@ class _Static:
 def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
     """Calls the function of a jaxpr, one for each way to call it, of which `jax.jit` tells layouts of inputs apart."""
     bundle = Bundle.of(inputs)
-    if any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns):
+    is_block = any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns)
+    if is_block:
         leaves, _ = walk.order.before_block(list(bundle.leaves))
         bundle = Bundle(tuple(leaves), bundle.template)
     # What was gathered before the call is gathered behind a barrier in it, as elsewhere.
@@ -112,7 +113,7 @@ def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tu
         lambda x: arrays[x.value] if isinstance(x, _Static) else x, outputs, is_leaf=lambda x: isinstance(x, _Static)
     )
     results = places.values()
-    walk.note(results, wanted)
+    walk.note(results, wanted, of_block=is_block)
     return results
 
 
@@ -153,7 +154,7 @@ def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any
     if walk.keeps_passes:
         return walk(eqn.params["jaxpr"], inputs, wanted)
     outputs = walk.inside()(eqn.params["jaxpr"], inputs, wanted)
-    walk.note(outputs, wanted)
+    walk.note(outputs, wanted, of_block=True)
     walk.order.used(outputs)
     return outputs
 

@@ -185,9 +185,9 @@ class Walk:
         self.note([reduced], [how])
         return reduced
 
-    def note(self, grads: Sequence[Any], wanted: Wanted) -> None:
-        """Notes gradients that are on their way out, for passes that wait for them."""
-        awaited = [x for x, how in zip(grads, wanted, strict=True) if how is not None and how.is_awaited]
+    def note(self, grads: Sequence[Any], wanted: Wanted, *, of_block: bool = False) -> None:
+        """Notes gradients that are on their way out, for passes that wait for them; of a block for all."""
+        awaited = [x for x, how in zip(grads, wanted, strict=True) if how is not None and (of_block or how.is_awaited)]
         self.order.reduced(awaited)
 
     def all_whole(self, jaxpr: Any, *inputs: Any) -> list[Any]:
