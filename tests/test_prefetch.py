@@ -319,6 +319,8 @@ def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, gather
     found = {name for name, size in sizes.items() if any(size in shapes for shapes in loops)}
     # What the forward pass uses first, and what the backward pass does.
     assert found == ({"first", "down"} if gathers_ahead else set())
+    if gathers_ahead:  # `first`; three in a turn; what the backward pass gathers before its first turn waits for that
+        assert gathers_of(jzero.value_and_grad(three_products), state, batch)[4].needs
     loss, grads = jzero.value_and_grad(three_products)(state, batch)
     want_loss, want = jax.value_and_grad(three_products)(params, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)

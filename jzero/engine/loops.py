@@ -130,8 +130,8 @@ class _Loop:
 
         if not ahead:
             return lax.scan(plain, init, self.stacks, **options)
-        stacks = {j: self.stacks[j] for j in ahead}
-        rows = self.walk.order.before_turns(stacks, {j: _row(x, start) for j, x in stacks.items()}, init)
+        rows = {j: _row(self.stacks[j], start) for j in ahead}
+        rows = self.walk.order.before_turns(self.stacks, rows, init)
         (end, _, _), results = lax.scan(body, (init, gathered(rows), start), self.stacks, **options)
         return end, results
 
