@@ -104,7 +104,8 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
     """
     overflow = jnp.any(overflowed)
     good_steps = jnp.where(overflow, 0, state.good_steps + 1)
-    grow = ~overflow & (good_steps % rules.window == 0)
+    # The first good step after an overflow, or at the start, does not count.
+    grow = ~overflow & (state.good_steps > 0) & (state.good_steps % rules.window == 0)
     halve = overflow & (state.hysteresis <= 1)
     restore = ~overflow if rules.consecutive_hysteresis else grow
     hysteresis = jnp.where(overflow & ~halve, state.hysteresis - 1, state.hysteresis)

@@ -31,12 +31,12 @@ class DynamicLossScale:
     """A loss scale that follows overflows, by DeepSpeed's rules.
 
     An overflow skips the step. The first `hysteresis - 1` of them only use up hysteresis, later ones halve the scale,
-    never below `minimum`, where one more raises. After `window` steps in a row without overflow the scale doubles,
-    which also restores the hysteresis.
+    never below `minimum`, where one more raises. After `window + 1` steps in a row without overflow the scale doubles,
+    and then after every `window` more; this also restores the hysteresis.
 
     Attributes:
       initial: The scale of the first step.
-      window: Steps without overflow after which the scale doubles.
+      window: Steps without overflow between two growths; the first one of a row does not count.
       hysteresis: Overflows that it takes to halve the scale.
       minimum: The smallest scale.
       consecutive_hysteresis: Every good step restores the hysteresis, so that only overflows in a row count.

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 import jzero
+from jzero._opt_state import initial_loss_scale, next_loss_scale
 from tests import models
 from tests.tiers import slow, stages
 
@@ -50,22 +51,23 @@ def assert_same_bits(a, b):
 
 
 def expected_scales(overflows, num_steps, *, initial, window, hysteresis, minimum, consecutive):
-    """DeepSpeed's rules written from their description, in plain Python."""
-    scale, left, good, scales = initial, hysteresis, 0, []
-    for step in range(num_steps):
+    """DeepSpeed's rules in plain Python, with its own iteration counters."""
+    scale, left, last_overflow, scales = initial, hysteresis, -1, []
+    for i in range(num_steps):
         scales.append(scale)
-        if step in overflows:
-            good = 0
+        if i in overflows:
+            last_overflow = i
             if left == 1:
                 scale = max(scale / 2, minimum)
             else:
                 left -= 1
             continue
-        good += 1
-        if consecutive:
+        stable = i - last_overflow - 1
+        grows = stable > 0 and stable % window == 0
+        if consecutive or grows:
             left = hysteresis
-        if good % window == 0:
-            left, scale = hysteresis, scale * 2
+        if grows:
+            scale *= 2
     return scales
 
 
@@ -92,16 +94,39 @@ def test_fifty_steps_follow_deepspeeds_rules(stage, consecutive):
     assert np.mean(good[-10:]) < np.mean(good[:10])  # training recovers
 
 
-def test_the_first_scales_by_hand():
-    """Hysteresis 2, window 4, from 2^10: the values are written out, not computed."""
-    rules = jzero.DynamicLossScale(initial=1024.0, window=4)
-    state = make_state(2, precision=jzero.Precision(compute_dtype="float16", loss_scale=rules))
-    step, scales = jzero.make_train_step(loss_fn), []
-    for i in range(12):
-        state, metrics = step(state, batch(i, poisoned=0 if i in (1, 2, 8) else None))
-        scales.append(int(metrics["loss_scale"]))
-    #                 overflow uses hysteresis, then halves; 4 good steps double and restore; hysteresis again
-    assert scales == [1024, 1024, 1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 1024]
+@pytest.mark.parametrize(
+    ("window", "hysteresis", "overflows", "expected"),
+    [
+        (2, 1, {7}, [8, 8, 8, 16, 16, 32, 32, 64, 32, 32, 32, 64]),
+        (3, 1, set(), [8, 8, 8, 8, 16, 16, 16, 32]),
+        # An overflow uses hysteresis, the next one halves; growth restores it, so that the last one halves nothing.
+        (4, 2, {1, 2, 8}, [8, 8, 8, 4, 4, 4, 4, 4, 8, 8, 8, 8]),
+    ],
+)
+def test_the_first_scales_by_hand(window, hysteresis, overflows, expected):
+    """The values are written out, not computed."""
+    rules = jzero.DynamicLossScale(initial=8.0, window=window, hysteresis=hysteresis)
+    scale, scales = initial_loss_scale(rules, 1), []
+    for i in range(len(expected)):
+        scales.append(int(scale.scale))
+        scale = next_loss_scale(scale, rules, jnp.array([i in overflows]))
+    assert scales == expected
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize(("window", "hysteresis", "minimum"), [(1, 1, 1.0), (2, 3, 4.0), (5, 2, 8.0)])
+def test_any_rules_follow_deepspeed_from_any_step_on(window, hysteresis, minimum, consecutive):
+    """Against the model above, for overflows by chance; half way through the scale goes on from what was written."""
+    overflows = set(np.flatnonzero(np.random.default_rng(window).random(60) < 0.2).tolist())
+    options = {"window": window, "hysteresis": hysteresis, "minimum": minimum}
+    rules = jzero.DynamicLossScale(initial=8.0, consecutive_hysteresis=consecutive, **options)
+    scale, scales = initial_loss_scale(rules, 1), []
+    with jax.disable_jit():
+        for i in range(60):
+            scale = jax.tree.map(np.asarray, scale)
+            scales.append(float(scale.scale))
+            scale = next_loss_scale(scale, rules, np.array([i in overflows]))
+    assert scales == expected_scales(overflows, 60, initial=8.0, consecutive=consecutive, **options)
 
 
 @pytest.mark.parametrize(("stage", "row"), [slow(0, 7), (1, 0), slow(2, 15), (3, 8)])
@@ -315,4 +340,4 @@ def test_the_scale_stops_growing():
         scales.append(float(metrics["loss_scale"]))
         assert bool(metrics["step_applied"])
         assert float(metrics["grad_norm"]) > 0.1
-    assert scales == [2.0**99, 2.0**100, 2.0**100, 2.0**100]
+    assert scales == [2.0**99, 2.0**99, 2.0**100, 2.0**100]
