@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._collectives import Wire, max_over, mean, sum_over
+from jzero._precision import wide_dtype, widen
 from jzero._tree import path_str
 
-__all__ = ["PerExample", "Summed", "Synced", "Weighted", "aux_specs", "check_aux", "reduce_aux"]
+__all__ = ["PerExample", "Summed", "Synced", "Weighted", "aux_specs", "check_aux", "marked_leaves", "reduce_aux"]
 
 PyTree = Any
 
@@ -44,8 +47,11 @@ class Weighted:
 class Summed:
     """An auxiliary array that is summed over devices and micro-batches, such as a count of correct answers.
 
+    Narrow dtypes come back wider, so that the sum fits: booleans and integers in 32 bits (signed or not, as they
+    were), floating-point values in fp32 or wider.
+
     Attributes:
-      value: The local sum, any shape and numeric dtype.
+      value: The local sum, any shape and numeric dtype; or a tree of such, each of which is summed.
 
     Example:
       >>> int(jzero.Summed(jnp.array(3)).value)
@@ -61,7 +67,7 @@ class PerExample:
     """An auxiliary array with one row per example, which comes back for the whole batch.
 
     Attributes:
-      value: `[local batch, ...]`; the result is `[global batch, ...]` in the order of the batch.
+      value: `[local batch, ...]`; the result is `[global batch, ...]` in the order of the batch. Or a tree of such.
 
     Example:
       >>> jzero.PerExample(jnp.zeros((4, 2))).value.shape
@@ -87,6 +93,15 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Summed | PerExample | Synced)
 
 
+def marked_leaves(aux: PyTree) -> PyTree:
+    """Returns `aux` with each mark around a tree around each of its leaves instead."""
+
+    def spread(x: Any) -> Any:
+        return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
+
+    return jax.tree.map(spread, aux, is_leaf=_is_marked)
+
+
 def check_aux(aux: PyTree, num_rows: int | None) -> None:
     """Raises a `TypeError` that names each auxiliary leaf which cannot be reduced as it is.
 
@@ -96,9 +111,14 @@ def check_aux(aux: PyTree, num_rows: int | None) -> None:
     """
     bad = []
     for path, x in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_marked):
-        if not _is_marked(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
-            bad.append(f"  aux[{path_str(path)!r}]: {x.dtype}{list(x.shape)}")
-        if isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):
+        if not _is_marked(x):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                bad.append(f"  aux[{path_str(path)!r}]: {x.dtype}{list(x.shape)}")
+        elif _is_marked(x.value):
+            bad.append(f"  aux[{path_str(path)!r}]: {type(x.value).__name__} inside of {type(x).__name__}")
+        elif isinstance(x, Summed) and not jnp.issubdtype(x.value.dtype, jnp.number) and x.value.dtype != jnp.bool_:
+            bad.append(f"  aux[{path_str(path)!r}]: Summed of {x.value.dtype}, which has no sum")
+        elif isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):
             rows = f"{list(x.value.shape)}, but the local batch has {num_rows} rows"
             bad.append(f"  aux[{path_str(path)!r}]: PerExample of shape {rows}")
     if bad:
@@ -115,18 +135,39 @@ def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
 
 
 def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
-    """Reduces auxiliary values over devices and (stacked on dimension 0, if several) micro-batches."""
+    """Reduces auxiliary values over devices and (stacked on dimension 0, if several) micro-batches.
+
+    Sums are reckoned in fp32 or wider, and in 32-bit integers or wider; averages come back in the dtype that they had.
+    """
     stacked = num_micro_batches > 1
 
     def reduce(x: Any) -> jax.Array:
         if isinstance(x, PerExample):
             return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value
         if isinstance(x, Summed):
-            value = x.value.astype(jnp.int32) if x.value.dtype == jnp.bool_ else x.value
+            value = x.value.astype(_sum_dtype(x.value.dtype))
             return sum_over(value.sum(0) if stacked else value, wire)
         if isinstance(x, Synced):
             value = x.value[-1] if stacked else x.value
-            return mean(value, wire) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
-        return mean(x.mean(0) if stacked else x, wire)
+            return average(value) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
+        return average(x, stacked=stacked)
+
+    def average(x: jax.Array, *, stacked: bool = False) -> jax.Array:
+        wide = widen(x)
+        if wide.dtype == x.dtype:
+            return mean(x.mean(0) if stacked else x, wire)
+        # Divided first, since bf16 holds numbers whose sum fp32 does not.
+        wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches**stacked)
+        return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
 
     return jax.tree.map(reduce, aux, is_leaf=_is_marked)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype that values are summed in over devices, which holds more than theirs."""
+    if dtype == jnp.bool_:
+        return jnp.int32
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return wide_dtype(dtype)
+    least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    return least if jnp.iinfo(dtype).bits < 32 else dtype

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero._aux import PerExample, Summed, Synced, Weighted
+from jzero._aux import PerExample, Summed, Synced, Weighted, marked_leaves
 from jzero._compiler_options import CompilerOptions, check_compiler_options
 from jzero._compiler_options import compiler_options as make_compiler_options
 from jzero._mesh import batch_axes, num_batch_shards
@@ -221,7 +221,7 @@ class _Step:
             if self.mutable:
                 changed = {name: jax.tree.map(Synced, aux[name]) for name in self.mutable}
                 aux = {k: v for k, v in aux.items() if k not in self.mutable}
-            return loss, (aux, changed)
+            return loss, (marked_leaves(aux), changed)
 
         return call, carried
 
@@ -333,7 +333,7 @@ class EvalStep(_Step):
             metrics, _ = metric_fn(params, batch, *rng, **carried)
             ones = jnp.ones((), jnp.float32)
             # Weighted means become two sums; the quotient is taken when they are whole.
-            return ones, (jax.tree.map(_as_sums, metrics, is_leaf=_is_marked), {})
+            return ones, (marked_leaves(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
 
         return call, carried
 
@@ -368,8 +368,9 @@ def value_and_grad(
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; for NNX states
         `loss_fn(model, batch[, rng])`. Ordinary code over whole parameters and one device's part of the
         batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
-      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices; others need
-        `Summed` or `PerExample`.
+      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices, reckoned in fp32 or
+        wider and returned in their own dtype; others need `Summed` (whose narrow integers come back in 32 bits) or
+        `PerExample`.
       remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
         convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
         that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters

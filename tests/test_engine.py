@@ -574,6 +574,27 @@ def test_auxiliary_values_are_reduced_as_they_say():
         np.testing.assert_allclose(metrics["aux"]["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
 
 
+def test_narrow_auxiliary_values_do_not_overflow():
+    """Averages come back in their dtype, sums in one that holds them; a mark around a tree is one around each leaf."""
+
+    def loss_fn(p, batch):
+        means = {"f16": jnp.float16(20000), "bf16": jnp.bfloat16(3e38), "e4m3": jnp.float8_e4m3fn(288)}
+        sums = {"u8": jnp.uint8(200), "i8": [jnp.int8(-100)], "bool": jnp.bool_(True), "f16": jnp.float16(20000)}
+        aux = {"means": means, "sums": jzero.Summed(sums), "none": jzero.Summed(None)}
+        return jnp.square(batch["x"] @ p["w"]).mean(), aux
+
+    step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=3)
+    _, metrics = step(jzero.shard_train_state(_sharded(2, 8), stage=2), _batch())
+    aux = metrics["aux"]
+    assert {k: (str(x.dtype), float(x)) for k, x in aux["means"].items()} == {
+        "f16": ("float16", 20000),
+        "bf16": ("bfloat16", float(jnp.bfloat16(3e38))),
+        "e4m3": ("float8_e4m3fn", 288),
+    }
+    assert jax.tree.map(float, aux["sums"]) == {"u8": 24 * 200, "i8": [-2400], "bool": 24, "f16": 24 * 20000}
+    assert aux["none"] is None
+
+
 @stages(2)
 def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     batch = _batch(rows=48)

@@ -516,6 +516,15 @@ def test_metrics_without_a_reduction_are_named():
     assert "mean" not in re.findall(r"'(\w+)'", str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("mark", "said"), [(jzero.PerExample(1.0), "PerExample inside of Summed"), (jax.random.key(0), "which has no sum")]
+)
+def test_sums_of_what_has_none_are_named(mark, said):
+    loss = lambda params, batch: (loss_fn(params, batch), {"hits": jzero.Summed(mark)})
+    with raises(TypeError, "aux['hits']", said):
+        jzero.make_train_step(loss, has_aux=True)(sharded_state(), BATCH)
+
+
 def test_marked_aux_is_reduced():
     def loss(params, batch):
         aux = {"count": jzero.Summed((batch > 0).sum()), "first": jzero.PerExample(batch[:, 0] > 0)}
