@@ -26,6 +26,7 @@ from jzero._train_state import shard_train_state, unshard_train_state
 from jzero._train_step import make_train_step
 from jzero._tree import path_str
 from jzero.engine.meshes import MeshFacts
+from jzero.engine.trace import carried_leaves
 from jzero.engine.walk import Walk
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
@@ -405,6 +406,10 @@ class _Reference:
             carried = {name: getattr(state, name) for name in self.mutable}
             return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
         bound, carried = state.bind_loss(self.loss_fn, self.axes)
+        values, treedef = jax.tree.flatten(carried)
+        layouts = carried_leaves(self.plan, carried)
+        seen = [x if leaf is None else narrow(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]
+        carried = treedef.unflatten(seen)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result, changed = bound(*args, **kwargs)

@@ -37,6 +37,7 @@ class StateLeaf:
       owner: Index of the parameter that an optimizer leaf follows.
       wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
+      compute_dtype: What the loss sees of such a parameter; `None` for other leaves.
       on_host: Whether it lies in pinned memory of each device's host.
     """
 
@@ -49,6 +50,7 @@ class StateLeaf:
     owner: int | None = None
     wide: Any = None
     is_param: bool = False
+    compute_dtype: Any = None
     on_host: bool = False
 
     @property
@@ -343,7 +345,7 @@ class ZeroPlan:
             times = passes if leaf.param.cut else int(leaf.trained and leaf.grad.cut is not None)
             total += times * leaf.param.size * itemsize(leaf.compute_dtype)
         frozen = [leaf for leaf in self.other_leaves if leaf.is_param and leaf.cut]
-        return total + passes * sum(leaf.size * itemsize(leaf.dtype) for leaf in frozen)
+        return total + passes * sum(leaf.size * itemsize(leaf.compute_dtype) for leaf in frozen)
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:

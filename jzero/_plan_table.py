@@ -126,7 +126,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
                 {**_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained), "offloaded": i in plan.hosted}
                 for i, leaf in enumerate(plan.leaves)
             ),
-            *(_as_dict(leaf, config.axis, leaf.dtype, trained=False) for leaf in _frozen(plan)),
+            *(_as_dict(leaf, config.axis, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
         ],
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
     }

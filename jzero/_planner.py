@@ -109,7 +109,8 @@ def _make_plan(
     owners = _owners(tx, state.params, state.opt_state, paths)
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
-    leaves = [_freeze(leaf) if f else leaf for leaf, f in zip(leaves, frozen, strict=True)]
+    given = [_dtype_of(x) for x in jax.tree.leaves(state.params)]
+    leaves = [_freeze(leaf, dtype) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
     inner = [
         _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
@@ -228,9 +229,6 @@ def check_arrays(state: Any) -> None:
 
 def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """A leaf as it comes in: natural shape, dtype, and the spec of other mesh axes."""
-    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        dtype = jax.dtypes.canonicalize_dtype(dtype)  # NumPy's float64 becomes float32 on the device
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
@@ -243,7 +241,13 @@ def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) 
 
     entries = [keep(names) for names in spec]
     base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
-    return StateLeaf(path_str(path), shape, dtype, base)
+    return StateLeaf(path_str(path), shape, _dtype_of(x), base)
+
+
+def _dtype_of(x: Any) -> Any:
+    """Returns the dtype that an array or a number has on the device, where NumPy's float64 becomes float32."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _taken(leaf: StateLeaf) -> frozenset[int]:
@@ -295,13 +299,11 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: boo
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 
 
-def _freeze(plan: LeafPlan) -> LeafPlan:
-    """Returns the plan of a parameter that is not trained: no gradient, no master, held as the loss sees it."""
-    param = dataclasses.replace(plan.param, dtype=plan.compute_dtype)
+def _freeze(plan: LeafPlan, given: Any) -> LeafPlan:
+    """Returns the plan of a parameter that is not trained: no gradient, no master, kept in the dtype that it has."""
+    param = dataclasses.replace(plan.param, dtype=given)
     grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
-    return dataclasses.replace(
-        plan, param=param, grad=grad, update_dtype=plan.compute_dtype, master=None, trained=False
-    )
+    return dataclasses.replace(plan, param=param, grad=grad, update_dtype=given, master=None, trained=False)
 
 
 def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequence[LeafRule]) -> None:
@@ -460,9 +462,15 @@ def _plan_other(
 def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:
     """Parameters that no optimizer knows, in a field of their own: laid out like parameters, without a gradient."""
     prefix = jax.tree_util.GetAttrKey(name)
-    leaves = _plan_params(value, config, mesh)
-    frozen = [_freeze(leaf).param for leaf in leaves]
-    return [dataclasses.replace(x, path=f"{path_str((prefix,))}/{x.path}", is_param=True) for x in frozen]
+    return [
+        dataclasses.replace(
+            _freeze(plan, _dtype_of(x)).param,
+            path=f"{path_str((prefix,))}/{plan.path}",
+            is_param=True,
+            compute_dtype=plan.compute_dtype,
+        )
+        for x, plan in zip(jax.tree.leaves(value), _plan_params(value, config, mesh), strict=True)
+    ]
 
 
 def _unzip(pairs: Sequence[tuple[tuple[Any, ...], Any]]) -> tuple[list[tuple[Any, ...]], list[Any]]:

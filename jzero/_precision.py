@@ -83,8 +83,8 @@ class Precision:
 
     Attributes:
       compute_dtype: What the loss sees of the parameters, and what travels when they are gathered. Stages 0-2 hold
-        the parameters in it; stage 3 casts each shard before its gather. `None`: as they are. The batch is not
-        cast.
+        the parameters in it; stage 3 casts each shard before its gather. Parameters that are not trained are kept in
+        the dtype that they come in, at every stage. `None`: as they are. The batch is not cast.
       reduce_dtype: What gradients are reduced in over devices. `None`: as the loss makes them (`compute_dtype`).
       accumulate_dtype: What reduced gradients are kept and summed in over micro-batches. `None`: `reduce_dtype`.
       master_dtype: What is kept between steps and updated by the optimizer. `None`: float32 if `compute_dtype` is

@@ -189,10 +189,10 @@ def test_frozen_parameters_of_nnx(tmp_path):
         model = nnx.Linear(17, 13, rngs=nnx.Rngs(seed))
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.PathContains("bias"))
 
-    pair = sharded(make(0), 3)
+    pair = sharded(make(0), 3, precision="bf16")
     jzero.export_params(pair, tmp_path / "x.safetensors")
     assert sorted(load_file(tmp_path / "x.safetensors")) == ["bias", "kernel"]
-    model, _ = jzero.load_params(sharded(make(1), 3), tmp_path / "x.safetensors")
+    model, _ = jzero.load_params(sharded(make(1), 3, precision="bf16"), tmp_path / "x.safetensors")
     np.testing.assert_array_equal(natural(np.asarray(model.kernel[...]), (17, 13)), make(0)[0].kernel[...])
 
 

@@ -99,20 +99,37 @@ def test_equals_training_the_adapters_alone(way, stage):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_frozen_leaves_cost_their_shard_alone(way):
-    """Ψ frozen weights cost 4Ψ/N (2Ψ/N in bf16) and nothing else; the adapters their full state."""
+    """Ψ frozen fp32 weights cost 4Ψ/N, whatever the loss sees, and nothing else; the adapters their full state."""
     frozen = 3 * D * D
     adapters = 3 * 2 * D * R
     for precision, width in (("fp32", 4), ("bf16", 2)):
         plan = jzero.plan_of(make_state(way, 3, precision))
         have = plan.bytes_per_device
         masters = 4 * adapters / 8
-        assert have.params == width * frozen / 8 + masters
+        assert have.params == 4 * frozen / 8 + masters
         assert have.grads == width * adapters / 8
         assert have.opt_state == pytest.approx(8 * adapters / 8, abs=16)
     # Stage 2 holds them whole, without a master.
     plan = jzero.plan_of(make_state(way, 2, "bf16"))
-    assert plan.bytes_per_device.params == 2 * (frozen + adapters)
+    assert plan.bytes_per_device.params == 4 * frozen + 2 * adapters
     assert plan.bytes_per_device.opt_state == pytest.approx(12 * adapters / 8, abs=16)
+
+
+@pytest.mark.parametrize(("way", "stage", "precision"), [("trainable", 1, "bf16"), ("multi_transform", 3, "fp16")])
+def test_frozen_leaves_keep_their_bits(way, stage, precision):
+    """The loss sees them in 16 bits, as it does the others."""
+    seen = set()
+
+    def loss(params, batch):
+        seen.update(str(x.dtype) for x in jax.tree.leaves(params))
+        return lora_loss(params, batch)
+
+    state, _ = jzero.make_train_step(loss)(make_state(way, stage, precision), batch())
+    assert seen == {{"bf16": "bfloat16", "fp16": "float16"}[precision]}
+    have, want = jzero.unshard_train_state(state).params, lora_params()
+    for name, layer in want.items():
+        assert have[name]["kernel"].dtype == jnp.float32
+        np.testing.assert_array_equal(have[name]["kernel"], layer["kernel"])
 
 
 @pytest.mark.parametrize("way", WAYS)

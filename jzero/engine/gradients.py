@@ -23,6 +23,7 @@ from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
 from jzero._placement import is_on_host
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._precision import cast_dtype, times, widen
+from jzero._rounding import narrow_for_good
 from jzero.engine.differentiate import Joint, differentiated
 from jzero.engine.lazy import Lazy, is_lazy
 from jzero.engine.norms import grad_norm
@@ -244,11 +245,10 @@ class _LocalStep:
 
     def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
         """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
-        cut = None if leaf is None else leaf.travelling(self.plan.mesh)
-        if leaf is None or cut is None:
+        if leaf is None:
             return x
-        dtype = jnp.dtype(leaf.dtype)
-        return Lazy(x, None, cut, self.wire, dtype, dtype)
+        cut, dtype = leaf.travelling(self.plan.mesh), leaf.compute_dtype
+        return narrow_for_good(x, dtype) if cut is None else Lazy(x, None, cut, self.wire, dtype, dtype)
 
     def _walked(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jzero._collectives import Wire, reduce_shard, reduce_whole
 from jzero._mesh import AnyMesh
 from jzero._plan import LeafPlan
+from jzero._rounding import narrow_for_good
 from jzero.engine.lazy import Lazy
 from jzero.engine.leaving import Leaving, Part, Reduction
 
@@ -95,7 +96,8 @@ class Parameter:
     def value(self, stored: jax.Array) -> Any:
         """Returns the parameter as the walk takes it."""
         cut, dtype = self.leaf.param.travelling(self.mesh), jnp.dtype(self.leaf.compute_dtype)
-        return stored if cut is None else Lazy(stored, None, cut, self.wire, dtype, dtype)
+        # Whole parameters are stored as the loss sees them, but for those that are not trained.
+        return narrow_for_good(stored, dtype) if cut is None else Lazy(stored, None, cut, self.wire, dtype, dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient that the walk made, reduced over all devices, in the plan's layout."""

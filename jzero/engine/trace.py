@@ -161,7 +161,7 @@ def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyT
     """Returns the carried state as the loss sees it."""
     leaves, treedef = jax.tree.flatten(dict(carried))
     shapes = [
-        jax.ShapeDtypeStruct(x.shape if leaf is None else leaf.shape, x.dtype)
+        jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype)
         for x, leaf in zip(leaves, carried_leaves(plan, carried), strict=True)
     ]
     return treedef.unflatten(shapes)
