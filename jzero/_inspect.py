@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._fits import misfit
 from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields
@@ -76,7 +77,8 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
       The new state, which shares its other arrays with `state`.
 
     Raises:
-      ValueError: `path` names no parameter, or `value` has another shape.
+      ValueError: `path` names no parameter, or `value` has another shape, or numbers that the dtype does not hold.
+      TypeError: `value` is no array of numbers.
 
     Example:
       >>> zeroed = jzero.set_full_param(state, "w", value=np.zeros((512, 512)))
@@ -148,7 +150,8 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> Sta
       The new state, which shares its other arrays with `state`.
 
     Raises:
-      ValueError: As for `get_full_opt_state`, or `value` has another shape.
+      ValueError: As for `get_full_opt_state`, or `value` has another shape, or numbers that the dtype does not hold.
+      TypeError: `value` is no array of numbers.
 
     Example:
       >>> ones = jzero.set_full_opt_state(state, "w", name="mu", value=jnp.ones((512, 512)))
@@ -269,7 +272,19 @@ def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 
 
 def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
-    """Returns a value in the dtype of a leaf; raises unless it has its natural shape."""
-    if tuple(np.shape(value)) != leaf.shape:
-        raise ValueError(f"`value` has shape {tuple(np.shape(value))}, but {leaf.path!r} has shape {leaf.shape}.")
-    return (value if isinstance(value, jax.Array) else np.asarray(value)).astype(leaf.dtype)
+    """Returns a value in the dtype of a leaf; raises unless it has its natural shape, and numbers that fit."""
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`value` must be an array of shape {leaf.shape} for {leaf.path!r}: got {value!r:.100}."
+        ) from error
+    if array.dtype == np.dtype(object):
+        raise TypeError(
+            f"`value` must be an array of numbers for {leaf.path!r}, which is {leaf.dtype}: got {value!r:.100}."
+        )
+    if array.shape != leaf.shape:
+        raise ValueError(f"`value` has shape {array.shape}, but {leaf.path!r} has shape {leaf.shape}.")
+    if why := misfit(array, leaf.dtype):
+        raise ValueError(f"`value` cannot be written to {leaf.path!r}: it holds {why}. Cast or clip it first.")
+    return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)

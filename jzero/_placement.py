@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._collectives import to_natural, to_stored
+from jzero._fits import misfit
 from jzero._layout import Cut
 from jzero._mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero._plan import StateLeaf, ZeroPlan
@@ -115,6 +117,9 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
       plan: The plan that `leaf` belongs to.
     """
     check_names_host_memory(plan)
+    is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
+    if is_whole and (why := misfit(np.asarray(x), leaf.dtype)):
+        raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
     return place_array(x, leaf.dtype, sharding, cut)

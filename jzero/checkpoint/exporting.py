@@ -13,6 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero._fits import misfit
 from jzero._layout import Cut
 from jzero._placement import gather_leaves, on_device
 from jzero._rounding import narrow
@@ -165,8 +166,8 @@ def load_params(
 
     Raises:
       CheckpointError: There are no such files, or they are damaged.
-      ValueError: They are of another model, or hold a tied parameter twice with different numbers; `paths` matches no
-        parameter.
+      ValueError: They are of another model, hold a tied parameter twice with different numbers, or numbers that the
+        state's dtypes do not hold; `paths` matches no parameter.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -295,7 +296,7 @@ def _as_contents(
 def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
     """Reads a tensor into the shards that this process holds; of a tied one all that are there, which must be equal."""
     tensor = tensors[0]
-    dtype = jax.dtypes.canonicalize_dtype(tensor.dtype)
+    dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
 
     def part(index: Any) -> np.ndarray:
         found = _padded_part(tensor, wanted.cut, index)
@@ -305,6 +306,11 @@ def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
                     f"{tensor.name!r} and {other.name!r} are one parameter of the state, {wanted.path}, but not the "
                     f"same in {tensor.path}: take one of them out of the file, or untie the parameter."
                 )
+        if why := misfit(found, dtype):
+            raise ValueError(
+                f"{tensor.name!r} in {tensor.path}, read into {wanted.path}, holds {why}: enable wider numbers, "
+                "`jax.config.update('jax_enable_x64', True)`."
+            )
         return found.astype(dtype, copy=False)
 
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)

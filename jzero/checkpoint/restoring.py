@@ -19,9 +19,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jzero._fits import misfit
 from jzero._mesh import mesh_platform
 from jzero._opt_state import LossScaleState, ZeroOptState, host_array
-from jzero._placement import place_array, place_leaf
+from jzero._placement import on_device, place_array, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero.checkpoint.checksum import checksums
@@ -113,7 +114,8 @@ def restore_checkpoint(
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged; the message names leaf and file.
-      ValueError: It is of another model, or `like` has no values for leaves that are not restored.
+      ValueError: It is of another model or holds numbers that do not fit, or `like` lacks values of leaves that are not
+        restored.
       TypeError: `like` was not sharded by jzero.
 
     Example:
@@ -227,6 +229,7 @@ class Target:
             wait are those of other parameters: they are dropped.
           choice: What was asked for.
         """
+        _check_fit(read, self.wanted)
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
         waiting = set(map(id, jax.tree.leaves(self.plan.waiting)))
@@ -244,6 +247,18 @@ class Target:
         finished = iter(values)
         state = map_state(lambda source, leaf: next(finished), self.plan, tree)
         return self.adapted.rebuild(state.replace(tx=self.adapted.state.tx))
+
+
+def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[Wanted]) -> None:
+    """Raises if leaves hold numbers that a cast to the state's dtypes would change beyond rounding."""
+    cast = [(wanted[i], x) for i, x in read.items() if x.dtype != wanted[i].leaf.dtype]
+    bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := misfit(on_device(x), leaf.leaf.dtype))]
+    if bad:
+        raise ValueError(
+            "These leaves cannot be read into the state, which does not hold their numbers:\n"
+            + "\n".join(bad)
+            + "\nRead them into a state of a wider dtype."
+        )
 
 
 def _is_alive(x: Any) -> bool:
