@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -75,6 +76,26 @@ def test_saving_again_and_out_of_turn(plain, tmp_path):
 def test_impossible_options(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         jzero.CheckpointManager(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 1.9, 3.0, "3", True, np.bool_(True), np.float32(2), np.array([3]), jnp.int32(-1)], ids=repr
+)
+def test_steps_that_are_none(step, plain, tmp_path):
+    with jzero.CheckpointManager(tmp_path) as manager:
+        for use in (lambda: manager.save(sharded(plain, 1, 2), step=step), lambda: manager.restore_extra(step)):
+            with pytest.raises(ValueError, match="`step` must be a whole number of at least 0"):
+                use()
+        assert manager.all_steps() == []
+
+
+def test_whole_numbers_of_other_libraries_are_steps(plain, tmp_path):
+    state = sharded(plain, 1, 2)
+    with jzero.CheckpointManager(tmp_path) as manager:
+        for step in (0, np.int64(3), jnp.int32(4), np.array(5, np.uint8)):
+            assert manager.save(state, step=step)
+        assert manager.all_steps() == [0, 3, 4, 5]
+        manager.restore(state, step=np.int64(3))
 
 
 def test_going_back_sets_later_steps_aside(plain, tmp_path):

@@ -58,9 +58,84 @@ def test_dtype_of_choice(tmp_path):
         for name in ODD:
             np.testing.assert_array_equal(found[name], np.asarray(plain.params[name]).astype(expected))
             assert found[name].dtype == expected
-    for bad in ("foo", "complex128", object):
+    for bad in ("foo", "complex128", "int8", object):
         with pytest.raises(ValueError, match="`dtype` must be"):
             jzero.export_params(sharded(plain, 3), tmp_path / "bad", dtype=bad)
+
+
+DTYPES = """float4_e2m1fn float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float16 bfloat16
+int8 uint8 int16 uint16 int32 uint32 bool complex64""".split()
+
+
+def params_of_every_dtype(value):
+    params = {
+        d: jnp.asarray((value * np.arange(1, 13).reshape(3, 4)) % 2 ** (np.arange(4) % 2)).astype(d) for d in DTYPES
+    }
+    return {**params, "w": jnp.ones(8), "empty": jnp.zeros((0, 5)), "scalar": jnp.int8(value)}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_dtype_is_read_as_it_was_written(stage, tmp_path):
+    make = lambda value: sharded(jzero.TrainState.create(params=params_of_every_dtype(value), tx=optax.sgd(0.1)), stage)
+    jzero.export_params(make(1), tmp_path, max_file_bytes=100)
+    loaded = jzero.unshard_train_state(jzero.load_params(make(0), tmp_path)).params
+    for name, x in params_of_every_dtype(1).items():
+        assert loaded[name].dtype == x.dtype, name
+        assert np.asarray(loaded[name]).tobytes() == np.asarray(x).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["uint4", "int4", "float8_e3m4"])
+def test_other_dtypes_are_named(dtype, tmp_path):
+    plain = jzero.TrainState.create(params={"w": jnp.ones(8), "q": jnp.ones((16, 8), dtype)}, tx=optax.sgd(0.1))
+    state = sharded(plain, 3)
+    with pytest.raises(ValueError, match=rf"q: {dtype}, which safetensors does not have"):
+        jzero.export_params(state, tmp_path / "x")
+    jzero.export_params(state, tmp_path / "x", paths="w")
+    if dtype == "uint4":
+        with pytest.raises(ValueError, match="Orbax cannot write these leaves:\n  params/q: uint4\n"):
+            jzero.save_checkpoint(tmp_path / "checkpoint", state)
+
+
+def test_numbers_that_the_dtype_does_not_hold(tmp_path):
+    state = sharded(jzero.TrainState.create(params={"w": jnp.full(8, 1e5)}, tx=optax.sgd(0.1)), 3)
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    for export, source in ((jzero.export_params, state), (jzero.export_checkpoint, tmp_path / "checkpoint")):
+        with pytest.raises(ValueError, match="w cannot be exported: it holds float32 numbers such as 100000"):
+            export(source, tmp_path / "x", dtype="float16")
+
+
+def test_any_name_is_read_as_it_was_written(tmp_path):
+    names = ["__metadata__", "__metadata___", "", "a.b", "a/c", "d'\"\n", "ü→☃", "format", "w"]
+    make = lambda *values: sharded(
+        jzero.TrainState.create(
+            params={n: jnp.full(8, x) for n, x in zip(names, values, strict=True)}, tx=optax.sgd(0.1)
+        ),
+        2,
+    )
+    jzero.export_params(make(*range(9)), tmp_path)
+    loaded = jzero.unshard_train_state(jzero.load_params(make(*[9] * 9), tmp_path)).params
+    assert [int(loaded[name][0]) for name in names] == list(range(9))
+    assert load_file(tmp_path / "model.safetensors")["w"][0] == 8
+    surrogate = jzero.TrainState.create(params={"\ud800": jnp.ones(8)}, tx=optax.sgd(0.1))
+    with pytest.raises(ValueError, match="no valid Unicode"):
+        jzero.export_params(sharded(surrogate, 2), tmp_path / "x")
+
+
+def test_the_index_says_which_file_holds_a_tensor(tmp_path):
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "a.safetensors")
+    save_file({"w": np.zeros(8, np.float32), "more": np.zeros(3)}, tmp_path / "b.safetensors")
+    state = sharded(jzero.TrainState.create(params={"w": jnp.full(8, 2.0)}, tx=optax.sgd(0.1)), 1)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "a.safetensors"}}')
+    assert float(jzero.load_params(state, tmp_path).params["w"][0]) == 1
+    for wrong, message in (
+        ('{"w": "a.safetensors", "b": "b.safetensors"}', r"b.safetensors lacks tensors .*\['b'\]"),
+        ('{"w": "c.safetensors"}', "c.safetensors"),
+        ('{"w": 3}', "no index of safetensors files"),
+    ):
+        index.write_text(f'{{"weight_map": {wrong}}}')
+        with pytest.raises(jzero.CheckpointError, match=message):
+            jzero.load_params(state, tmp_path)
 
 
 def test_several_files_with_an_index(tmp_path):

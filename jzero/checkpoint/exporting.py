@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,11 +28,14 @@ from jzero.checkpoint.leaves import Keys, Wanted, natural_state
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, warn_unless_complete
 from jzero.checkpoint.safetensors_files import (
+    FOUR_BITS,
+    METADATA,
     ExportReport,
     TensorFile,
     TensorSpec,
     as_dtype,
     find_tensors,
+    is_known,
     write_tensors,
 )
 
@@ -44,7 +49,8 @@ def export_params(
 ) -> ExportReport:
     """Writes the parameters as safetensors, frozen ones included, one leaf at a time.
 
-    Names are the keys joined by dots, such as `decoder.layer_0.kernel`; shapes are natural. A leaf that a model holds
+    Names are the keys joined by dots, such as `decoder.layer_0.kernel`; `__metadata__`, which the format keeps to
+    itself, gets one more underscore, and `load_params` finds it. Shapes are natural. A leaf that a model holds
     in several places is written once, and the file notes its other names. Of 16-bit parameters the masters are written.
     Peak host memory is one leaf, and its cast; in several processes also one whole leaf per device, and each process
     must call it; the first one writes.
@@ -61,7 +67,8 @@ def export_params(
       The files that were written.
 
     Raises:
-      ValueError: Files are there already, `paths` matches nothing, or leaves cannot be told apart by their names.
+      ValueError: Files are there already, `paths` matches nothing, leaves cannot be told apart by their names, the
+        format does not have their dtypes, or `dtype` does not hold their numbers.
       TypeError: The state was not sharded by jzero.
       CheckpointError: The files could not be written.
 
@@ -78,10 +85,12 @@ def export_params(
     _, leaves, arrays = natural_state(adapted.state, plan)
     chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
     wanted = None if dtype is None else as_dtype(dtype)
-    specs = _specs([(leaves[i].keys, leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen], wanted, paths)
-    whole = (_whole(arrays[i], leaves[i], spec.dtype, plan.mesh) for i, spec in zip(chosen, specs, strict=True))
+    specs, renamed = _specs(
+        [(leaves[i].keys, leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen], wanted, paths
+    )
+    whole = (_whole(arrays[i], leaves[i], spec, plan.mesh) for i, spec in zip(chosen, specs, strict=True))
     names = {spec.name for spec in specs}
-    notes = {other: name for name, others in adapted.ties().items() if name in names for other in others}
+    notes = {other: name for name, others in adapted.ties().items() if name in names for other in others} | renamed
     first = jax.process_index() == 0
 
     def write() -> ExportReport:
@@ -129,11 +138,10 @@ def export_checkpoint(
     fields = contents.notes.get("param_fields", [PARAMS])
     chosen = [leaf for leaf in contents.leaves.values() if leaf.keys[0] in fields and _is_chosen(leaf.keys, paths)]
     wanted = None if dtype is None else as_dtype(dtype)
-    specs = _specs([(leaf.keys, leaf.shape, leaf.dtype) for leaf in chosen], wanted, paths)
-    whole = (
-        read_whole(contents, leaf).astype(spec.dtype, copy=False) for leaf, spec in zip(chosen, specs, strict=True)
-    )
-    notes = {"format": "flax", **contents.notes.get("ties", {})}
+    specs, renamed = _specs([(leaf.keys, leaf.shape, leaf.dtype) for leaf in chosen], wanted, paths)
+    read = ((read_whole(contents, leaf), spec) for leaf, spec in zip(chosen, specs, strict=True))
+    whole = (_fitting(x, spec).astype(spec.dtype, copy=False) for x, spec in read)
+    notes = {"format": "flax", **contents.notes.get("ties", {}), **renamed}
     return write_tensors(absolute(path), specs, whole, max_file_bytes, notes)
 
 
@@ -213,25 +221,63 @@ def _is_chosen(keys: Keys, paths: str | None) -> bool:
 
 def _specs(
     leaves: Sequence[tuple[Keys, tuple[int, ...], Any]], dtype: np.dtype[Any] | None, paths: str | None
-) -> list[TensorSpec]:
+) -> tuple[list[TensorSpec], dict[str, str]]:
+    """Returns the tensors to write, and the names that they have instead of those that the format does not allow."""
     if not leaves:
         what = "There are no parameters to export" if paths is None else f"`paths` {paths!r} matches no parameter"
         raise ValueError(f"{what}.")
-    specs = []
+    specs: list[TensorSpec] = []
+    bad: list[str] = []
+    names = {_name(keys) for keys, _, _ in leaves}
+    renamed: dict[str, str] = {}
     for keys, shape, given in leaves:
         is_float = jax.numpy.issubdtype(given, np.floating)
-        wanted = as_dtype(dtype if dtype is not None and is_float else given)
-        specs.append(TensorSpec(_name(keys), tuple(shape), wanted))
-    return specs
+        wanted = dtype if dtype is not None and is_float else given
+        name = _name(keys)
+        if name == METADATA:
+            renamed[name] = name = next(x for i in itertools.count(1) if (x := METADATA + "_" * i) not in names)
+        if is_known(wanted) and np.dtype(wanted) == FOUR_BITS and math.prod(shape) % 2:
+            bad.append(
+                f"  {name}: shape {tuple(shape)}, an odd number of {wanted}, of which safetensors packs two in a byte"
+            )
+        elif not is_known(wanted):
+            bad.append(f"  {name}: {wanted}, which safetensors does not have")
+        elif not _is_text(name):
+            bad.append(f"  {name!r}: a name that is no valid Unicode")
+        else:
+            specs.append(TensorSpec(name, tuple(shape), np.dtype(wanted)))
+    if bad:
+        raise ValueError(
+            "These parameters cannot be exported:\n"
+            + "\n".join(bad)
+            + "\nLeave them out with `paths`, or cast or rename "
+            "them before. `dtype=` casts floating-point parameters alone."
+        )
+    return specs, renamed
 
 
-def _whole(x: jax.Array, wanted: Wanted, dtype: Any, mesh: Any) -> np.ndarray:
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _fitting(x: Any, spec: TensorSpec) -> Any:
+    """Returns an array as it is; raises if it holds numbers that the dtype of the export does not."""
+    if why := misfit(x, spec.dtype):
+        raise ValueError(f"{spec.name} cannot be exported: it holds {why}. Pass a wider `dtype`.")
+    return x
+
+
+def _whole(x: jax.Array, wanted: Wanted, spec: TensorSpec, mesh: Any) -> np.ndarray:
     """Returns a leaf on the host, in its natural shape; caches nothing in `x`."""
-    x = _cast_copy(on_device(x), dtype)
+    x = _cast_copy(_fitting(on_device(x), spec), spec.dtype)
     if not x.is_fully_addressable:
         (whole,) = gather_leaves([x], [dataclasses.replace(wanted.leaf, cut=wanted.cut)], mesh)
         return np.asarray(whole.addressable_data(0))
-    host = np.empty(x.shape, dtype)
+    host = np.empty(x.shape, spec.dtype)
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
             host[shard.index] = np.asarray(shard.data)
@@ -276,7 +322,7 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
     """Returns for each further name of a tied parameter, here or in the files, the name that it goes by."""
     here = {other: name for name, others in ties.items() for other in others}
     there = {name: other for other, name in notes.items()}
-    return {**{other: here.get(name, name) for name, other in there.items()}, **here}
+    return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
 
 
 def _as_contents(

@@ -140,9 +140,6 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     state = map_state(functools.partial(_settled, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
     leaves = wanted_leaves(plain, plan)
-    empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
-    if empty:
-        raise ValueError(f"Orbax writes no arrays without elements: {empty[:5]}. Leave them out of the state.")
     arrays: list[jax.Array] = []
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
     params = plan.params_treedef.flatten_up_to(state.params)

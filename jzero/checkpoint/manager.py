@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import json
+import operator
 import threading
 import warnings
 import weakref
@@ -140,8 +141,8 @@ class CheckpointManager:
 
         Args:
           state: A sharded train state, after a step.
-          step: Its step. By default `state.step` (once gradients that wait are applied, see `apply_pending`), for which
-            the host has to wait; a loop that counts its steps itself should say so.
+          step: Its step, a whole number of at least 0. By default `state.step` (once gradients that wait are applied,
+            see `apply_pending`), for which the host has to wait; a loop that counts its steps itself should say so.
           data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
           extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
           metrics: Numbers by name, for `best_metric`.
@@ -153,11 +154,11 @@ class CheckpointManager:
         Raises:
           CheckpointError: This checkpoint or the one before could not be written, another program writes to the
             directory, or it holds later steps that were not restored.
-          ValueError: `metrics` lacks `best_metric`, other than at a SIGTERM.
+          ValueError: `step` is no whole number, or negative; `metrics` lacks `best_metric`, other than at a SIGTERM.
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
           SystemExit: There was a SIGTERM, and the state is saved.
         """
-        step = settled_step(adapt_sharded(state).state) if step is None else int(step)
+        step = _whole_step(settled_step(adapt_sharded(state).state) if step is None else step)
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
@@ -232,6 +233,7 @@ class CheckpointManager:
         self.wait()
         choice = Choice(paths=paths, params_only=params_only, strict=strict, rename=rename or {}, donate=donate)
         adapted = adapt_sharded(like)
+        step = None if step is None else _whole_step(step)
         steps = self._agreed_steps()
         if step is not None and step not in steps:
             raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
@@ -266,6 +268,7 @@ class CheckpointManager:
           step: Which. By default the one restored last, or else the newest.
         """
         self.wait()
+        step = None if step is None else _whole_step(step)
         steps = self._committed()
         step = next((s for s in (step, self._restored_step, max(steps, default=None)) if s is not None), None)
         if step is None or step not in steps:
@@ -440,3 +443,18 @@ def _close_at_exit(manager: CheckpointManager) -> None:
 
     # While threads can still be started, which `atexit` is too late for; Python has no public name for that.
     getattr(threading, "_register_atexit", atexit.register)(close)
+
+
+def _whole_step(step: Any) -> int:
+    """Returns a step as an int; raises a `ValueError` unless it is a whole number of at least 0."""
+    is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
+    try:
+        number = -1 if is_bool or np.ndim(step) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"`step` must be a whole number of at least 0 (Python's, numpy's or jax's): got {step!r}. Pass an int, or "
+            "nothing to take `state.step`."
+        )
+    return number

@@ -26,6 +26,7 @@ __all__ = [
     "NOTES",
     "STATE",
     "CutArray",
+    "can_store",
     "handler_registry",
     "state_handler",
 ]
@@ -77,6 +78,17 @@ class CutArray:
                 place[self.cut.dim] = slice(start, start + size)
                 parts.append((tuple(place), np.asarray(shard.data)[tuple(inside)]))
         return parts
+
+
+def can_store(dtype: Any) -> bool:
+    """Whether arrays of a dtype can be written; of PRNG keys their words are."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    try:
+        ts.dtype(np.dtype(dtype).name)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class _CutArrayHandler(ocp.type_handlers.ArrayHandler):

@@ -1,7 +1,8 @@
 """Files in the safetensors format: written tensor by tensor, read slice by slice.
 
 The safetensors package writes what is in memory as a whole; a model may not be. The format is simple enough to be
-written in a stream: eight bytes with the length of a JSON header, the header, the numbers. It is read by the package.
+written in a stream: eight bytes with the length of a JSON header, the header, the numbers. The package checks a file
+that is read, but cannot hand out NumPy arrays of 8-bit floats: the numbers are read from a map of the file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from etils import epath
@@ -21,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from jzero._plan_table import format_bytes
 from jzero.checkpoint.damage import CheckpointError
 
-__all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "write_tensors"]
+__all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "is_known", "write_tensors"]
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
@@ -30,6 +32,10 @@ DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F4": ml_dtypes.float4_e2m1fn,
     "I64": np.int64,
     "I32": np.int32,
     "I16": np.int16,
@@ -41,9 +47,13 @@ DTYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "C64": np.complex64,
 }
+FOUR_BITS = np.dtype(ml_dtypes.float4_e2m1fn)
+"""Two of these are in one byte of a file, the first in its lower half; NumPy has one in each."""
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+METADATA = "__metadata__"
+"""The key of the header that no tensor can have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +67,8 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
+        size = math.prod(self.shape)
+        return -(-size // 2) if self.dtype == FOUR_BITS else size * int(np.dtype(self.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +99,22 @@ class ExportReport:
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """Returns a dtype that the format knows; raises a `ValueError` for any other."""
+    """Returns a floating-point dtype that the format knows; raises a `ValueError` for any other."""
     try:
         found = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
     except TypeError as error:
         raise ValueError(f"`dtype` must be a dtype such as 'bfloat16': got {dtype!r}.") from error
-    if found not in CODES:
-        raise ValueError(f"`dtype` must be one that safetensors knows ({', '.join(map(str, CODES))}): got {found}.")
+    known = [x for x in CODES if jax.numpy.issubdtype(x, np.floating)]
+    if found not in known:
+        raise ValueError(
+            f"`dtype` must be a floating-point one that safetensors knows ({', '.join(map(str, known))}): got {found}."
+        )
     return found
+
+
+def is_known(dtype: Any) -> bool:
+    """Whether the format has a dtype."""
+    return dtype in CODES
 
 
 def write_tensors(
@@ -164,7 +183,7 @@ def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]
 
 
 def _write_file(path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterator[np.ndarray], notes: Any) -> None:
-    header: dict[str, Any] = {"__metadata__": notes}
+    header: dict[str, Any] = {METADATA: notes}
     end = 0
     for spec in specs:
         start, end = end, end + spec.num_bytes
@@ -178,51 +197,71 @@ def _write_file(path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterator[
         for spec in specs:
             array = next(arrays)
             assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            file.write((data[::2] | data[1::2] << 4 if spec.dtype == FOUR_BITS else data).data)
             del array
 
 
 class TensorFile:
     """A tensor in a file, read slice by slice."""
 
-    def __init__(self, path: epath.Path, name: str, opened: Any) -> None:
+    def __init__(self, path: epath.Path, name: str, entry: Mapping[str, Any], data: np.ndarray) -> None:
+        """Checks the dtype; `entry` is what the header says of the tensor, `data` what follows the header."""
         self.path, self.name = path, name
-        self._slice = opened.get_slice(name)
-        code = self._slice.get_dtype()
-        if code not in DTYPES:
-            raise ValueError(f"{name!r} in {path} is of type {code}, which jzero cannot read.")
-        self.dtype = np.dtype(DTYPES[code])
-        self.shape = tuple(self._slice.get_shape())
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name!r} in {path} is of type {entry['dtype']}, which jzero cannot read.")
+        self.dtype = np.dtype(DTYPES[entry["dtype"]])
+        self.shape = tuple(entry["shape"])
+        self._data = data[slice(*entry["data_offsets"])]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns one slice."""
-        if not math.prod(self.shape):  # which the package cannot slice
-            return np.zeros(self.shape, self.dtype)[index]
-        return np.asarray(self._slice[index] if self.shape else self._slice[...], self.dtype)
+        """Returns a copy of one slice."""
+        data = self._data
+        if self.dtype == FOUR_BITS:
+            data = np.stack([data & 15, data >> 4], -1)
+        return np.array(data.reshape(-1).view(self.dtype).reshape(self.shape)[index])
 
 
 def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     """Returns the tensors of a safetensors file, of an index with its files, or of a directory, and what they note.
 
     Raises:
-      CheckpointError: There is no such file, or it is damaged.
+      CheckpointError: There is no such file, or it is damaged; or a file lacks what the index says that it holds.
     """
     given = epath.Path(path).expanduser()
     tensors: dict[str, TensorFile] = {}
     notes: dict[str, str] = {}
-    for file in _files(given):
+    for file, names in _files(given).items():
         try:
-            opened: Any = safe_open(str(file), framework="np")  # maps the file; tensors of it keep it open
-            notes |= opened.metadata() or {}
-            tensors |= {name: TensorFile(file, name, opened) for name in opened.keys()}  # noqa: SIM118  # no mapping
+            header, data = _opened(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file} cannot be read as safetensors: it is damaged, or cut short ({error})."
             ) from error
+        notes |= header.pop(METADATA, None) or {}
+        missing = [name for name in names or () if name not in header]
+        if missing:
+            raise CheckpointError(
+                f"{file} lacks tensors that its index says it holds: {missing[:10]}. File and index are not of one "
+                "export: fetch both again."
+            )
+        tensors |= {name: TensorFile(file, name, header[name], data) for name in (header if names is None else names)}
     return tensors, notes
 
 
-def _files(path: epath.Path) -> list[epath.Path]:
+def _opened(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the header of a file, and a map of the bytes after it, which lasts as long as something holds it."""
+    with safe_open(str(path), framework="np"):  # checks it
+        pass
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    num_bytes = path.stat().length - 8 - size
+    return header, np.memmap(str(path), np.uint8, "r", 8 + size) if num_bytes else np.zeros(0, np.uint8)
+
+
+def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
+    """Returns the files to read, and of each the tensors to take from it; `None` for all that it holds."""
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
         found = indices or sorted(path.glob(f"*{SUFFIX}"))
@@ -231,12 +270,14 @@ def _files(path: epath.Path) -> list[epath.Path]:
                 f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in found]}."
             )
         path = found[0]
-    if path.name.endswith(INDEX_SUFFIX):
-        try:
-            names = dict.fromkeys(json.loads(path.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
-        return [path.parent / name for name in names]
     if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
-    return [path]
+    if not path.name.endswith(INDEX_SUFFIX):
+        return {path: None}
+    held: dict[epath.Path, list[str]] = {}
+    try:
+        for name, file in json.loads(path.read_text())["weight_map"].items():
+            held.setdefault(path.parent / file, []).append(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors files ({error}).") from error
+    return {**held}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,8 @@ from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import FORMAT, absolute, digest, signed
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
-from jzero.checkpoint.leaves import natural_state
-from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, handler_registry
+from jzero.checkpoint.leaves import Wanted, natural_state
+from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
 
 __all__ = ["checkpoint_items", "save_checkpoint"]
 
@@ -45,7 +45,8 @@ def save_checkpoint(
       extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
 
     Raises:
-      ValueError: `path` exists.
+      ValueError: `path` exists, or the state has leaves that cannot be written: without elements, or of a dtype such as
+        uint4.
       TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
       CheckpointError: It could not be written.
 
@@ -93,6 +94,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     if ITERATOR in items:
         items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
+    _check_storable(leaves)
     sums = checksums(arrays, [leaf.cut for leaf in leaves])
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
@@ -110,6 +112,16 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}
     )
+
+
+def _check_storable(leaves: Sequence[Wanted]) -> None:
+    """Raises if there are leaves that Orbax cannot write."""
+    bad = [f"  {x.path}: shape {x.leaf.shape}, no elements" for x in leaves if not x.leaf.size]
+    bad += [f"  {x.path}: {x.leaf.dtype}" for x in leaves if not can_store(x.leaf.dtype)]
+    if bad:
+        raise ValueError(
+            "Orbax cannot write these leaves:\n" + "\n".join(bad) + "\nKeep them in another dtype, or out of the state."
+        )
 
 
 def _beside(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
