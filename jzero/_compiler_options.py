@@ -47,7 +47,7 @@ REDUCE_BUCKET = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 
 def check_compiler_options(given: Any) -> None:
     """Raises unless these are options that a step can have."""
-    if given is None or given == "recommended" or isinstance(given, Mapping):
+    if given is None or isinstance(given, Mapping) or (isinstance(given, str) and given == "recommended"):
         return
     raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {given!r}.")
 

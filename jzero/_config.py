@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jzero._precision import DtypeName, Precision, check_dtype, check_state_dtype, resolve_precision
+from jzero._precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
+from jzero._settings import FLAG, Setting, check_fields, number, one_of, optional, whole
 from jzero.deepspeed.importing import import_config
 from jzero.deepspeed.report import DeepSpeedReport
 
 __all__ = ["LeafRule", "Offload", "ZeroConfig", "may_prefetch"]
 
 STAGES = (0, 1, 2, 3)
-PLACES = ("none", "host")
-PROCESSORS = ("device", "host")
+
+
+def _num_bytes(least: int) -> Setting:
+    return whole(least, says=f"a number of bytes, an integer >= {least}")
+
+
+def _axis_name(value: Any, but: str = "") -> str:
+    if not isinstance(value, str) or value in ("", but):
+        raise ValueError
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +92,16 @@ class Offload:
     delay: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
-        self._check_fields()
+        allowed = {
+            "optimizer": one_of("none", "host"),
+            "params": one_of("none", "host"),
+            "ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
+            "chunk_bytes": _num_bytes(1),
+            "device_budget_bytes": optional(_num_bytes(0)),
+            "compute": one_of("device", "host"),
+            "delay": one_of(0, 1, says="0 or 1"),
+        }
+        check_fields(self, allowed, prefix="Offload.")
         if self.optimizer == "none" and (self.ratio != 1 or self.device_budget_bytes is not None):
             raise ValueError(
                 "`Offload.ratio` and `Offload.device_budget_bytes` say how much of the optimizer state goes to the "
@@ -103,22 +122,6 @@ class Offload:
                 f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
                 "both say how much goes to the host: set one of them."
             )
-
-    def _check_fields(self) -> None:
-        for name, allowed in (("optimizer", PLACES), ("params", PLACES), ("compute", PROCESSORS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"`Offload.{name}` must be one of {allowed}: got {getattr(self, name)!r}.")
-        is_number = isinstance(self.ratio, int | float) and not isinstance(self.ratio, bool)
-        if not is_number or not 0 <= self.ratio <= 1:
-            raise ValueError(f"`Offload.ratio` must be a number from 0 to 1: got {self.ratio!r}.")
-        if isinstance(self.delay, bool) or self.delay not in (0, 1):
-            raise ValueError(f"`Offload.delay` must be 0 or 1: got {self.delay!r}.")
-        for name, least, optional in (("chunk_bytes", 1, False), ("device_budget_bytes", 0, True)):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`Offload.{name}` must be a number of bytes, an integer >= {least}: got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,20 +161,16 @@ class LeafRule:
     offload: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compute_dtype", check_dtype("LeafRule.compute_dtype", self.compute_dtype))
-        object.__setattr__(self, "state_dtype", check_state_dtype("LeafRule.state_dtype", self.state_dtype))
-        for name in ("dim", "scan_dim"):
-            value = getattr(self, name)
-            low = -1 if name == "scan_dim" else 0
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise ValueError(f"`LeafRule.{name}` must be None or an integer >= {low}: got {value!r}.")
-        if self.offload not in (None, True, False):
-            raise ValueError(f"`LeafRule.offload` must be None, True or False: got {self.offload!r}.")
-        if self.persistent not in (None, True, False) or self.replicated not in (True, False):
-            raise ValueError(
-                "`LeafRule.persistent` must be None, True or False and `LeafRule.replicated` True or False: "
-                f"got {self.persistent!r} and {self.replicated!r}."
-            )
+        allowed = {
+            "dim": optional(whole(0)),
+            "persistent": one_of(None, True, False, says="None, True or False"),
+            "replicated": FLAG,
+            "scan_dim": optional(whole(-1)),
+            "compute_dtype": DTYPE,
+            "state_dtype": STATE_DTYPE,
+            "offload": one_of(None, True, False, says="None, True or False"),
+        }
+        check_fields(self, allowed, prefix="LeafRule.")
         if self.replicated and (self.dim is not None or self.persistent is False):
             raise ValueError(
                 "`LeafRule(replicated=True)` keeps the leaf whole, so `dim` and `persistent=False` contradict "
@@ -242,21 +241,24 @@ class ZeroConfig:
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
-            raise ValueError(f"`stage` must be one of {STAGES}: got {self.stage!r}.")
-        if not isinstance(self.axis, str) or not self.axis:
-            raise ValueError(f"`axis` must be the name of a mesh axis: got {self.axis!r}.")
-        if self.replica_axis is not None and (
-            not isinstance(self.replica_axis, str) or self.replica_axis in ("", self.axis)
-        ):
-            raise ValueError(
-                f"`replica_axis` must be None or a mesh axis other than `axis` ({self.axis!r}): "
-                f"got {self.replica_axis!r}."
-            )
-        self._check_sizes()
-        for name in ("reshard_after_forward", "reduce_scatter"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be True or False: got {getattr(self, name)!r}.")
+        name = Setting("the name of a mesh axis", _axis_name)
+        other = Setting(
+            f"a mesh axis other than `axis` ({self.axis!r:.80})", functools.partial(_axis_name, but=self.axis)
+        )
+        elements = whole(0, says="a number of elements, an integer >= 0")
+        allowed = {
+            "stage": one_of(*STAGES),
+            "axis": name,
+            "replica_axis": optional(other),
+            "persistence_threshold": elements,
+            "model_persistence_threshold": optional(elements),
+            "reshard_after_forward": FLAG,
+            "prefetch_bytes": optional(_num_bytes(0)),
+            "reduce_scatter": FLAG,
+            "all_gather_bucket_bytes": optional(_num_bytes(1)),
+            "reduce_bucket_bytes": optional(_num_bytes(1)),
+        }
+        check_fields(self, allowed)
         object.__setattr__(self, "precision", resolve_precision(self.precision))
         if not isinstance(self.offload, Offload):
             raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
@@ -272,18 +274,6 @@ class ZeroConfig:
                 f"Offload(params={self.offload.params!r}). Drop one of them."
             )
         self._check_rules()
-
-    def _check_sizes(self) -> None:
-        for name, least in (("all_gather_bucket_bytes", 1), ("reduce_bucket_bytes", 1), ("prefetch_bytes", 0)):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"`{name}` must be None or a number of bytes, an integer >= {least}: got {value!r}.")
-        for name, optional in (("persistence_threshold", False), ("model_persistence_threshold", True)):
-            value = getattr(self, name)
-            if optional and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"`{name}` must be a number of elements, an integer >= 0: got {value!r}.")
 
     def _check_rules(self) -> None:
         if not isinstance(self.rules, Mapping):

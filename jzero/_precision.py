@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._settings import FLAG, Setting, check_fields, number, optional, whole
+
 __all__ = [
+    "DTYPE",
+    "STATE_DTYPE",
     "DtypeName",
     "DynamicLossScale",
     "Precision",
@@ -21,7 +25,6 @@ __all__ = [
 ]
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_LOSS_SCALE = 2.0**100
 """Beyond it the inverse would leave the normal numbers of fp32."""
 
@@ -56,23 +59,26 @@ class DynamicLossScale:
     consecutive_hysteresis: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("initial", "minimum"):
-            if not _is_scale(getattr(self, name)):
-                raise ValueError(
-                    f"`DynamicLossScale.{name}` must be a number > 0, up to 2^100: got {getattr(self, name)!r}."
-                )
-        if not isinstance(self.consecutive_hysteresis, bool):
-            raise ValueError(
-                f"`DynamicLossScale.consecutive_hysteresis` must be True or False: got {self.consecutive_hysteresis!r}."
-            )
-        for name in ("window", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`DynamicLossScale.{name}` must be an integer >= 1: got {value!r}.")
+        scale, count = number("a number > 0, up to 2^100", _is_scale), whole(1)
+        allowed = {"initial": scale, "minimum": scale, "window": count, "hysteresis": count}
+        check_fields(self, {**allowed, "consecutive_hysteresis": FLAG}, prefix="DynamicLossScale.")
         if self.minimum > self.initial:
             raise ValueError(
                 f"`DynamicLossScale.minimum` ({self.minimum}) is above `initial` ({self.initial}): lower one of them."
             )
+
+
+def _is_scale(value: float) -> bool:
+    return 0 < value <= MAX_LOSS_SCALE
+
+
+def _loss_scale(value: Any) -> Any:
+    if isinstance(value, str) and value == "dynamic":
+        return DynamicLossScale()
+    return value if value is None or isinstance(value, DynamicLossScale) else number("", _is_scale).of(value)
+
+
+LOSS_SCALE = Setting('None, a number > 0 up to 2^100, "dynamic" or a `DynamicLossScale`', _loss_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,19 +122,9 @@ class Precision:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"):
-            object.__setattr__(self, name, check_dtype(f"Precision.{name}", getattr(self, name)))
-        object.__setattr__(self, "state_dtype", check_state_dtype("Precision.state_dtype", self.state_dtype))
-        if not isinstance(self.skip_nonfinite, bool):
-            raise ValueError(f"`Precision.skip_nonfinite` must be True or False: got {self.skip_nonfinite!r}.")
-        if isinstance(self.loss_scale, str) and self.loss_scale == "dynamic":
-            object.__setattr__(self, "loss_scale", DynamicLossScale())
-        scale = self.loss_scale
-        if scale is not None and not isinstance(scale, DynamicLossScale) and not _is_scale(scale):
-            raise ValueError(
-                '`Precision.loss_scale` must be None, a number > 0 up to 2^100, "dynamic" or a `DynamicLossScale`: got '
-                f"{scale!r}."
-            )
+        dtypes = dict.fromkeys(("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"), DTYPE)
+        others = {"state_dtype": STATE_DTYPE, "skip_nonfinite": FLAG, "loss_scale": LOSS_SCALE}
+        check_fields(self, dtypes | others, prefix="Precision.")
         if self.master_dtype is not None and self.compute_dtype is None:
             raise ValueError(
                 f"`Precision.master_dtype` is {self.master_dtype!r} but `compute_dtype` is None, which leaves all "
@@ -197,30 +193,22 @@ def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:
     return grad
 
 
-def check_dtype(field: str, value: Any) -> DtypeName | None:
-    """Returns the name of a dtype that a policy may have; raises a `ValueError` for any other."""
-    if value is None:
-        return None
-    try:
-        name = jnp.dtype(value).name
-    except TypeError:
-        name = repr(value)
-    if name not in DTYPES:
-        raise ValueError(f"`{field}` must be None or one of {DTYPES}: got {value!r}.")
-    return name
+def _dtype_name(*allowed: str) -> Setting:
+    def name(value: Any) -> str:
+        if not isinstance(value, str | np.dtype | type):  # of an array it would be the dtype that it has
+            raise TypeError
+        found = str(jnp.dtype(value).name)
+        if found not in allowed:
+            raise ValueError
+        return found
+
+    return optional(Setting(f"one of {allowed}", name))
 
 
-def check_state_dtype(field: str, value: Any) -> Any:
-    """Returns the name of a dtype that optimizer state can be stored in; raises a `ValueError` for any other."""
-    name = check_dtype(field, value)
-    if name == "float16":
-        raise ValueError(f"`{field}` must be None, 'bfloat16' or 'float32': got {value!r}.")
-    return name
-
-
-def _is_scale(value: Any) -> bool:
-    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return bool(is_number and 0 < value <= MAX_LOSS_SCALE)
+DTYPE = _dtype_name("float32", "bfloat16", "float16")
+"""A dtype that a policy may have, kept as its name."""
+STATE_DTYPE = _dtype_name("float32", "bfloat16")
+"""A dtype that optimizer state can be stored in."""
 
 
 PRESETS = {

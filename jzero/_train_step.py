@@ -19,6 +19,7 @@ from jzero._mesh import batch_axes, num_batch_shards
 from jzero._overflow import OverflowWatch, loss_scale_error
 from jzero._plan import ZeroPlan
 from jzero._precision import times
+from jzero._settings import FLAG, NAMES, check, number, one_of, optional, whole
 from jzero._state import adapt_sharded, check_alive, check_in_place, map_state
 from jzero._step_inputs import (
     InputKind,
@@ -44,6 +45,10 @@ __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_trai
 PyTree = Any
 State = Any
 Loss = Callable[..., Any]
+
+REMAT = one_of(
+    None, True, False, "cheap", "offload", "as_written", says="None, True, False, 'cheap', 'offload' or 'as_written'"
+)
 
 
 def _nothing() -> None:
@@ -83,17 +88,16 @@ class _Step:
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
-        if isinstance(micro.steps, bool) or not isinstance(micro.steps, int) or micro.steps < 1:
-            raise ValueError(f"`accumulate_steps` must be an integer >= 1: got {micro.steps!r}.")
+        check("accumulate_steps", micro.steps, whole(1))
+        has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
         if mutable and not has_aux:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
-        if remat not in (None, True, False, "cheap", "offload", "as_written"):
-            raise ValueError(f"`remat` must be None, True, False, 'cheap', 'offload' or 'as_written': got {remat!r}.")
+        check("remat", remat, REMAT)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
-        self.mutable = tuple(mutable)
+        self.mutable = mutable
         self.micro = micro
         self.remat = remat
         check_compiler_options(compiler_options)
@@ -269,9 +273,7 @@ class TrainStep(_Step):
     def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
         super().__init__(loss_fn, **kwargs)
         self._watch = OverflowWatch()
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"`clip_norm` must be None or a number > 0: got {clip_norm!r}.")
-        self.clip_norm = clip_norm
+        self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
@@ -453,8 +455,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       >>> bool(metrics["step_applied"])
       True
     """
-    if reduce not in ("each", "last"):
-        raise ValueError(f"`reduce` must be 'each' or 'last': got {reduce!r}.")
+    check("reduce", reduce, one_of("each", "last"))
     micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
     return TrainStep(
         loss_fn,

@@ -101,6 +101,8 @@ class ExportReport:
 def as_dtype(dtype: Any) -> np.dtype[Any]:
     """Returns a floating-point dtype that the format knows; raises a `ValueError` for any other."""
     try:
+        if not isinstance(dtype, str | np.dtype | type):  # of an array it would be the dtype that it has
+            raise TypeError
         found = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
     except TypeError as error:
         raise ValueError(f"`dtype` must be a dtype such as 'bfloat16': got {dtype!r}.") from error

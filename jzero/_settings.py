@@ -1,0 +1,92 @@
+"""What values settings may have: one check for fields of configurations and arguments of functions alike.
+
+An array is never a setting: its truth and its order are errors of their own, and its dtype is not meant. So values are
+told apart by their types first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["FLAG", "NAMES", "Setting", "check", "check_fields", "number", "one_of", "optional", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a setting may be.
+
+    Attributes:
+      says: What is allowed, as an error says it.
+      of: Returns the value as it is kept; raises a `TypeError` or a `ValueError` if it is not allowed.
+    """
+
+    says: str
+    of: Callable[[Any], Any]
+
+
+def check(name: str, value: Any, setting: Setting) -> Any:
+    """Returns a value as it is kept; raises a `ValueError` that names the setting, the value and what is allowed."""
+    try:
+        return setting.of(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` must be {setting.says}: got {value!r:.200}.") from None
+
+
+def check_fields(settings: Any, allowed: Mapping[str, Setting], *, prefix: str = "") -> None:
+    """Checks the fields of a frozen dataclass, and keeps them as `check` returns them."""
+    for name, setting in allowed.items():
+        object.__setattr__(settings, name, check(prefix + name, getattr(settings, name), setting))
+
+
+def _require(condition: bool, value: Any) -> Any:
+    if not condition:
+        raise ValueError
+    return value
+
+
+def one_of(*choices: Any, says: str | None = None) -> Setting:
+    """One of some values of Python's own; 1 is not True."""
+
+    def kept(value: Any) -> Any:
+        found = [x for x in choices if type(x) is type(value) and x == value]
+        return _require(bool(found), value)
+
+    return Setting(says or f"one of {choices}", kept)
+
+
+def whole(least: int, says: str | None = None) -> Setting:
+    """An integer of at least `least`."""
+
+    def kept(value: Any) -> int:
+        return int(_require(isinstance(value, int) and not isinstance(value, bool) and value >= least, value))
+
+    return Setting(says or f"an integer >= {least}", kept)
+
+
+def number(says: str, holds: Callable[[float], bool]) -> Setting:
+    """A real number: Python's, or a scalar of NumPy or jax, which is kept as a float."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, int | float):
+            return _require(not isinstance(value, bool) and holds(value), value)
+        dtype = getattr(value, "dtype", None)
+        is_real = getattr(value, "shape", None) == () and np.dtype(dtype).kind in "iuf"
+        return _require(is_real and holds(float(value)), float(value) if is_real else value)
+
+    return Setting(says, kept)
+
+
+def optional(setting: Setting) -> Setting:
+    """The same, or `None`."""
+    return Setting(f"None or {setting.says}", lambda x: x if x is None else setting.of(x))
+
+
+FLAG = Setting("True or False", lambda x: bool(_require(isinstance(x, bool | np.bool_), x)))
+NAMES = Setting(
+    "a sequence of names, such as ('batch_stats',)",
+    lambda x: tuple(_require(isinstance(name, str), name) for name in _require(not isinstance(x, str | bytes), x)),
+)

@@ -1,0 +1,69 @@
+"""What is no value of a setting is refused with its name, what it is and what is allowed; whatever the setting."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+
+loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+
+FIELDS = {
+    jzero.ZeroConfig: "stage axis replica_axis persistence_threshold model_persistence_threshold reshard_after_forward "
+    "prefetch_bytes reduce_scatter all_gather_bucket_bytes reduce_bucket_bytes precision offload rules",
+    jzero.Offload: "optimizer params ratio chunk_bytes device_budget_bytes compute delay",
+    jzero.LeafRule: "dim persistent replicated scan_dim compute_dtype state_dtype offload",
+    jzero.Precision: "compute_dtype reduce_dtype accumulate_dtype master_dtype state_dtype loss_scale skip_nonfinite",
+    jzero.DynamicLossScale: "initial window hysteresis minimum consecutive_hysteresis",
+}
+STEP = "has_aux accumulate_steps clip_norm reduce remat mutable compiler_options"
+NO_SETTINGS = [jnp.ones(2), np.ones((2, 2), np.int32), "nonsense?", 1j, [1.0], object(), float("nan"), -2]
+
+
+@pytest.mark.parametrize("value", NO_SETTINGS, ids=repr)
+def test_what_is_no_setting_is_named(value):
+    made = [(name, cls) for cls, names in FIELDS.items() for name in names.split()]
+    made += [(name, lambda **kwargs: jzero.make_train_step(loss_fn, **kwargs)) for name in STEP.split()]
+    for name, make in made:
+        if name in ("axis", "replica_axis") and isinstance(value, str):
+            continue
+        with pytest.raises((TypeError, ValueError), match=rf"`(\w+\.)?{name}` must"):
+            make(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stage", "persistence_threshold", "prefetch_bytes"])
+def test_booleans_are_no_numbers(name):
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*: got True"):
+        jzero.ZeroConfig(**{name: True})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: jzero.Offload(optimizer="host", compute="host", delay=True), "Offload.delay"),
+        (lambda: jzero.Offload(optimizer="host", ratio=True), "Offload.ratio"),
+        (lambda: jzero.LeafRule(persistent=1), "LeafRule.persistent"),
+        (lambda: jzero.DynamicLossScale(initial=True), "DynamicLossScale.initial"),
+        (lambda: jzero.make_train_step(loss_fn, clip_norm=True), "clip_norm"),
+        (lambda: jzero.make_train_step(loss_fn, remat=1), "remat"),
+        (lambda: jzero.make_eval_step(loss_fn, mutable="batch_stats"), "mutable"),
+        (lambda: jzero.value_and_grad(loss_fn, has_aux=1), "has_aux"),
+        (lambda: jzero.Precision(compute_dtype=jnp.ones((), jnp.bfloat16)), "Precision.compute_dtype"),
+    ],
+)
+def test_kinds_are_not_taken_for_each_other(make, name):
+    with pytest.raises(ValueError, match=rf"`{name}` must be .*: got "):
+        make()
+
+
+def test_scalars_of_other_libraries_are_numbers():
+    for value in (1, 0.5, np.float32(0.5), np.int64(1), jnp.float32(0.5)):
+        step = jzero.make_train_step(loss_fn, clip_norm=value)
+        assert step.clip_norm == float(value)
+        assert not isinstance(jzero.Offload(optimizer="host", ratio=value).ratio, jax.Array)  # which has no hash
+    assert jzero.ZeroConfig(reduce_scatter=np.bool_(False)).reduce_scatter is False
+    assert jzero.Precision(compute_dtype=jnp.bfloat16, master_dtype=np.dtype("float32")).compute_dtype == "bfloat16"
+    assert jzero.make_train_step(loss_fn, has_aux=True, mutable=["batch_stats"]).mutable == ("batch_stats",)
