@@ -32,6 +32,7 @@ from jzero._placement import check_names_host_memory, place_array, stored_leaf, 
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import check_arrays, make_plan
 from jzero._processes import check_processes_agree
+from jzero._settings import KEYS, check
 from jzero._state import Adapted, adapt, map_state, stored_state
 from jzero._train_state import resolve_config, resolve_mesh, restrict
 from jzero._trained import restrict_opt_state
@@ -70,7 +71,8 @@ def init_train_state(
       The state, as `shard_train_state(make_state(key), ...)` would place it.
 
     Raises:
-      ValueError: The configuration does not fit the mesh or the state, or processes disagree.
+      ValueError: `key` is no key, the configuration does not fit the mesh or the state, or processes disagree.
+      TypeError: `make_state` is no function.
 
     Example:
       >>> make_state = lambda key: jzero.TrainState.create(
@@ -82,6 +84,12 @@ def init_train_state(
     References:
       DeepSpeed's `zero.Init`.
     """
+    if not callable(make_state):
+        raise TypeError(
+            "`make_state` must be a function that takes a key and returns a train state: got "
+            f"{type(make_state).__name__}. A state that is there already goes to `shard_train_state`."
+        )
+    check("key", key, KEYS)
     config = resolve_config(stage, config)
     mesh = resolve_mesh(mesh, config, None)
     programs, rebuild = lower_init(make_state, key, config, mesh, trainable=trainable)

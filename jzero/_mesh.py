@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -48,12 +48,17 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
 
     Raises:
       ValueError: The sizes do not multiply to the number of devices, or a device is named twice.
+      TypeError: `devices` are none.
 
     Example:
       >>> jzero.make_mesh(replica=2, data=4).shape["data"]
       4
     """
-    chosen = list(jax.devices() if devices is None else devices)
+    given: Any = jax.devices() if devices is None else devices
+    chosen = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    strange = [x for x in chosen if not isinstance(x, jax.Device)]
+    if strange or isinstance(given, jax.Device):
+        raise TypeError(f"`devices` must be a sequence of devices, such as `jax.devices()[:4]`: got {devices!r:.200}.")
     if not chosen:
         raise ValueError("`devices` is empty: a mesh needs at least one device.")
     if len(set(chosen)) != len(chosen):

@@ -10,9 +10,22 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
-__all__ = ["FLAG", "NAMES", "Setting", "check", "check_fields", "number", "one_of", "optional", "whole"]
+__all__ = [
+    "FLAG",
+    "KEYS",
+    "NAMES",
+    "ONE_KEY",
+    "Setting",
+    "check",
+    "check_fields",
+    "number",
+    "one_of",
+    "optional",
+    "whole",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +98,17 @@ def optional(setting: Setting) -> Setting:
     return Setting(f"None or {setting.says}", lambda x: x if x is None else setting.of(x))
 
 
+def _is_key(value: Any, *, one: bool) -> bool:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return False
+    is_typed = bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    words = len(shape) - (dtype == np.uint32)  # a key of the older kind is a vector of words
+    return (is_typed or dtype == np.uint32) and (words == 0 if one else words >= 0)
+
+
+ONE_KEY = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _require(_is_key(x, one=True), x))
+KEYS = Setting("a PRNG key, such as `jax.random.key(0)`", lambda x: _require(_is_key(x, one=False), x))
 FLAG = Setting("True or False", lambda x: bool(_require(isinstance(x, bool | np.bool_), x)))
 NAMES = Setting(
     "a sequence of names, such as ('batch_stats',)",

@@ -17,6 +17,7 @@ from jzero._aux import Weighted, check_aux
 from jzero._mesh import batch_axes, num_batch_shards
 from jzero._placement import place_array
 from jzero._plan import StateLeaf, ZeroPlan, itemsize
+from jzero._settings import ONE_KEY, check, optional
 from jzero._state import map_state
 from jzero._tree import path_str
 from jzero.engine.trace import TracedLoss
@@ -27,6 +28,7 @@ __all__ = [
     "are_like",
     "check_batch",
     "check_loss",
+    "check_rng",
     "check_stored",
     "closed_over",
     "in_trace",
@@ -96,8 +98,14 @@ def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int)
     in_place = all(map(operator.is_, placed, leaves))
     if not in_place:
         batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
+    check_rng(rng)
     key = None if rng is None else _placed(rng, whole)
     return batch, key, in_place and key is rng
+
+
+def check_rng(rng: Any) -> None:
+    """Raises unless this is one PRNG key or `None`."""
+    check("rng", rng, optional(ONE_KEY))
 
 
 def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -117,6 +125,7 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
 
     split, whole = plan.batch_sharding, plan.whole_sharding
     check_batch(batch, plan)
+    check_rng(rng)
     state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
     batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
     return state, batch, None if rng is None else shape(rng, whole)

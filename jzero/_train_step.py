@@ -27,6 +27,7 @@ from jzero._step_inputs import (
     are_like,
     check_batch,
     check_loss,
+    check_rng,
     check_stored,
     closed_over,
     in_trace,
@@ -196,6 +197,7 @@ class _Step:
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
     ) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and what it is evaluated on."""
+        check_rng(rng)
         _check_third_argument(self.loss_fn, self.mutable, rng)
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)

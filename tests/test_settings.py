@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jzero
@@ -57,6 +58,34 @@ def test_booleans_are_no_numbers(name):
 def test_kinds_are_not_taken_for_each_other(make, name):
     with pytest.raises(ValueError, match=rf"`{name}` must be .*: got "):
         make()
+
+
+@pytest.mark.parametrize("key", [7, "7", np.int32(7), np.zeros(2, np.float32), 1.5, [0, 1]], ids=repr)
+def test_what_is_no_key_is_named(key):
+    plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    state, batch = jzero.shard_train_state(plain, stage=1), np.ones((8, 8), np.float32)
+    step = jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch) + jax.random.normal(rng))
+    for call in (step, step.lower, jax.jit(lambda state, batch, rng: step(state, batch, rng=key))):
+        rng = key if isinstance(call, type(step)) or call == step.lower else jax.random.key(0)
+        with pytest.raises(ValueError, match=r"`rng` must be None or a PRNG key.*jax\.random\.key"):
+            call(state, batch, rng=rng)
+    with pytest.raises(ValueError, match=r"`key` must be a PRNG key.*jax\.random\.key"):
+        jzero.init_train_state(lambda key: plain, key, stage=1)
+    with pytest.raises(TypeError, match="`make_state` must be a function"):
+        jzero.init_train_state(key, jax.random.key(0), stage=1)
+
+
+def test_keys_of_both_kinds_are_taken():
+    plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    step = jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch) + jax.random.normal(rng))
+    for key in (jax.random.key(0), jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
+        step(jzero.init_train_state(lambda key: plain, key, stage=1), np.ones((8, 8), np.float32), rng=key)
+
+
+@pytest.mark.parametrize("devices", [[0, 1], 4, "cpu", [None], jax.Device], ids=repr)
+def test_what_are_no_devices_is_named(devices):
+    with pytest.raises(TypeError, match=r"`devices` must be a sequence of devices, such as `jax\.devices"):
+        jzero.make_mesh(devices=devices)
 
 
 def test_scalars_of_other_libraries_are_numbers():

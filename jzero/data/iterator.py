@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import grain
 
+from jzero._settings import check, whole
 from jzero.data.pipeline import Pipeline
 from jzero.data.position import Position
 
@@ -71,8 +72,11 @@ class LoaderIterator:
           state: What `get_state` returned.
 
         Raises:
-          ValueError: It is a position in another source or another order.
+          ValueError: It is a position in another source or another order, or none.
+          TypeError: It is no dictionary.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"`state` must be a position, which `get_state` returns, a dictionary: got {state!r:.200}.")
         mine, missing = self._pipeline.identity(), {"epoch", "example"} - state.keys()
         if missing:
             raise ValueError(f"This is no position of a loader: it has no {sorted(missing)}, only {sorted(state)}.")
@@ -84,8 +88,9 @@ class LoaderIterator:
                 + "\n".join(rows)
                 + "\nMake the loader as it was, or restore without `data_iterator` to start from the beginning."
             )
+        epoch, example = (check(f"state[{name!r}]", state[name], whole(0)) for name in ("epoch", "example"))
         _close(self._ahead)
-        self._position = Position(int(state["epoch"]), int(state["example"]))
+        self._position = Position(epoch, example)
 
     def close(self) -> None:
         """Drops what was made ahead and ends the threads; nothing more can be read."""
