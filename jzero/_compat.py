@@ -19,6 +19,7 @@ from jax._src import (
     effects,  # which effects are ordered has no public name
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
+from jax._src.interpreters import partial_eval  # nor has taking outputs from a jaxpr
 from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -46,6 +47,7 @@ __all__ = [
     "shard_map_axes",
     "starves_steps",
     "value_of",
+    "with_outputs",
 ]
 
 Jaxpr = Any
@@ -93,6 +95,13 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     if hasattr(jaxpr, "consts"):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
+
+
+def with_outputs(jaxpr: Any, used: Sequence[bool]) -> Any:
+    """Returns a closed jaxpr of the same inputs with some of its outputs, without what only the others need."""
+    opened, _ = open_jaxpr(jaxpr)
+    kept, _ = partial_eval.dce_jaxpr(opened, list(used), instantiate=True)
+    return kept if opened is jaxpr else jaxpr.replace(jaxpr=kept)
 
 
 def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero._aux import Synced, Weighted
+from jzero._aux import Weighted
 from jzero._config import ZeroConfig
 from jzero._mesh import batch_axes
 from jzero._optimizer import ZeroTransformation
@@ -28,6 +28,7 @@ from jzero._tree import path_str
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.trace import carried_leaves
 from jzero.engine.walk import Walk
+from jzero.engine.written import Written
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
 
@@ -346,8 +347,8 @@ class _Reference:
             (grads[i] * factor).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
-        new = state.apply_gradients(grads=treedef.unflatten(for_optax))
-        new = new.absorb(changed) if hasattr(new, "absorb") else new.replace(**changed)
+        written = state.absorb(changed) if hasattr(state, "absorb") else state.replace(**changed)
+        new = written.apply_gradients(grads=treedef.unflatten(for_optax))
         return new, total / divisor, norm, weight
 
     def _loss_and_grads(self, state: Any) -> Loss:
@@ -413,7 +414,7 @@ class _Reference:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result, changed = bound(*args, **kwargs)
-            return result, {name: x.value if isinstance(x, Synced) else x for name, x in changed.items()}
+            return result, jax.tree.map(lambda x: x.value, changed, is_leaf=lambda x: isinstance(x, Written))
 
         return call, carried
 

@@ -66,13 +66,13 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
       changed: What the loss changed of the state's other fields, by name.
     """
     plan = state.tx.plan
+    carried = _with_changed(state, changed)
+    if found.applied is not None and carried is not state:
+        carried = keep_unless(found.applied, carried, state)
     if plan.config.offload.delay:
-        carried = _with_changed(state, changed)
-        if found.applied is not None and changed:
-            carried = keep_unless(found.applied, carried, state)
         new = _with_pending(_pending_applied(carried), found)
     else:
-        new = _unless_skipped(found.applied, _with_changed(_updated(state, found), changed), state)
+        new = _unless_skipped(found.applied, _updated(carried, found), carried)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
         scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
@@ -88,9 +88,9 @@ def _stored(state: Any, plan: ZeroPlan) -> Any:
 
 
 def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
-    if not changed:
+    if not jax.tree.leaves(changed):
         return state
-    return state.absorb(changed) if hasattr(state, "absorb") else state.replace(**changed)
+    return state.absorb(state.as_stored(changed)) if hasattr(state, "absorb") else state.replace(**changed)
 
 
 def _updated(state: Any, found: StepGrads) -> Any:

@@ -40,6 +40,7 @@ from jzero._step_update import StepGrads, next_state
 from jzero.engine.gradients import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
+from jzero.engine.written import written_alone
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -108,6 +109,7 @@ class _Step:
 
     donated: tuple[int, ...] = ()
     uses_opt_state = True
+    keeps_changes = True
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         raise NotImplementedError
@@ -203,14 +205,14 @@ class _Step:
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, self.micro.steps)
         traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
-        return traced, inputs
+        return written_alone(traced), inputs
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
         if hasattr(state, "bind_loss"):
             if self.mutable:
                 raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
-            return state.bind_loss(self.loss_fn, batch_axes(plan.config))
+            return state.bind_loss(self.loss_fn, batch_axes(plan.config), keeps=self.keeps_changes)
         missing = [name for name in self.mutable if not hasattr(state, name)]
         if missing:
             raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
@@ -261,6 +263,7 @@ class ValueAndGrad(_Step):
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs)
         aux, changed = result.aux
+        changed = state.as_stored(changed) if hasattr(state, "as_stored") else changed
         grads = result.grads
         if inputs.loss_scale is None:  # else 16 bits would not hold what the scale was there to save
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
@@ -325,6 +328,7 @@ class EvalStep(_Step):
     """The callable that `make_eval_step` returns."""
 
     uses_opt_state = False
+    keeps_changes = False
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
@@ -385,6 +389,7 @@ def value_and_grad(
         `while_loop`, `custom_vjp` and `shard_map` stays as it is.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
         keyword argument, and `aux` must be a dictionary with its new value; floating values are averaged over devices.
+        Not for NNX states, whose model keeps what the loss writes into its variables.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
@@ -476,7 +481,7 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
     Args:
       metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place
         of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed`
-        and `PerExample` say otherwise.
+        and `PerExample` say otherwise. What it changes in an NNX model is dropped.
       mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
 
     Returns:

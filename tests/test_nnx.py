@@ -181,3 +181,104 @@ def test_a_swapped_pair_and_a_model_alone_are_refused_by_name():
         jzero.shard_train_state((optimizer, model), stage=3)
     with pytest.raises(TypeError, match=r"MLP alone has no optimizer: pass the pair `\(model, optimizer\)`"):
         jzero.shard_train_state(model, stage=3)
+
+
+class Writing(nnx.Module):
+    """A model that does something to itself in each call."""
+
+    def __init__(self, write):
+        self.linear, self.write = nnx.Linear(D, D, rngs=nnx.Rngs(0)), write
+        self.cache, self.key = nnx.Cache(jnp.zeros(2, jnp.float16)), nnx.Variable(jax.random.key(0))
+        self.calls, self.log = 0, ["made"]
+
+    def __call__(self, x):
+        self.write(self, x)
+        return self.linear(x)
+
+
+def _sharded(model, stage=3, **kwargs):
+    pair = (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
+    return jzero.shard_train_state(pair, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0, **kwargs))
+
+
+def _normalized():
+    return nnx.SpectralNorm(nnx.Linear(D, 13, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+
+
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # of `nnx.SpectralNorm` in bf16
+@pytest.mark.parametrize(
+    ("stage", "own_update", "precision"), [(1, False, "bf16"), (2, True, "fp32"), (3, False, "fp32")]
+)
+def test_what_a_model_writes_into_its_parameters_is_kept(stage, own_update, precision):
+    loss_fn = lambda model, x: jnp.square(model(x, update_stats=True)).mean()
+    model, state = _normalized(), _sharded(_normalized(), stage, precision=precision)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step, loss_and_grads = jzero.make_train_step(loss_fn), jzero.value_and_grad(loss_fn)
+    for seed in range(2):
+        want, grads = nnx.value_and_grad(loss_fn)(model, _batch(seed))
+        optimizer.update(model, grads)
+        if own_update:
+            loss, grads = loss_and_grads(state, _batch(seed))
+            state[1].update(state[0], grads)
+        else:
+            state, metrics = step(state, _batch(seed))
+            loss = metrics["loss"]
+        np.testing.assert_allclose(loss, want, rtol=1e-5 if precision == "fp32" else 0.02)
+    atol = 1e-5 if precision == "fp32" else 0.01
+    _assert_close(_params(jzero.unshard_train_state(state)[0]), _params(model), atol)
+
+
+def test_parameters_that_a_recomputed_layer_hands_through_are_not_written():
+    step = jzero.make_train_step(nnx.remat(loss_fn))
+    state, batch, rng = step.abstract_arguments(_sharded(MLP(nnx.Rngs(0), norm=True)), _batch())
+    traced, _ = step._trace_loss(state, state.tx.plan, batch, rng)
+    _, (_, changed) = traced.out_shape
+    assert {name: [path for path, x in tree.items() if x] for name, tree in changed.items()} == {
+        "params": [],
+        "frozen": [],
+        "rest": ["norm/mean", "norm/var"],
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_a_model_sows_is_the_losss_own():
+    def loss_fn(model, x):
+        loss = jnp.square(model(x)).mean()
+        return loss, jzero.PerExample(model.hidden.get_value()[0])
+
+    state = _sharded(Writing(lambda model, x: model.sow(nnx.Intermediate, "hidden", x)))
+    step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=2)
+    for _ in range(2):
+        state, metrics = step(state, _batch())
+        assert metrics["aux"].shape == (16, D)
+    assert not hasattr(state[0], "hidden")
+
+
+def _appends(model, x):
+    model.log.append("called")
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda m, x: setattr(m, "calls", m.calls + 1), "calls: 0, then 1\n.*nnx.Variable"),
+        (_appends, "log/1: None, then 'called'"),
+        (lambda m, x: setattr(m, "last", x), "last: None, then JitTracer"),
+        (lambda m, x: setattr(m, "hidden", nnx.Intermediate(x[0])), r"hidden: float32\[24\], added"),
+        (lambda m, x: delattr(m, "cache"), r"cache: float16\[2\], deleted"),
+        (lambda m, x: m.cache.set_value(m.cache[...][:1]), r"cache: float16\[2\], then float16\[1\]"),
+        (lambda m, x: m.cache.set_value(m.cache[...] + x[0, :2]), r"cache: float16\[2\], then float32\[2\]"),
+        (lambda m, x: m.key.set_value(jax.random.split(m.key[...])[0]), "writes the random key 'key'"),
+    ],
+)
+def test_changes_that_a_step_cannot_keep_are_refused_by_name(write, message):
+    state = _sharded(Writing(write))
+    with pytest.raises(ValueError, match=message):
+        jzero.make_train_step(loss_fn).eval_shape(state, _batch())
+    jzero.make_eval_step(lambda model, x: {"loss": loss_fn(model, x)}).eval_shape(state, _batch())
+
+
+def test_parameters_on_the_host_cannot_be_written():
+    state = _sharded(_normalized(), offload=jzero.Offload(optimizer="host", params="host"))
+    with pytest.raises(ValueError, match=r"lie on the host .*'layer_instance/kernel'"):
+        jzero.make_train_step(lambda model, x: model(x, update_stats=True).mean()).eval_shape(state, _batch())

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
-from jzero._aux import Synced
 from jzero._model_size import Params, register_model_view, state_params
 from jzero._optimizer import ZeroTransformation
-from jzero._state import Adapted, register_adapter
+from jzero._placement import stored_leaf, strong
+from jzero._rounding import with_edits
+from jzero._state import Adapted, map_state, register_adapter
+from jzero._tree import path_str
 from jzero.engine.trace import FROZEN
+from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
 PyTree = Any
+Changed = Mapping[str, Mapping[str, Any]]
+"""Arrays that the loss changed, by field of the train state and path."""
+
+WRITABLE = ("params", FROZEN, "rest")
 
 
 @jax.tree_util.register_dataclass
@@ -60,41 +68,83 @@ class NnxTrainState:
         return self.replace(step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state)
 
     def bind_loss(
-        self, loss_fn: Callable[..., Any], axes: tuple[str, ...]
+        self, loss_fn: Callable[..., Any], axes: tuple[str, ...], *, keeps: bool = True
     ) -> tuple[Callable[..., Any], dict[str, PyTree]]:
         """Returns the loss as a function of arrays, and the model's state that it carries on.
 
         The random streams of the model are folded with the index of the device while the loss runs, so that
         devices draw different numbers; their keys stay as they are in the state.
+
+        Args:
+          loss_fn: A function of a model, a batch and perhaps a key.
+          axes: The mesh axes that the batch is split over.
+          keeps: Whether what it changes in the model is kept: returned as `Written` values by field and path, and
+            refused by name where a step cannot keep it.
         """
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
-            leaves, treedef = jax.tree.flatten(rest)
-            local = treedef.unflatten([_fold(x, axes) for x in leaves])
+            local = jax.tree.map(lambda x: _fold(x, axes), rest)
             model = nnx.merge(self.graphdef, params, frozen, local)
+            attributes = python_attributes(model)
             result = loss_fn(model, batch, *rng)
-            changed = {}
-            after = treedef.flatten_up_to(nnx.as_pure(_rest_of(model, self.wrt)))
-            for i, (new, old) in enumerate(zip(after, jax.tree.leaves(local), strict=True)):
-                if new is not old and not jax.dtypes.issubdtype(new.dtype, jax.dtypes.prng_key):
-                    changed[str(i)] = Synced(new)
+            if not keeps:
+                return result, {}
+            parts: Any = nnx.split(model, self.wrt, nnx.Param, ...)
+            after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
+            changed = written({"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes())
+            check_attributes(attributes, python_attributes(model))
             return result, changed
 
         return call, {"rest": self.rest, FROZEN: self.frozen}
 
-    def absorb(self, changed: dict[str, jax.Array]) -> NnxTrainState:
-        """Returns the state with the variables that the loss changed, by number among the leaves of `rest`."""
-        leaves, treedef = jax.tree.flatten(self.rest)
-        return self.replace(rest=treedef.unflatten([changed.get(str(i), x) for i, x in enumerate(leaves)]))
+    def _dtypes(self) -> dict[str, dict[str, Any]]:
+        """Returns the dtype in which each variable is kept: of a parameter with a master that of the master."""
+        dtypes = {name: {path: x.dtype for path, x in by_path(getattr(self, name)).items()} for name in WRITABLE}
+        if isinstance(self.tx, ZeroTransformation):
+            dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in self.tx.plan.leaves}
+        return dtypes
+
+    def as_stored(self, changed: Changed) -> Changed:
+        """Returns what the loss changed in the layout of the plan. Inside of `jit`.
+
+        Raises:
+          ValueError: It changed parameters that lie on the host.
+        """
+        found = {name: {k: x for k, x in values.items() if x is not None} for name, values in changed.items()}
+        layout = map_state(lambda _, leaf: leaf, self.tx.plan, self)
+        leaves = {name: by_path(getattr(layout, name)) for name in found}
+        away = [path for name in found for path in found[name] if leaves[name][path].on_host]
+        if away:
+            raise ValueError(
+                f"The loss writes parameters that lie on the host (`Offload(params='host')`): {away}. Keep them on the "
+                "devices, `rules={path: LeafRule(offload=False)}`."
+            )
+        return {
+            name: {path: stored_leaf(x, leaves[name][path], self.tx.plan) for path, x in values.items()}
+            for name, values in found.items()
+            if values
+        }
+
+    def absorb(self, changed: Changed) -> NnxTrainState:
+        """Returns the state with what the loss changed, in the shapes that the state has."""
+
+        def new(name: str) -> PyTree:
+            values = changed.get(name, {})
+            return jax.tree_util.tree_map_with_path(
+                lambda path, x: _overwritten(x, values[path_str(path)]) if path_str(path) in values else x,
+                getattr(self, name),
+            )
+
+        return self.replace(**{name: new(name) for name in WRITABLE})
 
 
-def _is_rest(wrt: Any) -> Any:
-    """The filter of variables that are no parameters, trained or frozen."""
-    return nnx.Not(nnx.Any(wrt, nnx.Param))
-
-
-def _rest_of(model: nnx.Module, wrt: Any) -> Any:
-    return nnx.state(model, _is_rest(wrt))
+def _overwritten(x: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns `new` in the dtype of `x`; of what the loss saw in fewer bits only elements that it changed."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x  # of the devices' keys, see `_fold`, the state has no use
+    if x.dtype == new.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(new.dtype, jnp.floating):
+        return strong(new, x.dtype)
+    return with_edits(x, new)
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -146,8 +196,10 @@ def adapt_nnx(state: Any) -> Adapted | None:
     def wrap_grads(grads: PyTree) -> Any:
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
 
-    def absorb(changed: dict[str, PyTree]) -> None:
-        nnx.update(model, train_state.absorb(changed).rest)
+    def absorb(changed: Changed) -> None:
+        new = train_state.absorb(changed)
+        for name in changed:
+            nnx.update(model, getattr(new, name))
 
     def ties() -> dict[str, tuple[str, ...]]:
         """Of the paths under which a variable is shared, the first one holds it."""

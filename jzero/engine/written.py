@@ -1,0 +1,127 @@
+"""What the loss wrote into the variables of a model, told from what it only handed through.
+
+In: a traced loss whose `aux` holds `Written` pairs, what a variable holds after the loss and before it. Out: the loss
+without the pairs that are the same value, and with `Synced` in place of the others.
+
+A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from it, so
+that in the trace each is a new value. In the jaxpr it is not: what comes out of
+
+    c = checkpoint[jaxpr={ lambda ; a:f32[8,4] b:f32[8,4]. let ... in (a, ...) }] w x
+
+is `w`. Without this each parameter of such a part would leave the step whole, to be written back as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero import _compat
+from jzero._aux import Synced
+from jzero._tree import path_str
+from jzero.engine.recompute import CALLS, REMAT
+from jzero.engine.trace import TracedLoss
+
+__all__ = ["Written", "written_alone"]
+
+Jaxpr = Any
+Equation = Any
+Atom = Any
+
+CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "closed_call"])
+"""Further calls, of functions that take just what the equation takes."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A variable of the model.
+
+    Attributes:
+      value: What it holds after the loss.
+      before: What it held before.
+    """
+
+    value: jax.Array
+    before: jax.Array
+
+
+def written_alone(traced: TracedLoss) -> TracedLoss:
+    """Returns a traced loss that returns only those `Written` values which differ from what was there before.
+
+    Raises:
+      ValueError: The loss writes a random key, of which each device has another.
+    """
+    treedef: Any
+    found, treedef = jax.tree_util.tree_flatten_with_path(traced.out_shape, is_leaf=_is_written)
+    if not any(_is_written(x) for _, x in found):
+        return traced
+    jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
+    ends = itertools.accumulate((len(jax.tree.leaves(x)) for _, x in found), initial=0)
+    roots = _roots(jaxpr)
+    used = [True] * len(roots)
+    kept: list[Any] = []
+    for (path, x), (start, end) in zip(found, itertools.pairwise(ends), strict=True):
+        if not _is_written(x):
+            kept.append(x)
+            continue
+        changed = roots[start] is not roots[start + 1]
+        used[start:end] = [changed, False]
+        if changed and jax.dtypes.issubdtype(x.value.dtype, jax.dtypes.prng_key):
+            name = path_str(path[-1:])
+            raise ValueError(
+                f"The loss writes the random key {name!r} of the model. Devices fold keys with their index, so each "
+                "has another one, and the state can hold but one. Draw from `nnx.Rngs`, whose counts go on and whose "
+                "keys stay, or pass `rng=` to the step."
+            )
+        kept.append(Synced(x.value) if changed else None)
+    out_shape = treedef.unflatten(kept)
+    return dataclasses.replace(traced, jaxpr=_compat.with_outputs(traced.jaxpr, used), out_shape=out_shape)
+
+
+def _is_written(x: Any) -> bool:
+    return isinstance(x, Written)
+
+
+def _roots(jaxpr: Jaxpr) -> list[Atom]:
+    """Returns for each output where its value comes from: an input, or what an equation made first."""
+    origin: dict[Any, Any] = {}
+
+    def root(atom: Atom) -> Atom:
+        return atom if _compat.is_literal(atom) else origin.get(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        for out, number in zip(eqn.outvars, _handed_through(eqn), strict=False):
+            if number is not None:
+                origin[out] = root(eqn.invars[number])
+    return [root(atom) for atom in jaxpr.outvars]
+
+
+def _handed_through(eqn: Equation) -> Sequence[int | None]:
+    """Returns for each output of an equation which of its inputs it is, by number; `None` for a new value."""
+    name = eqn.primitive.name
+    if name in REMAT | CALLS | CUSTOM:
+        return _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
+    if name == "scan":
+        first, num_carry = _compat.scan_groups(eqn)
+        found = _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
+        # Carried values that each turn hands on in their place, and rows that it returns as they come.
+        carried = [j if j == first + i else None for i, j in enumerate(found[:num_carry])]
+        return [*carried, *(j if j is not None and j >= first + num_carry else None for j in found[num_carry:])]
+    if name == "while":
+        first, (body, _) = eqn.params["body_nconsts"], _compat.open_jaxpr(eqn.params["body_jaxpr"])
+        skipped = eqn.params["cond_nconsts"]
+        return [skipped + j if j == first + i else None for i, j in enumerate(_outputs_as_inputs(body))]
+    if name == "cond":
+        branches = [_outputs_as_inputs(_compat.open_jaxpr(branch)[0]) for branch in eqn.params["branches"]]
+        return [j + 1 if j is not None and {j} == set(others) else None for j, *others in zip(*branches, strict=True)]
+    return []
+
+
+def _outputs_as_inputs(jaxpr: Jaxpr) -> list[int | None]:
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    return [None if _compat.is_literal(root) else numbers.get(root) for root in _roots(jaxpr)]

@@ -1,0 +1,111 @@
+"""What a loss changes in an NNX model: found, and refused by name where a compiled step cannot keep it.
+
+A step runs the Python of a loss once, when it is traced, and keeps the variables that the model was sharded with. So
+the values of variables are carried on, and nothing else is: neither other variables or shapes, nor Python attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.tree_util import SequenceKey
+
+from jzero._aux import holds
+from jzero._tree import path_str
+from jzero.engine.written import Written
+
+__all__ = ["by_path", "check_attributes", "python_attributes", "written"]
+
+PyTree = Any
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by path."""
+    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def python_attributes(model: nnx.Module) -> dict[str, Any]:
+    """Returns the attributes of a model, by path, that are no variables or arrays of its state, and hold none."""
+    in_state = {path for path, _ in nnx.to_flat_state(nnx.state(model))}
+    return {
+        "/".join(map(str, path)): x
+        for path, x in nnx.iter_graph(model)
+        if path and path not in in_state and not str(path[-1]).startswith("_")
+        if not isinstance(x, nnx.Variable) and not nnx.graph.is_node(x)
+    }
+
+
+def check_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` that names each Python attribute which the loss changed."""
+    names = sorted({*before, *after})
+    changed = [name for name in names if not _same(before.get(name), after.get(name))]
+    if changed:
+        listed = "\n".join(f"  {name}: {before.get(name)!r:.60}, then {after.get(name)!r:.60}" for name in changed[:10])
+        raise ValueError(
+            "The loss changes Python attributes of the model. A compiled step runs Python once, when it is traced, so "
+            f"it would not keep them:\n{listed}\nHold what changes in an `nnx.Variable` (a counter: "
+            "`nnx.Variable(jnp.zeros((), jnp.int32))`), or set attributes outside of the loss, as `model.train()` does."
+        )
+
+
+def _same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    try:
+        return type(x) is type(y) and bool(x == y)
+    except (TypeError, ValueError):  # no such comparison, or one by elements
+        return False
+
+
+def written(
+    before: Mapping[str, PyTree], after: Mapping[str, PyTree], dtypes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Written]]:
+    """Returns the variables that may have been written, by field and path.
+
+    What the loss appends to a tuple, as `sow` does, is its own: it can read that, and the state does not keep it.
+
+    Args:
+      before: The variables of each field as arrays before the loss.
+      after: After it.
+      dtypes: The dtype of each, by field and path, in which the state keeps it.
+
+    Raises:
+      ValueError: Variables were added or deleted, or changed shape or dtype; the message names them.
+    """
+    bad: list[str] = []
+    found: dict[str, dict[str, Written]] = {}
+    for name, tree in before.items():
+        old, new = by_path(tree), by_path(after[name])
+        appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[name]) if _in_tuple(p)}
+        bad += [f"  {path}: {_kind(old[path])}, deleted" for path in old if path not in new]
+        bad += [f"  {path}: {_kind(new[path])}, added" for path in new if path not in old and path not in appended]
+        found[name] = {}
+        for path in old:
+            if path not in new or new[path] is old[path]:
+                continue
+            value = new[path] if hasattr(new[path], "aval") else jnp.asarray(new[path])
+            if value.shape != old[path].shape or not holds(dtypes[name][path], value.dtype):
+                kept = jax.ShapeDtypeStruct(old[path].shape, dtypes[name][path])
+                bad.append(f"  {path}: {_kind(kept)}, then {_kind(value)}")
+            found[name][path] = Written(value, old[path])
+    if bad:
+        raise ValueError(
+            "The loss changes which variables the model has, or their shape or dtype. A step keeps the values of the "
+            "variables that the model was sharded with, and no others:\n"
+            + "\n".join(sorted(bad)[:10])
+            + "\nAdd and delete variables before `shard_train_state`, and write values of the same shape and dtype. "
+            "What the loss adds for its own use it can take out again: `nnx.pop(model, nnx.Intermediate)`."
+        )
+    return found
+
+
+def _in_tuple(path: tuple[Any, ...]) -> bool:
+    return any(isinstance(key, SequenceKey) for key in path)
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
