@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -25,6 +27,7 @@ __all__ = [
     "holds",
     "marked_leaves",
     "reduce_aux",
+    "split_mutable",
 ]
 
 PyTree = Any
@@ -149,6 +152,53 @@ def check_aux(aux: PyTree, num_rows: int | None) -> None:
         )
 
 
+def split_mutable(aux: PyTree, carried: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Any]]:
+    """Returns the new values of `mutable` fields that a loss returned in `aux`, as `Synced`, and the rest of it.
+
+    Args:
+      aux: What the loss returned beside the mean.
+      carried: What it was given of each field.
+
+    Raises:
+      ValueError: A field did not come back in the structure, the shapes and the dtypes that it has.
+    """
+    given = aux if isinstance(aux, Mapping) else {}
+    bad: list[str] = []
+    changed: dict[str, list[Any]] = {}
+    for name, tree in carried.items():
+        if name not in given:
+            bad.append(f"  {name}: not there")
+            continue
+        old = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path({name: tree})}
+        new = {path_str(path): _array(x) for path, x in jax.tree_util.tree_leaves_with_path({name: given[name]})}
+        bad += [f"  {path}: {_kind(x)}, deleted" for path, x in old.items() if path not in new]
+        bad += [f"  {path}: {_kind(x)}, added" for path, x in new.items() if path not in old]
+        bad += [
+            f"  {path}: {_kind(x)}, then {_kind(new[path])}"
+            for path, x in old.items()
+            if path in new and not (hasattr(y := new[path], "dtype") and x.shape == y.shape and holds(x.dtype, y.dtype))
+        ]
+        values: list[Any] = [new.get(path) for path in old]
+        changed[name] = [Synced(x) for x in values]
+    if bad:
+        raise ValueError(
+            f"`mutable={tuple(carried)}` names fields that the loss must return in `aux`, a dictionary, with the "
+            "structure, the shapes and the dtypes that the state has; these differ:\n"
+            + "\n".join(bad[:10])
+            + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
+        )
+    new_values = {name: jax.tree.unflatten(jax.tree.structure(tree), changed[name]) for name, tree in carried.items()}
+    return new_values, {k: x for k, x in given.items() if k not in carried}
+
+
+def _array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r:.60}"
+
+
 def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
     """Returns the spec of each reduced auxiliary leaf, in the structure of `reduce_aux`'s result."""
     return jax.tree.map(lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked)
@@ -169,6 +219,9 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
             return sum_over(value.sum(0) if stacked else value, wire)
         if isinstance(x, Synced):
             value = x.value[-1] if stacked else x.value
+            if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+                bits = max_over(jax.random.key_data(value), wire)
+                return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
             return average(value) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
         return average(x, stacked=stacked)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero._aux import PerExample, Summed, Synced, Weighted, marked_leaves
+from jzero._aux import PerExample, Summed, Weighted, marked_leaves, split_mutable
 from jzero._compiler_options import CompilerOptions, check_compiler_options
 from jzero._compiler_options import compiler_options as make_compiler_options
 from jzero._mesh import batch_axes, num_batch_shards
@@ -227,8 +227,7 @@ class _Step:
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = _split_aux(result, self.has_aux)
             if self.mutable:
-                changed = {name: jax.tree.map(Synced, aux[name]) for name in self.mutable}
-                aux = {k: v for k, v in aux.items() if k not in self.mutable}
+                changed, aux = split_mutable(aux, carried)
             return loss, (marked_leaves(aux), changed)
 
         return call, carried
@@ -388,8 +387,9 @@ def value_and_grad(
         device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
         `while_loop`, `custom_vjp` and `shard_map` stays as it is.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
-        keyword argument, and `aux` must be a dictionary with its new value; floating values are averaged over devices.
-        Not for NNX states, whose model keeps what the loss writes into its variables.
+        keyword argument, and `aux` must be a dictionary with its new value, in the structure, shapes and dtypes that it
+        has; floating values are averaged over devices. Not for NNX states, whose model keeps what the loss writes into
+        its variables.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and

@@ -41,6 +41,12 @@ def loss_fn(params, batch):
     return jnp.square(batch @ params["dense"]["w"] + params["dense"]["b"][None]).mean()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithStats(jzero.TrainState):
+    stats: object = None
+
+
 @contextlib.contextmanager
 def raises(error, *parts):
     """Expects an error whose message holds each of `parts`."""
@@ -720,3 +726,23 @@ def test_mutable_is_for_linen():
     step = jzero.make_train_step(lambda params, batch, batch_stats: (0.0, {}), has_aux=True, mutable=("batch_stats",))
     with raises(ValueError, "['batch_stats']", "TrainState"):
         step(sharded_state(), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("aux", "named"),
+    [
+        ({"stats": {"mean": jnp.zeros(5)}}, "stats/mean: float32[4], then float32[5]"),
+        ({"stats": {"mean": jnp.zeros(4, jnp.complex64)}}, "stats/mean: float32[4], then complex64[4]"),
+        ({"stats": {"mean": jnp.zeros(4), "var": 1.0}}, "stats/var: float32[], added"),
+        ({"stats": {}}, "stats/mean: float32[4], deleted"),
+        ({}, "stats: not there"),
+        (jnp.zeros(4), "stats: not there"),
+    ],
+)
+def test_a_mutable_field_comes_back_as_it_was(aux, named):
+    state = jzero.shard_train_state(WithStats(**vars(plain_state()), stats={"mean": jnp.zeros(4)}), stage=2)
+    step = jzero.make_train_step(
+        lambda params, batch, *, stats: (loss_fn(params, batch), aux), has_aux=True, mutable=("stats",)
+    )
+    with raises(ValueError, "`mutable=('stats',)`", named):
+        step.eval_shape(state, BATCH)
