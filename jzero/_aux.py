@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._collectives import Wire, max_over, mean, sum_over
-from jzero._precision import wide_dtype, widen
+from jzero._precision import holds, wide_dtype, widen
 from jzero._tree import path_str
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Weighted",
     "aux_specs",
     "check_aux",
-    "holds",
     "marked_leaves",
     "reduce_aux",
     "split_mutable",
@@ -113,16 +112,6 @@ def marked_leaves(aux: PyTree) -> PyTree:
         return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
 
     return jax.tree.map(spread, aux, is_leaf=_is_marked)
-
-
-def holds(dtype: Any, value_dtype: Any) -> bool:
-    """Whether state of a dtype can take a value of another one without loss of range or kind."""
-    if dtype == value_dtype:
-        return True
-    try:
-        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
-    except (TypeError, ValueError):  # random keys, 8-bit floats
-        return False
 
 
 def check_aux(aux: PyTree, num_rows: int | None) -> None:

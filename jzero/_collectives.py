@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._layout import Cut
-from jzero._precision import cast_dtype
+from jzero._precision import cast_dtype, is_float8
 
 __all__ = [
     "Wire",
@@ -71,8 +71,9 @@ class Wire:
         return x if self.predivide == 1 else x / self.predivide
 
     def summable(self, x: jax.Array) -> jax.Array:
-        """Returns `x` in a dtype that the backend can sum over devices."""
-        return x.astype(jnp.float32) if self.widen_bf16 and x.dtype == jnp.bfloat16 else x
+        """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
+        widens = (self.widen_bf16 and x.dtype == jnp.bfloat16) or is_float8(x.dtype)
+        return x.astype(jnp.float32) if widens else x
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

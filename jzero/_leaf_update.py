@@ -27,6 +27,7 @@ import numpy as np
 
 from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero._precision import holds
 from jzero._rounding import narrow, round_stochastically
 from jzero._streamed import Streamed, Update, source, sources_of, stream
 
@@ -187,7 +188,7 @@ def streamed_update(
     if x.update is not None and not moves_param:
         # What the devices get takes the memory of the gradient, if that is wide enough.
         (grad,) = (y.array for y in sources_of([x.grad])[0])
-        is_wide = jnp.promote_types(dtype, grad.dtype) == grad.dtype and not is_on_host(grad)
+        is_wide = holds(grad.dtype, dtype) and not is_on_host(grad)
         out = grad if is_wide else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
     values = [streamed_source(y, leaf, plan) for y in wanted]
     new, near = stream(plan, Update(leaf.grad, values, old, body, out, list(numbers.values())))

@@ -28,7 +28,7 @@ from jzero._opt_state import ZeroOptState, next_loss_scale
 from jzero._placement import is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._planner import own_opt_state, zero_grads
-from jzero._precision import DynamicLossScale, Precision, times
+from jzero._precision import DynamicLossScale, Precision, is_float8, times
 from jzero._rounding import narrow, with_edits
 from jzero._streamed import Streamed, source
 from jzero._update_walk import UpdateWalk
@@ -209,7 +209,9 @@ def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = Mappi
             raw, factors = reduced.get(id(x), (x, ()))
             x = source(raw, leaf.grad, leaf.param.shape) if is_on_host(raw) else streamed_source(raw, leaf, plan)
             x = x.map(times, *factors) if factors else x
-        return x if plan.config.policy == Precision() else _cast(x, leaf.update_dtype)
+        # Gradients are fp32 or wider, and so is what optax makes of them and parameters, but for those of 8 bits.
+        as_it_is = plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
+        return x if as_it_is else _cast(x, leaf.update_dtype)
 
     seen = [
         x if x is None else like_grad(x, i, leaf) for i, (x, leaf) in enumerate(zip(leaves, plan.leaves, strict=True))

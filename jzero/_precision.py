@@ -18,6 +18,8 @@ __all__ = [
     "DynamicLossScale",
     "Precision",
     "cast_dtype",
+    "holds",
+    "is_float8",
     "resolve_precision",
     "times",
     "wide_dtype",
@@ -170,6 +172,21 @@ def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
     return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
+def is_float8(dtype: Any) -> bool:
+    """Whether a dtype is a float of at most 8 bits, which jax promotes to nothing by itself."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 2
+
+
+def holds(dtype: Any, value_dtype: Any) -> bool:
+    """Whether what has a dtype can take a value of another one without loss of range or kind."""
+    if dtype == value_dtype:
+        return True
+    try:
+        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
+    except (TypeError, ValueError):  # random keys, 8-bit floats
+        return False
+
+
 def widen(x: jax.Array) -> jax.Array:
     """Returns `x` in fp32 or wider; integers as they are."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -181,8 +198,7 @@ def wide_dtype(dtype: Any) -> Any:
     """Returns the dtype that gradients have once they are widened: fp32 or wider; that of integers stays."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
-    # jax promotes 8-bit floats to nothing by itself.
-    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.float32) if is_float8(dtype) else jnp.promote_types(dtype, jnp.float32)
 
 
 def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:

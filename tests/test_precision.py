@@ -562,3 +562,20 @@ def test_nnx(stage, precision):
     after = jzero.gather_params((model, optimizer), masters=True)
     assert gap(before, after) > 0
     assert int(optimizer.step[...]) == 5
+
+
+@pytest.mark.parametrize(("dtype", "stage", "offload"), [("float8_e4m3fn", 1, "none"), ("float8_e5m2", 3, "host")])
+def test_parameters_of_8_bits_train_as_optax_trains_them(dtype, stage, offload):
+    """Gradients of 300 on each device: a sum of eight leaves the range of e4m3, 448, if it is taken in 8 bits."""
+    params = {"w": jnp.linspace(-1, 1, 16 * 13).reshape(16, 13).astype(dtype)}
+    loss_fn = lambda params, batch: 300 * (params["w"].astype(jnp.float32).sum() * batch.mean())
+    tx, batch = optax.sgd(1e-3, momentum=0.5), np.ones((16, 1), np.float32)
+    plain = jzero.TrainState.create(params=params, tx=tx)
+    config = make_config(stage, "fp32", offload=jzero.Offload(optimizer=offload))
+    state = jzero.shard_train_state(plain, config=config)
+    step = jzero.make_train_step(loss_fn, accumulate_steps=2 if offload == "none" else 1)
+    for _ in range(2):
+        plain = plain.apply_gradients(grads=jax.grad(loss_fn)(plain.params, batch))
+        state, _ = step(state, batch)
+    assert state.params["w"].dtype == dtype
+    assert_same(jzero.unshard_train_state(state).params, plain.params)

@@ -278,7 +278,7 @@ class _LocalStep:
             x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
         ]
         like = {j: self.params[j].like_gradient() for j in joint.moving}
-        kept_in = {j: cast_dtype(x.dtype, self.plan.leaves[j].grad.dtype) for j, x in like.items()}
+        kept_in = {j: cast_dtype(x.dtype, self.params[j].kept_dtype) for j, x in like.items()}
 
         def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
             sums, divisor = carry

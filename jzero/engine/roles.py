@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jzero._collectives import Wire, reduce_shard, reduce_whole
 from jzero._mesh import AnyMesh
 from jzero._plan import LeafPlan
+from jzero._precision import is_float8, wide_dtype
 from jzero._rounding import narrow_for_good
 from jzero.engine.lazy import Lazy
 from jzero.engine.leaving import Leaving, Part, Reduction
@@ -85,7 +86,13 @@ class Parameter:
         if not as_made:
             return Part(is_awaited)
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
-        return Reduction(cut, self.wire, self.leaf.grad.dtype, by_use, self.to_host, is_awaited)
+        return Reduction(cut, self.wire, self.kept_dtype, by_use, self.to_host, is_awaited)
+
+    @property
+    def kept_dtype(self) -> Any:
+        """What its reduced gradient is kept and summed in: 8 bits have no room for a sum."""
+        dtype = self.leaf.grad.dtype
+        return wide_dtype(dtype) if is_float8(dtype) else dtype
 
     def like_gradient(self) -> jax.ShapeDtypeStruct:
         """Returns what the walk returns of its gradient."""

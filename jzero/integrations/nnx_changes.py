@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import SequenceKey
 
-from jzero._aux import holds
+from jzero._precision import holds
 from jzero._tree import path_str
 from jzero.engine.written import Written
 
