@@ -14,6 +14,7 @@ from jzero._fits import misfit
 from jzero._placement import gather_leaves, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields
+from jzero._precision import is_key
 from jzero._rounding import with_edits
 from jzero._state import adapt_sharded, check_alive
 from jzero._train_state import write_params
@@ -285,6 +286,8 @@ def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
         )
     if array.shape != leaf.shape:
         raise ValueError(f"`value` has shape {array.shape}, but {leaf.path!r} has shape {leaf.shape}.")
+    if is_key(leaf.dtype) and array.dtype != leaf.dtype:
+        raise ValueError(f"{leaf.path!r} holds random keys, {leaf.dtype}: `value` is {array.dtype}.")
     if why := misfit(array, leaf.dtype):
         raise ValueError(f"`value` cannot be written to {leaf.path!r}: it holds {why}. Cast or clip it first.")
     return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)

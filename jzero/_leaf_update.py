@@ -27,7 +27,7 @@ import numpy as np
 
 from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
-from jzero._precision import holds
+from jzero._precision import holds, is_key
 from jzero._rounding import narrow, round_stochastically
 from jzero._streamed import Streamed, Update, source, sources_of, stream
 
@@ -105,7 +105,7 @@ def new_param(
 def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, Any]:
     """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
     leaf = x.leaf
-    if leaf.param.on_host:
+    if leaf.param.on_host or is_key(leaf.param.dtype):
         return NO_ELEMENTS, None
     if not leaf.trained:
         return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit

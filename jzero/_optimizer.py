@@ -25,10 +25,10 @@ from jzero._leaf_update import (
     update_leaf,
 )
 from jzero._opt_state import ZeroOptState, next_loss_scale
-from jzero._placement import is_on_host, natural_leaf, stored_leaf
+from jzero._placement import is_on_host, natural_leaf, stored_leaf, strong
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._planner import own_opt_state, zero_grads
-from jzero._precision import DynamicLossScale, Precision, is_float8, times
+from jzero._precision import DynamicLossScale, Precision, is_float8, is_key, times
 from jzero._rounding import narrow, with_edits
 from jzero._streamed import Streamed, source
 from jzero._update_walk import UpdateWalk
@@ -127,9 +127,7 @@ class ZeroTransformation:
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
     leaves = plan.params_treedef.flatten_up_to(params)
-    seen = [
-        natural_leaf(x, leaf.param, plan).astype(leaf.update_dtype) for x, leaf in zip(leaves, plan.leaves, strict=True)
-    ]
+    seen = [_seen(natural_leaf(x, leaf.param, plan), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
     inner = plan.inner_treedef.unflatten(
         [
@@ -219,6 +217,11 @@ def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = Mappi
     return plan.params_treedef.unflatten(seen)
 
 
+def _seen(param: Any, leaf: LeafPlan) -> Any:
+    """Returns a parameter in natural shape as the optimizer sees it: of random keys nothing but the shape."""
+    return jnp.zeros(param.shape, leaf.update_dtype) if is_key(leaf.param.dtype) else _cast(param, leaf.update_dtype)
+
+
 def _cast(x: Any, dtype: Any) -> Any:
     return x.map(lambda y: y.astype(dtype)) if isinstance(x, Streamed) else x.astype(dtype)
 
@@ -238,7 +241,7 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
             wide = cut if kept is None else with_edits(natural_leaf(kept, leaf.grad, plan), cut)
-        return _cast(wide, leaf.update_dtype)
+        return _seen(wide, leaf)
 
     return plan.params_treedef.unflatten(
         [master(i, *x) for i, x in enumerate(zip(leaves, kept, plan.leaves, strict=True))]
@@ -314,7 +317,7 @@ def _next_state(
                 step.new_params[i] = param
             for own_leaf, x in zip(moments, new, strict=True):
                 inner[own_leaf.number] = x
-        elif i in step.direct and update[i] is not None and masters[i] is not None:
+        elif i in step.direct - plan.keys and update[i] is not None and masters[i] is not None:
             step.new_params[i], master = new_param(plan, around, key, step.applied)
             change = NO_ELEMENTS
         else:
@@ -322,7 +325,7 @@ def _next_state(
         stored.append(change)
         kept.append(master)
     inner = [
-        x if leaf.on_host else stored_leaf(rounded_inner(plan, j, x, key), leaf, plan)
+        x if leaf.on_host else stored_leaf(strong(rounded_inner(plan, j, x, key), leaf.dtype), leaf, plan)
         for j, (x, leaf) in enumerate(zip(inner, plan.inner_leaves, strict=True))
     ]
     new_own = dataclasses.replace(

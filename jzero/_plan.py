@@ -16,6 +16,7 @@ from jzero._config import ZeroConfig
 from jzero._layout import Cut
 from jzero._mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero._plan_table import format_plan, plan_as_dict
+from jzero._precision import is_key
 
 __all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
 
@@ -262,6 +263,11 @@ class ZeroPlan:
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array while it is on the devices."""
         return NamedSharding(self.mesh, leaf.spec(self.config.axis))
+
+    @functools.cached_property
+    def keys(self) -> frozenset[int]:
+        """Indices of the parameters that are random keys."""
+        return frozenset(i for i, leaf in enumerate(self.leaves) if is_key(leaf.param.dtype))
 
     @functools.cached_property
     def hosted(self) -> frozenset[int]:

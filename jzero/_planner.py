@@ -21,7 +21,7 @@ from jzero._layout import choose_cut, choose_even_cut, find_scan_dims
 from jzero._mesh import AnyMesh, axis_size, check_host_memory, check_mesh
 from jzero._opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
-from jzero._precision import DynamicLossScale, cast_dtype, wide_dtype
+from jzero._precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
 from jzero._trained import find_frozen
 from jzero._tree import key_names, path_str
 
@@ -83,7 +83,10 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
     pairs = zip(leaves, trained, strict=True)
-    sizes = [math.prod(np.shape(x)) if np.ndim(x) and is_trained else 0 for (_, x), is_trained in pairs]
+    sizes = [
+        math.prod(np.shape(x)) if np.ndim(x) and is_trained and not is_key(jax.dtypes.result_type(x)) else 0
+        for (_, x), is_trained in pairs
+    ]
     able = [i for i, (rule, size) in enumerate(zip(rules, sizes, strict=True)) if rule is not False and size]
     order = sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
     return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)
@@ -265,8 +268,8 @@ def _plan_params(
     persistent = _persistent(described, rules, config)
     plans = []
     for i, (leaf, rule, scan_dim, keep) in enumerate(zip(described, rules, scan_dims, persistent, strict=True)):
-        if config.stage == 0 or rule.replicated:
-            cut, reason = None, "by rule" if rule.replicated else "stage 0"
+        if config.stage == 0 or rule.replicated or is_key(leaf.dtype):
+            cut, reason = None, "by rule" if rule.replicated else "random keys" if config.stage else "stage 0"
         else:
             cut, reason = choose_cut(
                 leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
@@ -285,6 +288,9 @@ def _plan_params(
 def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
     policy, given = config.policy, plan.param.dtype
+    if is_key(given):  # whose gradient and update nobody sees
+        grad = dataclasses.replace(plan.grad, dtype=jnp.dtype(jnp.float32))
+        return dataclasses.replace(plan, grad=grad, update_dtype=grad.dtype)
     compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
     kept = cast_dtype(given, policy.master)
     if policy.master is not None and itemsize(compute) > itemsize(kept):
@@ -303,7 +309,8 @@ def _freeze(plan: LeafPlan, given: Any) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, kept in the dtype that it has."""
     param = dataclasses.replace(plan.param, dtype=given)
     grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
-    return dataclasses.replace(plan, param=param, grad=grad, update_dtype=given, master=None, trained=False)
+    update = grad.dtype if is_key(given) else given
+    return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)
 
 
 def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequence[LeafRule]) -> None:

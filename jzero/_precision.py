@@ -20,6 +20,7 @@ __all__ = [
     "cast_dtype",
     "holds",
     "is_float8",
+    "is_key",
     "resolve_precision",
     "times",
     "wide_dtype",
@@ -175,6 +176,11 @@ def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
 def is_float8(dtype: Any) -> bool:
     """Whether a dtype is a float of at most 8 bits, which jax promotes to nothing by itself."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 2
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of random keys, which are neither trained nor cut."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def holds(dtype: Any, value_dtype: Any) -> bool:

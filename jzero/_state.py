@@ -14,6 +14,7 @@ from jzero._optimizer import ZeroTransformation, edited_master
 from jzero._placement import is_on_host
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields, own_opt_state, zero_grads
+from jzero._precision import is_key
 
 __all__ = [
     "Adapted",
@@ -74,12 +75,17 @@ class TrainState:
     def apply_gradients(self, *, grads: PyTree) -> TrainState:
         """Returns the state after one optimizer step with `grads`."""
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = optax.apply_updates(self.params, updates)
+        params = jax.tree.map(_moved, self.params, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def replace(self, **changes: Any) -> TrainState:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _moved(param: Any, update: Any) -> Any:
+    """Returns a parameter after its update, as optax adds the two; random keys stay, to which it cannot add."""
+    return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
 
 
 class Adapted(NamedTuple):

@@ -111,7 +111,7 @@ def _updated(state: Any, found: StepGrads) -> Any:
             "that option."
         )
     pairs = zip(found.grads, found.reduced, strict=True)
-    direct = _made_anew(state) | away
+    direct = _made_anew(state) | away | plan.keys  # nothing can be added to random keys
     reduced = {id(g): (raw, found.factors) for g, raw in pairs}
     step = InStep(found.applied, reduced, new_params, state.params, direct)
     seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])

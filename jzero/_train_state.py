@@ -101,7 +101,8 @@ def shard_train_state(
       mesh: Over which devices. By default all of them, or those of an already sharded state.
       trainable: Which parameters are trained: a tree of booleans of the structure of `params` (or of its upper
         part), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
-        gradient, no master copy and no optimizer state. By default those that the optimizer updates.
+        gradient, no master copy and no optimizer state. By default those that the optimizer updates. Random keys are
+        never trained.
       donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
 
     Returns:
@@ -401,7 +402,7 @@ def natural_params(state: State) -> PyTree:
         return train_state.tx.natural_params(train_state.params)
     whole = plan.params_treedef.flatten_up_to(gather_params(state))
     return plan.params_treedef.unflatten(
-        [x.astype(leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+        [strong(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
     )
 
 

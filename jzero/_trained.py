@@ -23,6 +23,7 @@ import numpy as np
 import optax
 
 from jzero import _compat
+from jzero._precision import is_key
 from jzero._tree import path_str
 
 __all__ = ["PartlyTrained", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
@@ -97,14 +98,16 @@ def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
 
 
 def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
-    """Returns `tx`, or what `trainable=` makes of it.
+    """Returns `tx`, or what `trainable=` makes of it. Random keys among the parameters are never trained.
 
     Raises:
       ValueError: `trainable` is malformed, or `tx` already leaves other parameters out.
     """
-    if trainable is None:
+    numbers = [not is_key(jax.dtypes.result_type(x)) for x in jax.tree.leaves(params)]
+    if trainable is None and (all(numbers) or isinstance(tx, PartlyTrained)):
         return tx
-    mask = trainable_mask(trainable, params)
+    chosen = numbers if trainable is None else trainable_mask(trainable, params)
+    mask = tuple(a and b for a, b in zip(chosen, numbers, strict=True))
     if isinstance(tx, PartlyTrained):
         if tx.mask != mask:
             raise ValueError(

@@ -322,3 +322,35 @@ def test_rules_hold_for_nnx_parameters_outside_wrt():
     assert parts == [D * D // 8, D * D, D * D // 8]
     with pytest.raises(ValueError, match="decide nothing"):
         jzero.plan_train_state(pair, config=jzero.ZeroConfig(stage=3, rules={"nowhere": jzero.LeafRule(dim=0)}))
+
+
+@pytest.mark.parametrize(("make", "stage", "trainable"), [(TrainState, 1, "w"), (jzero.TrainState, 3, None)])
+def test_random_keys_among_the_parameters_stay_as_they_are(make, stage, trainable):
+    """On every device the same keys, not cut although 16 of them could be."""
+
+    def loss_fn(params, batch):
+        keep = jax.random.bernoulli(params["keys"][3], 0.5, (D,))
+        return jnp.square(batch @ params["w"] * keep[None]).mean()
+
+    params = {"w": jnp.ones((D, D)) / D, "keys": jax.random.split(jax.random.key(7), 16)}
+    tx = optax.masked(optax.adamw(1e-2), {"w": True, "keys": False})
+    state = make.create(params=params, tx=tx, apply_fn=None)
+    state = jzero.shard_train_state(state, stage=stage, trainable=trainable)
+    step = jzero.make_train_step(loss_fn, clip_norm=1.0)
+    state, metrics = step(state, batch())
+    np.testing.assert_allclose(metrics["loss"], loss_fn(params, batch()), rtol=1e-5)
+    if make is jzero.TrainState:
+        _, grads = jzero.value_and_grad(loss_fn)(state, batch())
+        state = state.apply_gradients(grads=grads)
+    assert state.params["keys"].sharding.is_fully_replicated
+    assert (jzero.gather_params(state)["keys"] == params["keys"]).all()
+    assert not np.allclose(jzero.gather_params(state)["w"], params["w"])
+
+
+def test_optimizer_state_keeps_its_dtype_outside_of_a_step():
+    params = {"w": jnp.ones((D, D), jnp.bfloat16), "table": jnp.arange(D)}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1, momentum=0.9))
+    state = jzero.shard_train_state(plain, stage=2)
+    grads = jax.tree.map(lambda x: jnp.ones(x.shape, jnp.float32), params)
+    state = state.apply_gradients(grads=grads)
+    assert [x.dtype for x in jax.tree.leaves(state.opt_state)] == [x.dtype for x in jax.tree.leaves(plain.opt_state)]

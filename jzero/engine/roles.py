@@ -102,9 +102,11 @@ class Parameter:
 
     def value(self, stored: jax.Array) -> Any:
         """Returns the parameter as the walk takes it."""
-        cut, dtype = self.leaf.param.travelling(self.mesh), jnp.dtype(self.leaf.compute_dtype)
-        # Whole parameters are stored as the loss sees them, but for those that are not trained.
-        return narrow_for_good(stored, dtype) if cut is None else Lazy(stored, None, cut, self.wire, dtype, dtype)
+        cut = self.leaf.param.travelling(self.mesh)
+        if cut is None:  # stored as the loss sees it, but for parameters that are not trained
+            return narrow_for_good(stored, self.leaf.compute_dtype)
+        dtype = jnp.dtype(self.leaf.compute_dtype)
+        return Lazy(stored, None, cut, self.wire, dtype, dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient that the walk made, reduced over all devices, in the plan's layout."""
