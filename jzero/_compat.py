@@ -7,6 +7,7 @@ differently in jax 0.10 and 0.12, and `ClosedJaxpr` merged into `Jaxpr` in betwe
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,7 @@ __all__ = [
     "shard_map_axes",
     "starves_steps",
     "value_of",
+    "when_added",
     "with_outputs",
 ]
 
@@ -288,3 +290,19 @@ def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[An
     else:
         outputs = eqn.primitive.bind(*inputs, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
+    """Returns a traced value of which `y + x` is `then` of the sum; else it is as any other.
+
+    Python asks the right operand first where its class is derived from the left one's and has an `__radd__` of its own.
+    """
+    kind = type(x)
+
+    def radd(self: Any, other: Any) -> Any:
+        total = kind.__radd__(self, other)
+        return total if total is NotImplemented else then(total)
+
+    added = copy.copy(x)
+    added.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__radd__": radd})
+    return added

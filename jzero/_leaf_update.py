@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero import _compat
 from jzero._placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._precision import holds, is_key
@@ -36,6 +37,7 @@ __all__ = [
     "Around",
     "Moments",
     "new_param",
+    "placing",
     "rounded_inner",
     "streamed_source",
     "streamed_update",
@@ -129,6 +131,17 @@ def _change(x: Around, rounded: jax.Array) -> jax.Array:
     """Returns what `optax.apply_updates` has to add to a stored parameter to arrive at its new value."""
     new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
     return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
+
+
+def placing(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
+    """Returns the update of a parameter, to which optax adds it: the sum is laid out as the plan has it.
+
+    Otherwise the compiler would choose the layout, that of the gradient for parameters held whole, wherever the sum is
+    no result of the `jit` alone but goes into a second update or the next pass of a loop.
+    """
+    if not isinstance(update, jax.core.Tracer):
+        update = jax.lax.with_sharding_constraint(update, plan.whole_sharding)
+    return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))
 
 
 class Moments(NamedTuple):

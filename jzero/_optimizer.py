@@ -19,6 +19,7 @@ from jzero._leaf_update import (
     Around,
     Moments,
     new_param,
+    placing,
     rounded_inner,
     streamed_source,
     streamed_update,
@@ -113,9 +114,16 @@ class ZeroTransformation:
             return opt_state.loss_scale.scale
         return None if scale is None else jnp.asarray(scale, jnp.float32)
 
+    def as_planned(self, params: PyTree) -> PyTree:
+        """Returns stored parameters laid out as planned: in a loop of the user's the compiler chooses how they come."""
+        leaves = self.plan.params_treedef.flatten_up_to(params)
+        return self.plan.params_treedef.unflatten(
+            [stored_leaf(x, leaf.param, self.plan) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
+        )
+
     def natural_params(self, params: PyTree) -> PyTree:
         """Returns stored parameters in their natural shapes, in the dtype that the loss sees."""
-        leaves = self.plan.params_treedef.flatten_up_to(params)
+        leaves = self.plan.params_treedef.flatten_up_to(self.as_planned(params))
         natural = [
             natural_leaf(narrow(x, leaf.compute_dtype), leaf.param, self.plan)
             for x, leaf in zip(leaves, self.plan.leaves, strict=True)
@@ -168,6 +176,8 @@ def _update(
             params = plan.params_treedef.unflatten(
                 [y if i in tx.step.direct else x for i, (x, y) in enumerate(zip(given, stored, strict=True))]
             )
+        elif params is not None:
+            params = tx.as_planned(params)
         step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {}, None)
         grads = _like_grads(plan, updates, step.reduced)
         masters = None if params is None else _masters(plan, params, own.masters)
@@ -186,6 +196,9 @@ def _update(
             applied = jnp.asarray(step.applied)
             stored = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in stored]
             new = with_next_loss_scale(plan, own, keep_unless(applied, new, own), overflowed)
+        if tx.step is None:
+            pairs = zip(stored, plan.leaves, strict=True)
+            stored = [x if x is None else placing(x, leaf.param, plan) for x, leaf in pairs]
         return plan.params_treedef.unflatten(stored), new if plan.has_opt_state else new.inner
 
 

@@ -614,23 +614,31 @@ def test_accumulated_micro_batches_equal_the_whole_batch(stage):
 
 
 def test_plain_jit_step_with_apply_gradients():
-    """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`."""
+    """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
+
+    Two updates in a row and two in a scan: were the sums not laid out, stages 1 and 2 would return parameters cut.
+    """
     for stage in (0, 1, 2, 3):
         state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
         reference = state
         state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
         @jax.jit
-        def step(state, batch):
-            grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
-            return state.apply_gradients(grads=grads)
+        def steps(state, batch):
+            def once(state, _):
+                grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
+                return state.apply_gradients(grads=grads), None
 
-        for seed in range(3):
+            state, _ = once(once(state, None)[0], None)
+            return jax.lax.scan(once, state, length=2)[0]
+
+        for seed in range(2):
             batch = models.mlp_batch(8, seed)
-            state = step(state, batch)
-            grads = jax.grad(models.mlp_loss)(reference.params, batch)
-            reference = reference.apply_gradients(grads=grads)
-        assert step._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
+            state = steps(state, batch)
+            for _ in range(4):
+                grads = jax.grad(models.mlp_loss)(reference.params, batch)
+                reference = reference.apply_gradients(grads=grads)
+        assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
         plan = jzero.plan_of(state)
         want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
         same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (state.params, state.opt_state), want)
