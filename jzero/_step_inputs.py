@@ -27,6 +27,7 @@ __all__ = [
     "abstract_inputs",
     "are_like",
     "check_batch",
+    "check_donated",
     "check_loss",
     "check_rng",
     "check_stored",
@@ -73,6 +74,33 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
             + "\n".join(bad)
             + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
         )
+
+
+def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) -> None:
+    """Raises if an array of a state that is donated is an argument as well, or is there twice: XLA may end the process.
+
+    Args:
+      state: The state.
+      leaves: Its leaves.
+      batch: The batch as it was passed.
+      rng: The key as it was passed.
+    """
+    held = set(map(id, leaves))
+    if len(held) == len(leaves) and held.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
+        return  # in each call of a step
+    names: dict[int, str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.Array) and names.setdefault(id(x), path_str(path)) != path_str(path):
+            raise ValueError(
+                f"The state holds one array twice, as {names[id(x)]!r} and as {path_str(path)!r}: a step reuses the "
+                "memory of each leaf, since the state is donated. Copy one of them with `jnp.copy`."
+            )
+    for path, x in jax.tree_util.tree_leaves_with_path({"batch": batch, "rng": rng}):
+        if id(x) in names:
+            raise ValueError(
+                f"{path_str(path)!r} is the very array that the state holds as {names[id(x)]!r}, and a step reuses its "
+                "memory. Copy it with `jnp.copy`, since the state is donated."
+            )
 
 
 def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:

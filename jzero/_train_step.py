@@ -26,6 +26,7 @@ from jzero._step_inputs import (
     abstract_inputs,
     are_like,
     check_batch,
+    check_donated,
     check_loss,
     check_rng,
     check_stored,
@@ -141,6 +142,8 @@ class _Step:
             if in_trace([*leaves, *inputs]):
                 return self._compute(state, batch, rng=rng)
             check_alive(leaves)
+            if self.donated:
+                check_donated(state, leaves, batch, rng)
             batch, rng, in_place = place_inputs(plan, batch, rng, self.micro.steps)
             kinds = kinds_of(inputs) if in_place else ()
             jitted = jitted or self._jit(plan, state, structure)
@@ -149,6 +152,12 @@ class _Step:
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):
                 check_alive(state)
+            if "donate" in str(error):
+                check_donated(state, jax.tree.leaves(state), batch, rng)
+                raise ValueError(
+                    "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed "
+                    "with `jnp.copy`, since the state is donated."
+                ) from error
             raise
         self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results

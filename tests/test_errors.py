@@ -341,6 +341,23 @@ def test_consumed_state_is_refused(num_devices):
     assert all("This state was consumed" in line for line in lines)
 
 
+def test_what_a_step_consumes_cannot_be_an_argument_too():
+    """Called all the same, jax 0.10 ends the process on several devices."""
+    state, step = sharded_state(), jzero.make_train_step(lambda params, batch, rng: loss_fn(params, batch["x"]))
+    key = jax.random.key(0)
+    with pytest.raises(
+        ValueError, match=r"'batch/step' is the very array that the state holds as 'step'.* `jnp\.copy`"
+    ):
+        step(state, {"x": BATCH, "step": state.step}, rng=key)
+    with pytest.raises(ValueError, match=r"'rng' is the very array that the state holds as 'params/dense/b'"):
+        step(state, {"x": BATCH}, rng=state.params["dense"]["b"])
+    twice = state.replace(params={"dense": dict.fromkeys("bw", state.params["dense"]["w"])})
+    with pytest.raises(ValueError, match="holds one array twice, as 'params/dense/b' and as 'params/dense/w'"):
+        step(twice, {"x": BATCH}, rng=key)
+    new, _ = step(state, {"x": BATCH, "step": jnp.copy(state.step)}, rng=key)
+    assert int(new.step) == 1
+
+
 def test_a_step_knows_the_state_of_its_next_call_and_does_not_keep_it():
     step = jzero.make_train_step(loss_fn)
     state, _ = step(sharded_state(), BATCH)
