@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax._src import (
     core,  # nor has the effect of naming a mesh axis
+    distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
@@ -32,6 +33,7 @@ __all__ = [
     "changed",
     "compute_on_host",
     "contained_jaxprs",
+    "distributed_client",
     "equation_context",
     "evaluate",
     "has_side_effects",
@@ -47,6 +49,8 @@ __all__ = [
     "shape_of",
     "shard_map_axes",
     "starves_steps",
+    "store",
+    "stored",
     "value_of",
     "when_added",
     "with_outputs",
@@ -77,6 +81,26 @@ def starves_steps(mesh: jax.sharding.Mesh) -> bool:
     threads = max(int(os.environ.get("PJRT_NPROC") or os.cpu_count() or 1), local)
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return jax.__version_info__ < (0, 12) and is_cpu and local > 1 and threads < 2 * local
+
+
+def distributed_client() -> Any:
+    """Returns this process's connection to the key-value store that all share; `None` where there is none."""
+    return distributed.global_state.client
+
+
+def store(client: Any, key: str, text: str) -> None:
+    """Stores a text under a key."""
+    client.key_value_set(key, text, allow_overwrite=True)
+
+
+def stored(client: Any, key: str, wait_s: float = 0.0) -> str | None:
+    """Returns the text under a key, for which it waits; `None` if there is none."""
+    try:
+        return client.blocking_key_value_get(key, int(wait_s * 1000)) if wait_s else client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            return None
+        raise
 
 
 def is_literal(atom: Any) -> bool:

@@ -27,11 +27,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._config import ZeroConfig
+from jzero._fingerprints import describe_inputs, describe_plan, describe_program
 from jzero._optimizer import ZeroTransformation
 from jzero._placement import check_names_host_memory, place_array, stored_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import check_arrays, make_plan
-from jzero._processes import check_processes_agree
+from jzero._processes import PROGRAM, agree, check_wait
 from jzero._settings import KEYS, check
 from jzero._state import Adapted, adapt, map_state, stored_state
 from jzero._train_state import resolve_config, resolve_mesh, restrict
@@ -45,7 +46,7 @@ LARGE = 1024
 """Elements from which on drawing an array counts as an initialiser."""
 
 
-def init_train_state(
+def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     make_state: Callable[[jax.Array], State],
     key: jax.Array,
     *,
@@ -53,6 +54,7 @@ def init_train_state(
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
     trainable: Any = None,
+    check_processes: bool | float = True,
 ) -> State:
     """Makes a train state that is born sharded: no device ever holds the whole model.
 
@@ -66,12 +68,15 @@ def init_train_state(
       config: What to partition, and how.
       mesh: Over which devices; all of them by default.
       trainable: Which parameters are trained, as for `shard_train_state`.
+      check_processes: Whether several processes make sure that they make the same state from the same key. A number
+        says how many seconds they wait for each other, 300 by default.
 
     Returns:
       The state, as `shard_train_state(make_state(key), ...)` would place it.
 
     Raises:
-      ValueError: `key` is no key, the configuration does not fit the mesh or the state, or processes disagree.
+      ValueError: `key` is no key, the configuration does not fit the mesh or the state, or processes disagree; each
+        says how.
       TypeError: `make_state` is no function.
 
     Example:
@@ -92,7 +97,22 @@ def init_train_state(
     check("key", key, KEYS)
     config = resolve_config(stage, config)
     mesh = resolve_mesh(mesh, config, None)
-    programs, rebuild = lower_init(make_state, key, config, mesh, trainable=trainable)
+
+    def describe(lowered: Any) -> dict[str, str]:
+        programs, _, plan = lowered
+        return {
+            "the training state": describe_plan(plan),
+            "the key": describe_inputs((), key),
+            PROGRAM: "\n".join(map(describe_program, programs)),
+        }
+
+    programs, rebuild, _ = agree(
+        "init_train_state",
+        mesh,
+        lambda: lower_init(make_state, key, config, mesh, trainable=trainable),
+        describe,
+        wait_s=check_wait(check_processes),
+    )
     placed = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
     return rebuild([jax.block_until_ready(program.compile()(placed)) for program in programs])
 
@@ -104,8 +124,8 @@ def lower_init(
     mesh: Mesh,
     *,
     trainable: Any = None,
-) -> tuple[list[Any], Callable[[list[list[jax.Array]]], State]]:
-    """Returns the lowered programs of `init_train_state`, and what turns their outputs into the state."""
+) -> tuple[list[Any], Callable[[list[list[jax.Array]]], State], ZeroPlan]:
+    """Returns the lowered programs of `init_train_state`, what turns their outputs into the state, and its plan."""
     adapted: list[Adapted] = []
 
     def call(key: jax.Array) -> Any:
@@ -117,7 +137,6 @@ def lower_init(
     natural, tx = restrict(shapes, shapes.tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
     check_names_host_memory(plan)
-    check_processes_agree(plan)
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
@@ -152,7 +171,7 @@ def lower_init(
     for number, group in enumerate(groups):
         shardings = [plan.sharding(leaves[k]) for k in group]
         programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
-    return programs, rebuild
+    return programs, rebuild, plan
 
 
 def _values(plan: ZeroPlan, state: Any) -> list[Any]:

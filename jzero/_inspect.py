@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._fits import misfit
-from jzero._placement import gather_leaves, place_leaf
+from jzero._placement import gather_leaves
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields
 from jzero._precision import is_key
 from jzero._rounding import with_edits
 from jzero._state import adapt_sharded, check_alive
-from jzero._train_state import write_params
+from jzero._train_state import place_given, write_params
 
 __all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]
 
@@ -96,7 +96,7 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
         check_alive(adapted.state)
         leaf = plan.other_leaves[frozen]
         leaves, treedef = jax.tree.flatten(other_fields(adapted.state))
-        leaves[frozen] = place_leaf(_as_leaf(value, leaf), leaf, plan)
+        (leaves[frozen],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
         return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
     i = _index(plan, path)
     check_alive(adapted.state)
@@ -168,7 +168,7 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> Sta
     check_alive(train_state)
     leaf = plan.inner_leaves[i]
     leaves = plan.inner_treedef.flatten_up_to(_inner(train_state, plan))
-    leaves[i] = place_leaf(_as_leaf(value, leaf), leaf, plan)
+    (leaves[i],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
     inner = plan.inner_treedef.unflatten(leaves)
     opt_state = dataclasses.replace(train_state.opt_state, inner=inner) if plan.has_opt_state else inner
     return adapted.rebuild(train_state.replace(opt_state=opt_state))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jzero._mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero._plan import StateLeaf, ZeroPlan
 
 __all__ = [
+    "Look",
     "check_leaf_shape",
     "check_names_host_memory",
     "device_sharding",
@@ -31,6 +32,9 @@ __all__ = [
     "stored_leaf",
     "strong",
 ]
+
+Look: TypeAlias = Callable[[np.ndarray], None]
+"""Is shown a whole value, on the host."""
 
 
 def is_on_host(x: Any) -> bool:
@@ -107,7 +111,7 @@ def strong(x: Any, dtype: Any) -> jax.Array:
     return x if is_plain else lax.convert_element_type(x, dtype)
 
 
-def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = None) -> jax.Array:
     """Returns a leaf given in natural shape as the plan stores it: committed, strongly typed, no buffer shared.
 
     Args:
@@ -115,6 +119,7 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
         or `x` must be a global array.
       leaf: Its layout.
       plan: The plan that `leaf` belongs to.
+      look: Is shown the whole value if this process supplies its own to a mesh of several.
     """
     check_names_host_memory(plan)
     is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
@@ -122,15 +127,17 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
         raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
-    return place_array(x, leaf.dtype, sharding, cut)
+    return place_array(x, leaf.dtype, sharding, cut, look=look)
 
 
-def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = None) -> jax.Array:
-    """Returns `x` placed by `sharding`, in the stored shape of `cut` if one is given."""
+def place_array(
+    x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
+) -> jax.Array:
+    """Returns `x` placed by `sharding`, in the stored shape of `cut` if one is given; `look` as for `place_leaf`."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         if sharding.is_fully_addressable:
             return _put(x, sharding)
-        data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding)
+        data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array):
         x = strong(x, dtype)
@@ -140,6 +147,8 @@ def place_array(x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = N
         if sharding.is_fully_addressable and cut is None:
             return _put(x, sharding)
     host = np.asarray(x, dtype)
+    if look is not None and not sharding.is_fully_addressable:
+        look(host)
     shape = host.shape if cut is None else cut.stored_shape
 
     def part(index: Any) -> np.ndarray:

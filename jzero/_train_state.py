@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero._config import ZeroConfig
+from jzero._fingerprints import describe_plan, describe_value
 from jzero._mesh import AnyMesh, make_mesh
 from jzero._optimizer import ZeroTransformation
-from jzero._placement import gather_leaves, place_leaf, strong
+from jzero._placement import Look, gather_leaves, place_leaf, strong
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import make_plan
-from jzero._processes import check_processes_agree
+from jzero._processes import agree, check_wait
 from jzero._rounding import with_edits
 from jzero._state import adapt, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero._step_update import apply_pending
@@ -28,6 +30,7 @@ __all__ = [
     "abstract_train_state",
     "gather_params",
     "natural_params",
+    "place_given",
     "plan_train_state",
     "resolve_config",
     "resolve_mesh",
@@ -79,7 +82,7 @@ def plan_train_state(
     return make_plan(*restrict(natural, tx, trainable), config, mesh)
 
 
-def shard_train_state(
+def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     state: State,
     *,
     stage: int | None = None,
@@ -87,6 +90,7 @@ def shard_train_state(
     mesh: Mesh | None = None,
     trainable: PyTree | str | None = None,
     donate: bool = False,
+    check_processes: bool | float = True,
 ) -> State:
     """Places a train state over the devices as ZeRO's stage says. Values do not change.
 
@@ -104,13 +108,15 @@ def shard_train_state(
         gradient, no master copy and no optimizer state. By default those that the optimizer updates. Random keys are
         never trained.
       donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
+      check_processes: Whether several processes make sure that they have the same configuration, leaves and values. A
+        number says how many seconds they wait for each other, 300 by default.
 
     Returns:
       A state of the caller's own class: every leaf a committed `jax.Array` on the mesh, in its stored
       shape; its `tx` carries the plan. It shares no buffer with the input.
 
     Raises:
-      ValueError: The configuration does not fit the mesh or the state, or processes disagree.
+      ValueError: The configuration does not fit the mesh or the state, or processes disagree; each says how.
       TypeError: The state holds leaves that are no arrays.
 
     Example:
@@ -128,22 +134,40 @@ def shard_train_state(
     natural, tx, old = _natural(adapted.state)
     mesh = resolve_mesh(mesh, config, state)
     natural, new_tx = restrict(natural, tx, trainable)
-    plan = make_plan(natural, new_tx, config, mesh)
-    check_processes_agree(plan)
+    wait_s = check_wait(check_processes)
+    plan = agree(
+        "shard_train_state",
+        mesh,
+        lambda: make_plan(natural, new_tx, config, mesh),
+        lambda plan: {"the training state": describe_plan(plan)},
+        wait_s=wait_s,
+    )
     if old is not None:
         adapted = adapt(apply_pending(state, donate=donate))
-    train_state = adapted.state
-    arrays, before = _to_place(train_state, old, plan, new_tx)
-    uses: dict[int, int] = {}
-    for x in jax.tree.leaves(arrays):
-        uses[id(x)] = uses.get(id(x), 0) + 1
+    values: list[str] = []
+    placed = agree(
+        "shard_train_state",
+        mesh,
+        lambda: _placed(adapted.state, old, plan, new_tx, donate=donate, values=None if wait_s is None else values),
+        lambda _: {"the initial values": "\n".join(values)},
+        wait_s=wait_s,
+    )
+    return adapted.rebuild(placed)
+
+
+def _placed(
+    train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
+) -> Any:
+    """Returns a state, laid out as `old` says, as `plan` stores it; notes what values this process supplies."""
+    arrays, before = _to_place(train_state, old, plan, tx)
+    uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
 
     def place(x: Any, leaf: StateLeaf) -> jax.Array:
         was = next(before, None)
         whole = x
         if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
             (whole,) = gather_leaves([x], [was], old.mesh)
-        placed = place_leaf(whole, leaf, plan)
+        placed = place_leaf(whole, leaf, plan, look=_noter(values, leaf))
         uses[id(x)] -= 1
         if old is not None or donate:  # one leaf at a time, so that at most one is held whole
             jax.block_until_ready(placed)
@@ -151,12 +175,12 @@ def shard_train_state(
             x.delete()
         return placed
 
-    placed = map_state(place, plan, arrays, tx=ZeroTransformation(new_tx, plan))
+    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan))
     if donate:  # what the new state has no use for
         for x in jax.tree.leaves(train_state):
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
-    return adapted.rebuild(placed)
+    return placed
 
 
 def abstract_train_state(
@@ -363,16 +387,37 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
     params = plan.params_treedef.flatten_up_to(train_state.params)
     masters = plan.params_treedef.flatten_up_to(train_state.opt_state.masters) if plan.has_opt_state else params
     masters = list(masters)
-    for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)):
-        if take:
-            params[i] = place_leaf(values[i], leaf.param, plan)
-            if leaf.master is not None:
-                masters[i] = place_leaf(values[i], leaf.master, plan)
+    taken = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
+    with_master = [(i, leaf) for i, leaf in taken if leaf.master is not None]
+    placed = place_given(
+        [(values[i], leaf.param) for i, leaf in taken] + [(values[i], leaf.master) for i, leaf in with_master], plan
+    )
+    for i, _ in taken:
+        params[i] = next(placed)
+    for i, _ in with_master:
+        masters[i] = next(placed)
     new = train_state.replace(params=plan.params_treedef.unflatten(params))
     if not plan.has_opt_state:
         return new
     own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
     return new.replace(opt_state=own)
+
+
+def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
+    """Returns whole values, which all processes must give alike, as the plan stores them."""
+    noted: list[str] = []
+    placed = agree(
+        "the new values of a state",
+        plan.mesh,
+        lambda: [place_leaf(x, leaf, plan, look=_noter(noted, leaf)) for x, leaf in values],
+        lambda _: {"the new values": "\n".join(noted)},
+    )
+    return iter(placed)
+
+
+def _noter(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
+    """Returns what notes the value of a leaf that this process supplies."""
+    return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
 
 
 def natural_params(state: State) -> PyTree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from jzero._plan import ZeroPlan
 from jzero._precision import times
 from jzero._settings import FLAG, NAMES, check, number, one_of, optional, whole
 from jzero._state import adapt_sharded, check_alive, check_in_place, map_state
+from jzero._step_agreement import StepAgreement
 from jzero._step_inputs import (
     InputKind,
     abstract_inputs,
@@ -79,7 +81,7 @@ def _reference(x: Any) -> Callable[[], Any]:
 class _Step:
     """A function of `(state, batch, rng)`, jitted once per plan."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the options of a step
         self,
         loss_fn: Loss,
         *,
@@ -88,6 +90,7 @@ class _Step:
         micro: MicroBatches = WHOLE_BATCH,
         remat: Remat | None = None,
         compiler_options: CompilerOptions | None = None,
+        check_processes: bool | float = True,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -105,9 +108,23 @@ class _Step:
         self.remat = remat
         check_compiler_options(compiler_options)
         self.compiler_options = compiler_options
+        self._agreement = StepAgreement(
+            self.maker,
+            loss_fn,
+            check_processes,
+            {
+                "has_aux": has_aux,
+                "accumulate_steps": micro.steps,
+                "reduce": "last" if micro.reduce_last else "each",
+                "remat": remat,
+                "mutable": self.mutable,
+                "compiler_options": compiler_options,
+            },
+        )
         self._jits: dict[Any, Any] = {}
         self._expected = _Expected()
 
+    maker: str
     donated: tuple[int, ...] = ()
     uses_opt_state = True
     keeps_changes = True
@@ -144,9 +161,10 @@ class _Step:
             check_alive(leaves)
             if self.donated:
                 check_donated(state, leaves, batch, rng)
-            batch, rng, in_place = place_inputs(plan, batch, rng, self.micro.steps)
-            kinds = kinds_of(inputs) if in_place else ()
             jitted = jitted or self._jit(plan, state, structure)
+            place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
+            batch, rng, in_place = self._agreement.placed(place, jitted, state, batch, rng)
+            kinds = kinds_of(inputs) if in_place else ()
         try:
             results = jitted(state, batch, **optional_rng(rng))
         except (RuntimeError, ValueError) as error:
@@ -190,6 +208,7 @@ class _Step:
         for jitted in self._jits.values():
             jitted.clear_cache()
         self._jits.clear()
+        self._agreement.clear()
         self._expected = _Expected()
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
@@ -255,6 +274,8 @@ class _Step:
 class ValueAndGrad(_Step):
     """The callable that `value_and_grad` returns."""
 
+    maker = "value_and_grad"
+
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
@@ -281,12 +302,14 @@ class ValueAndGrad(_Step):
 class TrainStep(_Step):
     """The callable that `make_train_step` returns."""
 
+    maker = "make_train_step"
     donated = (0,)
 
     def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
         super().__init__(loss_fn, **kwargs)
         self._watch = OverflowWatch()
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
+        self._agreement.settings["clip_norm"] = clip_norm
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
@@ -335,6 +358,7 @@ class TrainStep(_Step):
 class EvalStep(_Step):
     """The callable that `make_eval_step` returns."""
 
+    maker = "make_eval_step"
     uses_opt_state = False
     keeps_changes = False
 
@@ -376,7 +400,12 @@ def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array 
 
 
 def value_and_grad(
-    loss_fn: Loss, has_aux: bool = False, *, remat: Remat | None = None, mutable: Sequence[str] = ()
+    loss_fn: Loss,
+    has_aux: bool = False,
+    *,
+    remat: Remat | None = None,
+    mutable: Sequence[str] = (),
+    check_processes: bool | float = True,
 ) -> ValueAndGrad:
     """Returns a function that evaluates a loss and its gradients with the collectives of the state's stage.
 
@@ -399,6 +428,9 @@ def value_and_grad(
         keyword argument, and `aux` must be a dictionary with its new value, in the structure, shapes and dtypes that it
         has; floating values are averaged over devices. Not for NNX states, whose model keeps what the loss writes into
         its variables.
+      check_processes: Whether several processes make sure, before they run a program for the first time, that it is the
+        same in all of them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for
+        each other, 300 by default. Inside of another `jax.jit` nothing is compared.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
@@ -408,8 +440,8 @@ def value_and_grad(
       folded with the index of the device.
 
     Raises:
-      ValueError: `remat` is none of these, the batch cannot be split evenly, or the loss uses ZeRO's axis in a way that
-        cannot work.
+      ValueError: `remat` is none of these, the batch cannot be split evenly, the loss uses ZeRO's axis in a way that
+        cannot work, or processes disagree; each says how.
       TypeError: The state is not sharded, or the loss or `aux` is of a kind that cannot be reduced.
 
     Example:
@@ -418,7 +450,7 @@ def value_and_grad(
       >>> int(state.apply_gradients(grads=grads).step)
       1
     """
-    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable, remat=remat)
+    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable, remat=remat, check_processes=check_processes)
 
 
 def make_train_step(  # noqa: PLR0913  # the options of a step
@@ -431,6 +463,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
     compiler_options: CompilerOptions | None = None,
+    check_processes: bool | float = True,
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
 
@@ -450,6 +483,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12 a bf16 step, which is
         nearly twice as fast for it, does without YNNPACK; nothing else. Not used where the step is called inside of
         another `jax.jit`, which compiles it.
+      check_processes: As for `value_and_grad`.
 
     Returns:
       `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
@@ -481,10 +515,11 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         mutable=mutable,
         remat=remat,
         compiler_options=compiler_options,
+        check_processes=check_processes,
     )
 
 
-def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
+def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_processes: bool | float = True) -> EvalStep:
     """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
 
     Args:
@@ -492,6 +527,7 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
         of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed`
         and `PerExample` say otherwise. What it changes in an NNX model is dropped.
       mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
+      check_processes: As for `value_and_grad`.
 
     Returns:
       `eval_step(state, batch, *, rng=None)`, which returns the metrics of the whole batch.
@@ -501,7 +537,7 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = ()) -> EvalStep:
       >>> sorted(eval_step(state, jnp.ones((8, 512))))
       ['size']
     """
-    return EvalStep(metric_fn, has_aux=True, mutable=mutable, remat="as_written")
+    return EvalStep(metric_fn, has_aux=True, mutable=mutable, remat="as_written", check_processes=check_processes)
 
 
 def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:

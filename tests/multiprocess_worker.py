@@ -24,6 +24,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
+from jzero import _processes
 from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
@@ -48,19 +49,114 @@ def train() -> dict[str, Any]:
     return results
 
 
-def disagree_about_stage() -> None:
-    """Asks for another stage in each process."""
-    jzero.shard_train_state(make_state(jax.random.key(0)), config=config(2 + jax.process_index()))
+def disagree() -> dict[str, Any]:
+    """Has the second process disagree in one thing after the other; returns what each of the two is told.
+
+    Both must be told of it to go on with the next.
+    """
+    _processes.LINGER_S = 0.1  # the test waits for neither of them to die
+    second = jax.process_index()
+    attempts = {**states_that_differ(second), **steps_that_differ(second), **batches_that_differ(second)}
+    results: dict[str, Any] = {name: message(attempt) for name, attempt in attempts.items()}
+    evaluate = jzero.make_eval_step(small_loss)
+    state = small_state()
+    evaluate.lower(state, BATCH[: 8 * (1 + second)])  # runs nothing, so nothing is compared
+    regardless = jzero.make_train_step(small_loss, clip_norm=1.0 + second, check_processes=False)
+    losses = [evaluate(state, BATCH), regardless(small_state(), BATCH)[1]["loss"]]
+    results["losses"] = [float(x) for x in losses]
+    if second:
+        time.sleep(3)
+    else:
+        alone = jzero.make_eval_step(small_loss, check_processes=0.5)
+        results["is late"] = message(lambda: alone(state, BATCH[:16]))
+        results["has ended"] = message(lambda: evaluate(state, BATCH[:16]))
+    return results
 
 
-def disagree_about_shapes() -> None:
-    """Makes a wider head in the second process."""
+def states_that_differ(second: int) -> dict[str, Any]:
+    """Returns what makes states that are others in the second process."""
 
-    def make(key: jax.Array) -> jzero.TrainState:
-        params = {"body": jnp.zeros((8, 8)), "head": jnp.zeros((8, 16 + jax.process_index()))}
-        return jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    def born(key: Any = 0, **kwargs: Any) -> None:
+        jzero.init_train_state(lambda _: plain_state(**kwargs), jax.random.key(key), config=config(3))
 
-    jzero.init_train_state(make, jax.random.key(0), config=config(3))
+    def moments() -> None:
+        state = plain_state()
+        jzero.shard_train_state(state.replace(opt_state=jax.tree.map(lambda x: x + second, state.opt_state)), stage=1)
+
+    return {
+        "stage": lambda: jzero.shard_train_state(plain_state(), stage=2 + second),
+        "values": lambda: small_state(scale=1.0 + second, precision="bf16"),
+        "moments": moments,
+        "shapes": lambda: born(width=16 + second),
+        "key": lambda: born(second),
+        "initialiser": lambda: born(scale=3.0 + second),
+        "new value": lambda: jzero.set_full_param(small_state(), "head", value=np.full((8, 16), second)),
+    }
+
+
+def steps_that_differ(second: int) -> dict[str, Any]:
+    """Returns what runs other programs in the second process."""
+
+    def train(loss_fn: Any = small_loss, rate: float = 0.1, **kwargs: Any) -> None:
+        jzero.make_train_step(loss_fn, **kwargs)(small_state(rate=rate), BATCH)
+
+    def fails(params: Any, batch: Any) -> jax.Array:
+        if second:
+            raise ValueError("not today")
+        return small_loss(params, batch)
+
+    table = np.arange(48.0, dtype=np.float32) + second
+    make_other = jzero.make_eval_step if second else jzero.make_train_step
+    return {
+        "learning rate": lambda: train(rate=0.1 + second),
+        "clip_norm": lambda: train(clip_norm=1.0 + second),
+        "accumulate_steps": lambda: train(accumulate_steps=1 + second),
+        "constant": lambda: train(lambda params, batch: small_loss(params, batch) * jnp.asarray(table).sum()),
+        "elsewhere": lambda: make_other(small_loss)(small_state(), BATCH),
+        "failure": lambda: train(fails),
+    }
+
+
+def batches_that_differ(second: int) -> dict[str, Any]:
+    """Returns what gives steps other batches in the second process."""
+
+    def evaluate(batch: Any, **rng: Any) -> None:
+        first = lambda params, batch, *rng: small_loss(params, jax.tree.leaves(batch)[0])
+        jzero.make_eval_step(first)(small_state(), batch, **rng)
+
+    def later() -> None:
+        state, batch = small_state(), BATCH
+        step = jzero.make_train_step(small_loss)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        step(state, batch[: 16 - 8 * second])
+
+    return {
+        "rows": lambda: jzero.value_and_grad(small_loss)(small_state(), BATCH[: 16 - 8 * second]),
+        "dtype": lambda: evaluate(BATCH.astype([np.float32, np.float16][second])),
+        "uneven": lambda: evaluate(BATCH[: 8 - second]),
+        "tree": lambda: evaluate({"x": BATCH, **({"y": BATCH} if second else {})}),
+        "scalar": lambda: evaluate({"x": BATCH, "y": np.float32(second)}),
+        "rng": lambda: evaluate(BATCH, rng=jax.random.key(second)),
+        "later": later,
+    }
+
+
+BATCH = np.ones((ROWS, 8), np.float32)
+
+
+def plain_state(*, width: int = 16, scale: float = 1.0, rate: float = 0.1) -> jzero.TrainState:
+    params = {"body": jnp.ones((8, 8)), "head": jnp.full((8, width), scale)}
+    return jzero.TrainState.create(params=params, tx=optax.sgd(rate, momentum=0.9))
+
+
+def small_state(*, precision: Any = "fp32", **kwargs: Any) -> Any:
+    chosen = dataclasses.replace(config(3), precision=precision)
+    return jzero.shard_train_state(plain_state(**kwargs), config=chosen)
+
+
+def small_loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.square(batch @ params["body"] @ params["head"]).mean()
 
 
 class Position:
@@ -249,10 +345,7 @@ def watched() -> list[int]:
     return written
 
 
-SCENARIOS = {
-    f.__name__: f
-    for f in (train, disagree_about_stage, disagree_about_shapes, checkpoints, one_dies, preempted, watched)
-}
+SCENARIOS = {f.__name__: f for f in (train, disagree, checkpoints, one_dies, preempted, watched)}
 
 
 def main() -> None:

@@ -476,6 +476,8 @@ def test_loss_must_be_callable(make):
         ({"accumulate_steps": 2.0}, ("`accumulate_steps`", "2.0")),
         ({"clip_norm": -1.0}, ("`clip_norm`", "-1.0")),
         ({"clip_norm": 0}, ("`clip_norm`", "0")),
+        ({"check_processes": 0.0}, ("`check_processes`", "0.0")),
+        ({"check_processes": "no"}, ("`check_processes`", "'no'")),
         ({"mutable": ("batch_stats",)}, ("batch_stats", "has_aux=True")),
     ],
 )

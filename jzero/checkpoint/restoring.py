@@ -10,6 +10,7 @@ of this is local; processes tell each other whether it worked, so that all of th
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jzero._fingerprints import describe_plan
 from jzero._fits import misfit
 from jzero._mesh import mesh_platform
 from jzero._opt_state import LossScaleState, ZeroOptState, host_array
 from jzero._placement import on_device, place_array, place_leaf
 from jzero._plan import StateLeaf, ZeroPlan
+from jzero._processes import agree
 from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
@@ -146,6 +149,8 @@ def restore_from(
     """Returns the state that a checkpoint holds, laid out like another, and a report of what was restored."""
     target = Target(adapted)
     found, report = everywhere(lambda: target.match(contents, choice))
+    same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
+    agree("restore_checkpoint", target.plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)
     move = None if data_iterator is None else everywhere(lambda: _mover(contents, data_iterator))
     everywhere(lambda: target.check_kept(found))
     if choice.donate:
