@@ -189,7 +189,7 @@ class Writing(nnx.Module):
     def __init__(self, write):
         self.linear, self.write = nnx.Linear(D, D, rngs=nnx.Rngs(0)), write
         self.cache, self.key = nnx.Cache(jnp.zeros(2, jnp.float16)), nnx.Variable(jax.random.key(0))
-        self.calls, self.log = 0, ["made"]
+        self._calls, self.log = 0, ["made"]
 
     def __call__(self, x):
         self.write(self, x)
@@ -261,7 +261,7 @@ def _appends(model, x):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda m, x: setattr(m, "calls", m.calls + 1), "calls: 0, then 1\n.*nnx.Variable"),
+        (lambda m, x: setattr(m, "_calls", m._calls + 1), "_calls: 0, then 1\n.*nnx.Variable"),
         (_appends, "log/1: None, then 'called'"),
         (lambda m, x: setattr(m, "last", x), "last: None, then JitTracer"),
         (lambda m, x: setattr(m, "hidden", nnx.Intermediate(x[0])), r"hidden: float32\[24\], added"),

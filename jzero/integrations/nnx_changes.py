@@ -34,7 +34,7 @@ def python_attributes(model: nnx.Module) -> dict[str, Any]:
     return {
         "/".join(map(str, path)): x
         for path, x in nnx.iter_graph(model)
-        if path and path not in in_state and not str(path[-1]).startswith("_")
+        if path and path not in in_state and not str(path[-1]).startswith(("_pytree__", "__"))  # which are Flax's own
         if not isinstance(x, nnx.Variable) and not nnx.graph.is_node(x)
     }
 
