@@ -617,6 +617,21 @@ def test_shard_map_over_the_axis_of_zero_is_refused():
             jzero.make_train_step(lambda p, b, axes=axes: model_axis_loss(p, b, mesh, axes))(state, BATCH)
 
 
+def test_shard_map_over_sizes_that_do_not_divide_is_explained():
+    mesh = jzero.make_mesh()
+    loss = lambda p, b: jax.shard_map(jnp.mean, mesh=mesh, in_specs=P("data"), out_specs=P())(b)
+    with raises(ValueError, "jax.shard_map", "already runs once per device along ('data',)", "axis_names"):
+        jzero.make_train_step(loss)(sharded_state(), BATCH)
+
+
+def test_an_axis_of_another_name_is_explained():
+    loss = lambda p, b: jax.lax.pmean(loss_fn(p, b), "batch")
+    with raises(ValueError, "'batch'", "ZeRO's are ('data',)", "`ZeroConfig(axis='batch')`", "make_mesh(batch=-1)"):
+        jzero.make_train_step(loss)(sharded_state(), BATCH)
+    with pytest.raises(NameError, match="undefined"):
+        jzero.make_train_step(lambda p, b: undefined)(sharded_state(), BATCH)  # noqa: F821
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_shard_map_over_another_axis_works(stage):
     mesh = jzero.make_mesh(data=4, model=2)

@@ -413,6 +413,18 @@ def test_hjson_needs_its_package(tmp_path, monkeypatch):
         jzero.ZeroConfig.from_deepspeed(str(file))
 
 
+@pytest.mark.parametrize("depth", [60, 100_000])
+def test_deep_nesting_is_a_plain_error(depth, tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text('{"a": ' * depth + "1" + "}" * depth)
+    with pytest.raises(ValueError, match=r"ds_config.json.* is nested deeper than"):
+        jzero.ZeroConfig.from_deepspeed(path)
+    nested = {}
+    nested["optimizer"] = {"params": {"betas": [nested]}}
+    with pytest.raises(ValueError, match="is nested deeper than"):
+        jzero.ZeroConfig.from_deepspeed(nested)
+
+
 def test_hjson_is_read_by_its_package(tmp_path, monkeypatch):
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 8, // rows\n}')

@@ -12,23 +12,49 @@ from typing import Any
 
 __all__ = ["read_source"]
 
+MAX_DEPTH = 50
+"""Levels of blocks; DeepSpeed's own have four."""
+
 
 def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what a file holds, or the dictionary itself.
 
     Raises:
-      ValueError: The file cannot be parsed, holds no dictionary, or holds a key twice.
+      ValueError: The file cannot be parsed, holds no dictionary or a key twice, or is nested too deeply.
       TypeError: `source` is neither a path nor a dictionary.
     """
     if isinstance(source, Mapping):
+        _check_depth(source, "The DeepSpeed configuration")
         return source
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"A DeepSpeed configuration is a path or a dictionary: got {type(source).__name__}.")
+    name = repr(os.fspath(source))
     with open(source, encoding="utf-8") as file:
-        found = _parse(file.read(), os.fspath(source))
+        try:
+            found = _parse(file.read(), os.fspath(source))
+        except RecursionError:
+            raise ValueError(_too_deep(name)) from None
+    _check_depth(found, name)
     if not isinstance(found, dict):
         raise ValueError(f"{os.fspath(source)!r} must hold a dictionary: got {type(found).__name__}.")
     return found
+
+
+def _check_depth(value: Any, name: str) -> None:
+    """Raises if blocks lie inside each other deeper than Python can follow, or inside themselves."""
+    stack = [(value, 0)]
+    while stack:
+        found, depth = stack.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(_too_deep(name))
+        if isinstance(found, Mapping):
+            stack += [(x, depth + 1) for x in found.values()]
+        elif isinstance(found, list | tuple):
+            stack += [(x, depth + 1) for x in found]
+
+
+def _too_deep(name: str) -> str:
+    return f"{name} is nested deeper than {MAX_DEPTH} levels, which no DeepSpeed configuration is: mend it."
 
 
 def _parse(text: str, path: str) -> Any:

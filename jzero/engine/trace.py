@@ -12,6 +12,7 @@ how parameters are stored.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -120,8 +121,23 @@ def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -
     """Returns a function's jaxpr, and what it returns as shapes."""
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
+    except NameError as error:
+        unbound = re.search(r"unbound axis name:? ['\"]?(\w+)", str(error))
+        if unbound is None:
+            raise
+        raise ValueError(
+            f"The loss names an axis {unbound[1]!r}, which is not there: ZeRO's are {batch_axes(plan.config)}. Name "
+            f"one of these there, or call ZeRO's axis so: `ZeroConfig(axis={unbound[1]!r})` on a mesh that has it, "
+            f"`jzero.make_mesh({unbound[1]}=-1)`."
+        ) from error
     except (AssertionError, ValueError) as error:
         text = str(error)
+        if "shard_map" in text and any(repr(name) in text for name in batch_axes(plan.config)):
+            raise ValueError(
+                "The loss calls `jax.shard_map` over one of ZeRO's axes, which jax refuses (its error is above): "
+                f"the loss already runs once per device along {batch_axes(plan.config)}, on the local part of the "
+                "batch. Name other axes in `axis_names`, or drop the `shard_map` and use collectives over the axis."
+            ) from error
         is_cast = "ManualAxisType" in text or "manual_axis_type" in text
         if not is_cast or not any(repr(name) in text for name in batch_axes(plan.config)):
             raise
