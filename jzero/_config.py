@@ -302,18 +302,30 @@ class ZeroConfig:
 
     @classmethod
     def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, num_devices: int | None = None
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        num_devices: int | None = None,
+        batch_size: int | None = None,
+        optimizer: Any = None,
+        precision: Precision | Literal["fp32", "bf16", "fp16"] | None = None,
+        auto: Mapping[str, Any] | None = None,
     ) -> tuple[ZeroConfig, DeepSpeedReport]:
         """Reads a configuration of DeepSpeed (`ds_config.json`).
 
         What the file says about batches, clipping, optimizer and schedule is in the report: `step_arguments()` go into
         `make_train_step`, `optimizer` into the train state. A value that jzero cannot honour is left out, and a warning
-        names its key. "auto", which a trainer of another library would fill in, is left out as well.
+        names its key. "auto", which a trainer of another library would fill in, is decided by the arguments, or left
+        out and listed at the head of the report, `report.undecided`.
 
         Args:
           source: A path to JSON (or to Hjson, if the package `hjson` is there), or the dictionary itself.
           num_devices: Devices that the batch is split over, all axes of the mesh that shard it. `None` leaves open what
             depends on it.
+          batch_size: Rows of a step, where `train_batch_size` is "auto" or left out.
+          optimizer: An optax transformation in the place of the file's optimizer and schedule.
+          precision: As for `ZeroConfig`, where `bf16.enabled` and `fp16.enabled` are "auto" or left out.
+          auto: Values by key, such as `{"gradient_clipping": 1.0}`, for anything that is "auto".
 
         Returns:
           `(config, report)`. The report has a verdict on each key: honoured, left to the compiler, ignored or refused,
@@ -322,7 +334,8 @@ class ZeroConfig:
         Raises:
           ValueError: The file cannot be read: a key of `zero_optimization`, `fp16`, `bf16`, or of the parameters of an
             optimizer or a schedule is not known, has a value of the wrong kind or is there twice, or batch sizes
-            contradict each other. All such keys are named.
+            contradict each other. All such keys are named. Or an argument contradicts the file.
+          TypeError: `optimizer` is no optax transformation.
           OSError: There is no such file.
 
         Example:
@@ -336,7 +349,9 @@ class ZeroConfig:
           DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are
           clipped at a norm of 1.
         """
-        fields, report = import_config(source, num_devices)
+        fields, report = import_config(
+            source, num_devices, batch_size=batch_size, optimizer=optimizer, precision=precision, auto=auto
+        )
         if report.refused:
             warnings.warn(
                 f"jzero does not honour {', '.join(f'`{row.key}`' for row in report.refused)} of this DeepSpeed "

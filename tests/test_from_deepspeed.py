@@ -560,3 +560,70 @@ def test_what_is_not_made_says_for_want_of_what():
     source["optimizer"]["params"]["lr"] = 1e-3
     source["scheduler"]["params"]["total_num_steps"] = 100
     assert "none is made" not in str(jzero.ZeroConfig.from_deepspeed(source)[1])
+
+
+AUTO = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto", "loss_scale": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def undecided(**arguments):
+    config, report = jzero.ZeroConfig.from_deepspeed(AUTO, num_devices=8, **arguments)
+    return config, report, {row.key for row in report.undecided}
+
+
+def test_what_nothing_decides_is_at_the_head():
+    _, report, names = undecided()
+    head = str(report).split("\n\n")[0]
+    assert {"bf16.enabled", "optimizer.params.lr", "train_batch_size", "gradient_clipping"} <= names
+    assert all(name in head for name in names)
+    assert '"auto"' in head
+    assert "optimizer: none (undecided)" in head
+    assert "clipping: at a norm of 1 (undecided)" in head
+    assert json.loads(report.to_json())["undecided"] == [row.key for row in report.undecided]
+    assert not read({"train_batch_size": 8})[1].undecided
+    assert "undecided" not in str(read({"train_batch_size": 8})[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", jzero.Precision(compute_dtype="bfloat16")])
+def test_arguments_decide(precision):
+    tx = optax.sgd(0.1)
+    config, report, names = undecided(batch_size=64, optimizer=tx, precision=precision)
+    assert config.policy == jzero.ZeroConfig(precision=precision).policy
+    assert (report.train_batch_size, report.micro_batch_size, report.accumulate_steps) == (64, 8, 1)
+    assert report.optimizer is tx
+    others = {"gradient_clipping", "zero_optimization.reduce_bucket_size"}
+    assert names - {"fp16.loss_scale"} == others
+    values = {"gradient_clipping": 0.5, "zero_optimization.reduce_bucket_size": 1000}
+    config, report, names = undecided(batch_size=64, optimizer=tx, precision="bf16", auto=values)
+    assert not names
+    assert report.step_arguments() == {"accumulate_steps": 1, "clip_norm": 0.5}
+    assert config.reduce_bucket_bytes == 2000
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        ({"train_batch_size": 8}, {"batch_size": 16}, r"`batch_size=16` contradicts `train_batch_size` \(8\)"),
+        (
+            {"bf16": {"enabled": True}},
+            {"precision": "fp16"},
+            r"`precision` \(fp16\) contradicts `bf16.enabled` \(True\)",
+        ),
+        ({"train_batch_size": 8}, {"auto": {"train_batch_size": 8}}, r"`auto` names 'train_batch_size', which is not"),
+        ({}, {"batch_size": "8"}, "`batch_size` must be None or an integer >= 1: got '8'"),
+        ({}, {"precision": "int8"}, "`precision` must be 'fp32', 'bf16', 'fp16' or a `Precision`: got 'int8'"),
+        ({}, {"optimizer": "adam"}, "`optimizer` must be an optax transformation: got 'adam'"),
+    ],
+)
+def test_arguments_that_decide_nothing(source, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        jzero.ZeroConfig.from_deepspeed(source, **arguments)

@@ -6,7 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jzero._precision import Precision
+from jzero._settings import check, optional, whole
 from jzero.deepspeed.batch import BatchSizes, solve_batch
+from jzero.deepspeed.deciding import decided
 from jzero.deepspeed.fields import ConfigFields, config_fields
 from jzero.deepspeed.optimizers import read_optimizer
 from jzero.deepspeed.reading import read_source
@@ -21,24 +24,36 @@ CLIPPING = "gradient_clipping"
 
 
 def import_config(
-    source: str | os.PathLike[str] | Mapping[str, Any], num_devices: int | None
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    num_devices: int | None,
+    *,
+    batch_size: int | None = None,
+    optimizer: Any = None,
+    precision: str | Precision | None = None,
+    auto: Mapping[str, Any] | None = None,
 ) -> tuple[ConfigFields, DeepSpeedReport]:
     """Returns what goes into a `ZeroConfig`, and the report; see `ZeroConfig.from_deepspeed`."""
-    if num_devices is not None and (
-        isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1
-    ):
-        raise ValueError(f"`num_devices` must be None or an integer >= 1: got {num_devices!r}.")
-    settings = read_settings(read_source(source))
-    optimizer = read_optimizer(settings)
-    schedule = make_schedule(settings, optimizer.lr, has_betas=optimizer.has_betas)
+    check("num_devices", num_devices, optional(whole(1)))
+    if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
+    raw = decided(read_source(source), auto=auto, batch_size=batch_size, precision=precision)
+    settings = read_settings(raw)
+    block = read_optimizer(settings)
+    schedule = make_schedule(settings, block.lr, has_betas=block.has_betas)
     settings.raise_problems()
-    given = BatchSizes(*(settings[name] for name in SIZES))
-    sizes = solve_batch(given, num_devices, has_auto=any(name in settings.autos for name in SIZES))
+    asked = BatchSizes(*(settings[name] for name in SIZES))
+    sizes = solve_batch(asked, num_devices, has_auto=batch_size is None and any(x in settings.autos for x in SIZES))
     fields = config_fields(settings, num_devices)
+    if isinstance(precision, Precision):
+        fields.config["precision"] = precision
     scheduled = schedule()
-    made = optimizer.make(scheduled)
+    made = block.make(scheduled)
     settings.imply(CLIPPING, "honoured", "DeepSpeed's default, 1.0: `make_train_step(clip_norm=)`")
     _judge_sizes(settings, sizes)
+    if optimizer is not None:
+        for prefix in ("optimizer.", "scheduler."):
+            settings.replace_all(prefix, "`optimizer=` was given in its place")
+        made, scheduled = optimizer, scheduled._replace(lr=None)
     report = DeepSpeedReport(
         rows=tuple(settings.rows.values()),
         num_devices=num_devices,
@@ -55,5 +70,5 @@ def import_config(
 def _judge_sizes(settings: Settings, sizes: BatchSizes) -> None:
     """Says of an "auto" whether it followed from the others."""
     for name, size in zip(SIZES, sizes, strict=True):
-        if name in settings.autos:
-            settings.judge_auto(name, "not known" if size is None else f"{size}, which follows from the others")
+        if name in settings.autos and size is not None:
+            settings.judge_auto(name, f"{size}, which follows from the others")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ IN_WORDS = {
     "compiler": "left to the compiler",
     "ignored": "ignored",
 }
+UNDECIDED = "undecided"
 WIDTH = 24
 """Characters of a value that the table shows."""
 
@@ -37,12 +39,14 @@ class KeyVerdict:
       verdict: "honoured", "compiler" (left to XLA), "ignored" (means nothing here) or "refused" (jzero lacks it, or
         does other numbers).
       note: Which field or argument took it; or why it means nothing; or what to do instead.
+      is_undecided: Whether it is "auto", and nothing here decides it.
     """
 
     key: str
     value: Any
     verdict: Verdict
     note: str
+    is_undecided: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,11 @@ class DeepSpeedReport:
         """The rows of what jzero lacks, or does with other numbers."""
         return tuple(row for row in self.rows if row.verdict == "refused")
 
+    @property
+    def undecided(self) -> tuple[KeyVerdict, ...]:
+        """The rows of what is "auto", which neither an argument of `from_deepspeed` nor another key decides."""
+        return tuple(row for row in self.rows if row.is_undecided)
+
     def verify(self) -> None:
         """Raises a `ValueError` that lists what is refused, if anything is."""
         if self.refused:
@@ -110,25 +119,43 @@ class DeepSpeedReport:
         names = ("num_devices", "train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm")
         data = {name: getattr(self, name) for name in names}
         data["has_optimizer"], data["has_schedule"] = self.optimizer is not None, self.schedule is not None
+        data["undecided"] = [row.key for row in self.undecided]
         data["rows"] = [dataclasses.asdict(row) for row in self.rows]
         return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
     def __str__(self) -> str:
-        counts = collections.Counter(row.verdict for row in self.rows)
-        head = ", ".join(f"{counts[verdict]} {IN_WORDS[verdict]}" for verdict in ORDER)
-        ordered = sorted(self.rows, key=lambda row: ORDER.index(row.verdict))
+        words = [UNDECIDED if row.is_undecided else IN_WORDS[row.verdict] for row in self.rows]
+        counts = collections.Counter(words)
+        order = [*([UNDECIDED] if self.undecided else []), *(IN_WORDS[verdict] for verdict in ORDER)]
+        head = ", ".join(f"{counts[word]} {word}" for word in order)
+        ordered = sorted(zip(self.rows, words, strict=True), key=lambda pair: order.index(pair[1]))
         table = [("key", "value", "verdict", "what becomes of it")]
-        table += [(row.key, _short(row.value), IN_WORDS[row.verdict], row.note) for row in ordered]
-        return "\n".join([f"DeepSpeed configuration: {head}", *self._facts(), "", *format_rows(table, left=4)])
+        table += [(row.key, _short(row.value), word, row.note) for row, word in ordered]
+        return "\n".join(
+            [f"DeepSpeed configuration: {head}", *self._open(), *self._facts(), "", *format_rows(table, left=4)]
+        )
+
+    def _open(self) -> list[str]:
+        """What nobody has decided, before anything else."""
+        if not self.undecided:
+            return []
+        names = ", ".join(row.key for row in self.undecided)
+        text = f'undecided, since "auto" is for a trainer to fill in: {names}'
+        way_out = "decide it with `from_deepspeed(..., batch_size=, optimizer=, precision=, auto={key: value})`"
+        return [*textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False), f"  {way_out}"]
+
+    def _made(self, prefix: str, text: str) -> str:
+        """A fact, unless an "auto" leaves it open."""
+        is_open = any(row.key.startswith(prefix) for row in self.undecided)
+        return f"{text} (undecided)" if is_open else text
 
     def _facts(self) -> list[str]:
         sizes = (self.train_batch_size, self.micro_batch_size, self.accumulate_steps, self.num_devices)
         total, micro, steps, devices = ("?" if size is None else str(size) for size in sizes)
-        made = [
-            "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}",
-            *("yes" if x is not None else "none" for x in (self.optimizer, self.schedule)),
-        ]
-        clipping, optimizer, schedule = made
+        made = {"gradient_clipping": "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"}
+        made |= {"optimizer": "none" if self.optimizer is None else "yes"}
+        made |= {"scheduler": "none" if self.schedule is None else "yes"}
+        clipping, optimizer, schedule = (self._made(key, text) for key, text in made.items())
         return [
             f"batch: {total} rows a step = {micro} in a micro-batch x {steps} micro-batches x {devices} devices",
             f"clipping: {clipping}; optimizer: {optimizer}; schedule: {schedule}",

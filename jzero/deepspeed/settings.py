@@ -7,15 +7,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jzero.deepspeed.deciding import AUTO
 from jzero.deepspeed.key import REQUIRED, Key, Verdict
 from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
 __all__ = ["DTYPES", "PARAMS", "Settings", "read_settings"]
 
-AUTO = "auto"
 AUTO_NOTE = '"auto" is for a trainer to fill in'
 PARAMS = ("optimizer.params", "scheduler.params")
+SWITCHES = ("fp16.enabled", "bf16.enabled")
 OLD_NAMES = {f"{path.rpartition('.')[0]}.{old}": path for path, key in KEYS.items() for old in key.old_names}
 
 DTYPES = {
@@ -61,7 +62,9 @@ class Settings:
     def judge(self, path: str, verdict: Verdict, note: str) -> None:
         """Changes the verdict on a key, if the file has it."""
         row = self.rows.get(path)
-        if row is not None and path not in self.autos:
+        # What an "auto" comes to counts nothing where the key means nothing; that of a switch stays open.
+        is_open = path in self.autos and (verdict != "ignored" or path in SWITCHES)
+        if row is not None and not is_open:
             self.rows[path] = KeyVerdict(row.key, row.value, verdict, note)
 
     def judge_all(self, prefix: str, verdict: Verdict, note: str) -> None:
@@ -73,6 +76,12 @@ class Settings:
         """Says what an "auto" came to."""
         row = self.rows[path]
         self._add(path, row.key, row.value, "ignored", f"{AUTO_NOTE}; here: {here}")
+
+    def replace_all(self, prefix: str, note: str) -> None:
+        """Says of every key that begins so that an argument took its place."""
+        for path, row in list(self.rows.items()):
+            if path.startswith(prefix):
+                self._add(path, row.key, row.value, "ignored", note)
 
     def imply(self, path: str, verdict: Verdict, note: str) -> None:
         """Adds a row for a key that the file does not have."""
@@ -97,7 +106,8 @@ class Settings:
         elif value == AUTO:
             self.autos.add(path)
             default = "not known" if key.default in (None, AUTO, REQUIRED) else f"DeepSpeed's default, {key.default}"
-            self._add(path, written, value, "ignored", f"{AUTO_NOTE}; here: {default}")
+            note = f"{AUTO_NOTE}; here: {default}"
+            self.rows[path] = KeyVerdict(written, value, "ignored", note, is_undecided=key.verdict == "honoured")
         elif value is None and key.default is None:
             self._add(path, written, value, "ignored", "null, as by default")
         else:
