@@ -296,7 +296,7 @@ class _Reference:
             return _cast(_cast(self._place(x), leaf.dtype), leaf.wide)
 
         state = map_state(place, plan.plain, state)
-        params = plan.params_treedef.flatten_up_to(state.params)
+        params = plan.flat_params(state.params)
         wide = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
         return state.replace(params=plan.params_treedef.unflatten(wide))
 

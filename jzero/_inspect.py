@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero._fits import misfit
+from jzero._padded import is_padded
 from jzero._placement import gather_leaves
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields
@@ -58,10 +59,10 @@ def get_full_param(state: State, path: str) -> jax.Array:
         return _gather(jax.tree.leaves(other_fields(train_state))[frozen], plan.other_leaves[frozen], plan)
     i = _index(plan, path)
     leaf = plan.leaves[i]
-    param = plan.params_treedef.flatten_up_to(train_state.params)[i]
+    param = plan.flat_params(train_state.params)[i]
     if leaf.master is None:
         return _gather(param, leaf.param, plan)
-    master = plan.params_treedef.flatten_up_to(train_state.opt_state.masters)[i]
+    master = plan.flat_params(train_state.opt_state.masters)[i]
     return with_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
 
 
@@ -95,8 +96,9 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
     if frozen is not None:
         check_alive(adapted.state)
         leaf = plan.other_leaves[frozen]
-        leaves, treedef = jax.tree.flatten(other_fields(adapted.state))
-        (leaves[frozen],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
+        leaves, treedef = jax.tree.flatten(other_fields(adapted.state), is_leaf=is_padded)
+        (placed,) = place_given([(_as_leaf(value, leaf), leaf)], plan)
+        leaves[frozen] = leaf.boxed(placed)
         return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
     i = _index(plan, path)
     check_alive(adapted.state)

@@ -36,6 +36,7 @@ __all__ = [
     "NO_ELEMENTS",
     "Around",
     "Moments",
+    "check_params_stored",
     "new_param",
     "placing",
     "rounded_inner",
@@ -47,6 +48,16 @@ __all__ = [
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
 """Stands for a parameter on the host, and for its update, where optax adds the two."""
+
+
+def check_params_stored(plan: ZeroPlan, params: Any) -> None:
+    """Raises for parameters in their natural shape that the plan stores in another: optax could not add to them."""
+    for x, leaf in zip([] if params is None else plan.flat_params(params), plan.leaves, strict=params is not None):
+        if np.shape(x) == leaf.param.shape != leaf.param.stored_shape:
+            raise ValueError(
+                f"{leaf.path!r} is stored as {leaf.param.stored_shape}, but the parameters to be updated hold it in "
+                f"its natural shape {leaf.param.shape}. Edit parameters with `jzero.update_params` or `.at[...]`."
+            )
 
 
 def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:

@@ -18,6 +18,7 @@ from jzero._leaf_update import (
     NO_ELEMENTS,
     Around,
     Moments,
+    check_params_stored,
     new_param,
     placing,
     rounded_inner,
@@ -26,6 +27,7 @@ from jzero._leaf_update import (
     update_leaf,
 )
 from jzero._opt_state import ZeroOptState, next_loss_scale
+from jzero._padded import is_padded
 from jzero._placement import is_on_host, natural_leaf, stored_leaf, strong
 from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero._planner import own_opt_state, zero_grads
@@ -101,6 +103,7 @@ class ZeroTransformation:
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
             )
+        check_params_stored(self.plan, params)
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
         arrays = {k: v for k, v in extra_args.items() if not callable(v)}
         functions = tuple((k, v) for k, v in sorted(extra_args.items()) if callable(v))
@@ -116,14 +119,14 @@ class ZeroTransformation:
 
     def as_planned(self, params: PyTree) -> PyTree:
         """Returns stored parameters laid out as planned: in a loop of the user's the compiler chooses how they come."""
-        leaves = self.plan.params_treedef.flatten_up_to(params)
+        leaves = self.plan.flat_params(params)
         return self.plan.params_treedef.unflatten(
             [stored_leaf(x, leaf.param, self.plan) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
         )
 
     def natural_params(self, params: PyTree) -> PyTree:
         """Returns stored parameters in their natural shapes, in the dtype that the loss sees."""
-        leaves = self.plan.params_treedef.flatten_up_to(self.as_planned(params))
+        leaves = self.plan.flat_params(self.as_planned(params))
         natural = [
             natural_leaf(narrow(x, leaf.compute_dtype), leaf.param, self.plan)
             for x, leaf in zip(leaves, self.plan.leaves, strict=True)
@@ -134,7 +137,7 @@ class ZeroTransformation:
 @functools.partial(jax.jit, static_argnums=0)
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
-    leaves = plan.params_treedef.flatten_up_to(params)
+    leaves = plan.flat_params(params)
     seen = [_seen(natural_leaf(x, leaf.param, plan), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
     inner = plan.inner_treedef.unflatten(
@@ -147,7 +150,7 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
         for x, leaf in zip(seen, plan.leaves, strict=True)
     ]
-    waiting = [None] * len(masters) if plan.waiting is None else plan.params_treedef.flatten_up_to(plan.waiting.grads)
+    waiting = [None] * len(masters) if plan.waiting is None else plan.flat_params(plan.waiting.grads)
     zeros = [
         x if leaf is None else stored_leaf(x, leaf, plan) for x, leaf in zip(zero_grads(plan), waiting, strict=True)
     ]
@@ -165,17 +168,15 @@ def _update(
     arrays: dict[str, Any],
     functions: tuple[tuple[str, Any], ...],
 ) -> Any:
-    plan = tx.plan
+    plan, given = tx.plan, params
     own = state if plan.has_opt_state else ZeroOptState(state, None, None, None)
     # A train step of jzero is in that scope already.
     with jax.named_scope("zero_update") if tx.step is None else contextlib.nullcontext():
         guards = tx.step is None and plan.config.policy.skips
         overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
         if tx.step is not None and params is not None:
-            given, stored = (plan.params_treedef.flatten_up_to(tree) for tree in (params, tx.step.params))
-            params = plan.params_treedef.unflatten(
-                [y if i in tx.step.direct else x for i, (x, y) in enumerate(zip(given, stored, strict=True))]
-            )
+            pairs = zip(*(plan.flat_params(tree) for tree in (params, tx.step.params)), strict=True)
+            params = plan.params_treedef.unflatten([y if i in tx.step.direct else x for i, (x, y) in enumerate(pairs)])
         elif params is not None:
             params = tx.as_planned(params)
         step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {}, None)
@@ -184,7 +185,9 @@ def _update(
         inner = _inner_seen(plan, own.inner)
         # Trees of the parameters' structure (`grad=` of a line search) come as stored, like the gradients.
         like_params = {
-            k: _like_grads(plan, v) for k, v in arrays.items() if jax.tree.structure(v) == plan.params_treedef
+            k: _like_grads(plan, v)
+            for k, v in arrays.items()
+            if jax.tree.structure(v, is_leaf=is_padded) == plan.params_treedef
         }
         seen = (grads, plan.inner_treedef.unflatten(inner), masters, {**arrays, **like_params})
         new_updates, new_inner = _apply_inner(tx, seen, dict(functions))
@@ -199,7 +202,8 @@ def _update(
         if tx.step is None:
             pairs = zip(stored, plan.leaves, strict=True)
             stored = [x if x is None else placing(x, leaf.param, plan) for x, leaf in pairs]
-        return plan.params_treedef.unflatten(stored), new if plan.has_opt_state else new.inner
+        made = plan.stored_params(stored) if given is None else jax.tree.structure(given).unflatten(stored)
+        return made, new if plan.has_opt_state else new.inner
 
 
 def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -209,7 +213,7 @@ def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = MappingProxyType({})) -> PyTree:
     """A tree of the parameters' structure in natural shapes, each device's part at hand; streamed ones for the host."""
-    leaves = plan.params_treedef.flatten_up_to(tree)
+    leaves = plan.flat_params(tree)
 
     def like_grad(x: Any, i: int, leaf: LeafPlan) -> Any:
         if not leaf.trained:  # never read, see `_trained`
@@ -241,8 +245,8 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
     """Returns what the optimizer sees of the parameters: natural shapes, cut, edits of the parameters included."""
-    leaves = plan.params_treedef.flatten_up_to(params)
-    kept = [None] * len(leaves) if masters is None else plan.params_treedef.flatten_up_to(masters)
+    leaves = plan.flat_params(params)
+    kept = [None] * len(leaves) if masters is None else plan.flat_params(masters)
 
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
@@ -306,13 +310,12 @@ def _next_state(
     See [Note: Masters].
     """
     own = before.own
-    update = plan.params_treedef.flatten_up_to(updates)
+    update = plan.flat_params(updates)
     nothing = [None] * len(plan.leaves)
     grads, params, masters = (
-        nothing if tree is None else plan.params_treedef.flatten_up_to(tree)
-        for tree in (before.grads, before.params, before.masters)
+        nothing if tree is None else plan.flat_params(tree) for tree in (before.grads, before.params, before.masters)
     )
-    old_masters = nothing if own.masters is None else plan.params_treedef.flatten_up_to(own.masters)
+    old_masters = nothing if own.masters is None else plan.flat_params(own.masters)
     old_inner = plan.inner_treedef.flatten_up_to(own.inner)
     inner = plan.inner_treedef.flatten_up_to(new_inner)
     stored: list[Any] = []
@@ -352,7 +355,7 @@ def _next_state(
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:
     """Returns for each parameter whether its gradient is not finite."""
-    leaves = plan.params_treedef.flatten_up_to(grads)
+    leaves = plan.flat_params(grads)
     return jnp.stack([_not_finite(x if leaf.trained else None) for x, leaf in zip(leaves, plan.leaves, strict=True)])
 
 
@@ -389,10 +392,7 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
     outputs = walk(opened, consts, leaves)
     plan = tx.plan
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
-    updates = [
-        x if i in plan.hosted else walk.computed(x)
-        for i, x in enumerate(plan.params_treedef.flatten_up_to(new_updates))
-    ]
+    updates = [x if i in plan.hosted else walk.computed(x) for i, x in enumerate(plan.flat_params(new_updates))]
     inner = [
         x if leaf.on_host else walk.computed(x)
         for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero._config import ZeroConfig
 from jzero._layout import Cut
 from jzero._mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
+from jzero._padded import boxed, unboxed
 from jzero._plan_table import format_plan, plan_as_dict
 from jzero._precision import is_key
 
@@ -67,6 +68,10 @@ class StateLeaf:
     def spec(self, axis: str) -> PartitionSpec:
         """Spec of the stored array."""
         return self.base if self.cut is None else self.cut.spec(self.base, axis)
+
+    def boxed(self, x: Any) -> Any:
+        """Returns an array in the shape in which this leaf is stored as one of its natural shape."""
+        return boxed(x, self.path, self.shape, self.cut)
 
     def travelling(self, mesh: AnyMesh) -> Cut | None:
         """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
@@ -175,6 +180,14 @@ class ZeroPlan:
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over))
+
+    def flat_params(self, tree: PyTree) -> list[Any]:
+        """Returns the leaves of a tree of the parameters' structure; of padded ones what is stored."""
+        return [unboxed(x) for x in self.params_treedef.flatten_up_to(tree)]
+
+    def stored_params(self, leaves: Sequence[Any]) -> PyTree:
+        """Returns the tree of parameters as a state holds it, see [Note: Padded leaves in a loop of one's own]."""
+        return self.params_treedef.unflatten([x.param.boxed(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
     @property
     def num_shards(self) -> int:

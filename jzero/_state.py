@@ -11,6 +11,7 @@ import optax
 
 from jzero._opt_state import ZeroOptState
 from jzero._optimizer import ZeroTransformation, edited_master
+from jzero._padded import is_padded, unboxed
 from jzero._placement import is_on_host
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero._planner import other_fields, own_opt_state, zero_grads
@@ -221,13 +222,13 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     if not plan.has_opt_state:
         return state
     own = state.opt_state
-    params = plan.params_treedef.flatten_up_to(state.params)
-    masters = plan.params_treedef.flatten_up_to(own.masters)
+    params = plan.flat_params(state.params)
+    masters = plan.flat_params(own.masters)
     kept = [
         x if leaf.master is None else edited_master(leaf, plan, x, m) if take_edits else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
-    return state.replace(params=plan.params_treedef.unflatten(kept), opt_state=own.inner)
+    return state.replace(params=plan.stored_params(kept), opt_state=own.inner)
 
 
 def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
@@ -239,7 +240,7 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bo
       before: The optimizer state of an earlier layout, whose loss scale and counter go on.
       in_trace: Whether zeros cost nothing, since they are traced.
     """
-    params = plan.params_treedef.flatten_up_to(state.params)
+    params = plan.flat_params(state.params)
     own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
     if own is None:
         return state
@@ -253,16 +254,14 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bo
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
     """Returns `state` with `fn(leaf, leaf_plan)` in place of every array, and `tx` in place of its own if given."""
-    params = [
-        fn(x, leaf.param) for x, leaf in zip(plan.params_treedef.flatten_up_to(state.params), plan.leaves, strict=True)
-    ]
+    params = [fn(x, leaf.param) for x, leaf in zip(plan.flat_params(state.params), plan.leaves, strict=True)]
     opt = [
         fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)
     ]
-    others, treedef = jax.tree.flatten(other_fields(state))
-    changed = treedef.unflatten([fn(x, leaf) for x, leaf in zip(others, plan.other_leaves, strict=True)])
+    others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
+    changed = treedef.unflatten(
+        [leaf.boxed(fn(unboxed(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
+    )
     if tx is not None:
         changed["tx"] = tx
-    return state.replace(
-        params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt), **changed
-    )
+    return state.replace(params=plan.stored_params(params), opt_state=plan.opt_treedef.unflatten(opt), **changed)

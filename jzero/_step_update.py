@@ -99,7 +99,7 @@ def _updated(state: Any, found: StepGrads) -> Any:
     What the update makes anew takes no part in optax's sums: something without elements stands for each such parameter.
     """
     tx, plan = state.tx, state.tx.plan
-    params = plan.params_treedef.flatten_up_to(state.params)
+    params = plan.flat_params(state.params)
     away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
     new_params: dict[int, jax.Array] = {}
     cls = type(state)
@@ -114,12 +114,12 @@ def _updated(state: Any, found: StepGrads) -> Any:
     direct = _made_anew(state) | away | plan.keys  # nothing can be added to random keys
     reduced = {id(g): (raw, found.factors) for g, raw in pairs}
     step = InStep(found.applied, reduced, new_params, state.params, direct)
-    seen = plan.params_treedef.unflatten([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])
+    seen = plan.stored_params([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])
     before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
     new = before.apply_gradients(grads=plan.params_treedef.unflatten(found.grads))
-    after = plan.params_treedef.flatten_up_to(new.params)
+    after = plan.flat_params(new.params)
     kept = [new_params.get(i, params[i]) if i in direct else x for i, x in enumerate(after)]
-    return new.replace(tx=tx, params=plan.params_treedef.unflatten(kept))
+    return new.replace(tx=tx, params=plan.stored_params(kept))
 
 
 def _has_own_update(state: Any) -> bool:
@@ -143,7 +143,7 @@ def _pending_applied(state: Any) -> Any:
     """Returns the state after the update that was put off; as it is if there was none."""
     plan = state.tx.plan
     pending = state.opt_state.pending
-    kept = plan.params_treedef.flatten_up_to(pending.grads)
+    kept = plan.flat_params(pending.grads)
     kept = [jnp.zeros((), leaf.grad.dtype) if x is None else x for x, leaf in zip(kept, plan.leaves, strict=True)]
     # As many objects as gradients: each is known by its identity.
     grads = [jnp.zeros((0,), x.dtype) if i in plan.hosted else x for i, x in enumerate(kept)]
@@ -156,15 +156,15 @@ def _unless_skipped(applied: jax.Array | None, new: Any, old: Any) -> Any:
     if applied is None:
         return new
     plan, kept, anew = new.tx.plan, keep_unless(applied, new, old), _made_anew(new)
-    pairs = zip(*(plan.params_treedef.flatten_up_to(x.params) for x in (new, kept)), strict=True)
-    return kept.replace(params=plan.params_treedef.unflatten([x if i in anew else y for i, (x, y) in enumerate(pairs)]))
+    pairs = zip(*(plan.flat_params(x.params) for x in (new, kept)), strict=True)
+    return kept.replace(params=plan.stored_params([x if i in anew else y for i, (x, y) in enumerate(pairs)]))
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:
     """Returns the state with a step's gradients in place of those that were put off before."""
     plan = state.tx.plan
-    old = plan.params_treedef.flatten_up_to(state.opt_state.pending.grads)
-    leaves = plan.params_treedef.flatten_up_to(plan.waiting.grads)
+    old = plan.flat_params(state.opt_state.pending.grads)
+    leaves = plan.flat_params(plan.waiting.grads)
 
     def kept(i: int, leaf: StateLeaf | None) -> Any:
         grad, raw = found.grads[i], found.reduced[i]

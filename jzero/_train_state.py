@@ -283,7 +283,7 @@ def unshard_train_state(state: State) -> State:
     plain, layout = plain_state(train_state, plan), plan.plain
     map_state(lambda x, leaf: stored.append(x), layout, plain)
     gathered = gather_leaves(stored, _all_leaves(layout), plan.mesh)
-    params = plan.params_treedef.flatten_up_to(train_state.params)
+    params = plan.flat_params(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
             gathered[i] = with_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
@@ -325,9 +325,9 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     plan = train_state.tx.plan
     check_alive(train_state)
     chosen = _match(plan, paths)
-    params = plan.params_treedef.flatten_up_to(train_state.params)
+    params = plan.flat_params(train_state.params)
     source, layout = (plain_state(train_state, plan), plan.plain) if masters else (train_state, plan)
-    stored = plan.params_treedef.flatten_up_to(source.params)
+    stored = plan.flat_params(source.params)
     taken = [i for i, take in enumerate(chosen) if take]
     whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
     gathered = iter(
@@ -367,7 +367,7 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
     chosen = _match(plan, paths)
     edited = fn(gather_params(state, paths=paths, masters=True))
     try:
-        new = plan.params_treedef.flatten_up_to(edited)
+        new = plan.flat_params(edited)
     except ValueError as error:
         raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
     bad = [
@@ -384,8 +384,8 @@ def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | 
 def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
     """Returns the train state with whole values written to the chosen parameters and their masters."""
     plan = train_state.tx.plan
-    params = plan.params_treedef.flatten_up_to(train_state.params)
-    masters = plan.params_treedef.flatten_up_to(train_state.opt_state.masters) if plan.has_opt_state else params
+    params = plan.flat_params(train_state.params)
+    masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
     masters = list(masters)
     taken = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
     with_master = [(i, leaf) for i, leaf in taken if leaf.master is not None]
@@ -396,7 +396,7 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
         params[i] = next(placed)
     for i, _ in with_master:
         masters[i] = next(placed)
-    new = train_state.replace(params=plan.params_treedef.unflatten(params))
+    new = train_state.replace(params=plan.stored_params(params))
     if not plan.has_opt_state:
         return new
     own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
@@ -445,7 +445,7 @@ def natural_params(state: State) -> PyTree:
     plan = train_state.tx.plan
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
         return train_state.tx.natural_params(train_state.params)
-    whole = plan.params_treedef.flatten_up_to(gather_params(state))
+    whole = plan.flat_params(gather_params(state))
     return plan.params_treedef.unflatten(
         [strong(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
     )

@@ -296,7 +296,7 @@ class ValueAndGrad(_Step):
         grads = result.grads
         if inputs.loss_scale is None:  # else 16 bits would not hold what the scale was there to save
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
-        return result.loss, aux, changed, plan.params_treedef.unflatten(grads)
+        return result.loss, aux, changed, jax.tree.structure(state.params).unflatten(grads)
 
 
 class TrainStep(_Step):

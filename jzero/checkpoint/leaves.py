@@ -142,7 +142,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     leaves = wanted_leaves(plain, plan)
     arrays: list[jax.Array] = []
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
-    params = plan.params_treedef.flatten_up_to(state.params)
+    params = plan.flat_params(state.params)
     edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
     for i in edited:  # one after another, so that no more than one that is kept on the host is on the devices
         near = on_device(arrays[i]), on_device(params[i])

@@ -116,7 +116,7 @@ def _run(
 ) -> LossResult:
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
-        plan.params_treedef.flatten_up_to(inputs.params),
+        plan.flat_params(inputs.params),
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
     axis, whole = plan.config.axis, PartitionSpec()

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._mesh import batch_axes, num_batch_shards
+from jzero._padded import is_padded, unboxed
 from jzero._plan import StateLeaf, ZeroPlan
 from jzero.engine.recompute import Remat, has_parts_to_recompute
 
@@ -175,7 +176,8 @@ def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf
 
 def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
     """Returns the carried state as the loss sees it."""
-    leaves, treedef = jax.tree.flatten(dict(carried))
+    frozen = {name: jax.tree.map(unboxed, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
+    leaves, treedef = jax.tree.flatten({**carried, **frozen})
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype)
         for x, leaf in zip(leaves, carried_leaves(plan, carried), strict=True)

@@ -1,4 +1,7 @@
-"""Flax's own serialization (`flax.serialization.to_bytes`, `to_state_dict`) of the optimizer state that jzero adds."""
+"""What Flax knows of what jzero adds to a state: optimizer state, padded leaves.
+
+Serialization (`flax.serialization.to_bytes`, `to_state_dict`) holds what is stored; layers see natural shapes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import dataclasses
 from typing import Any
 
 from flax import serialization
+from flax.core import meta
 
 from jzero._opt_state import LossScaleState, PendingUpdate, ZeroOptState
+from jzero._padded import Padded
 
 __all__: list[str] = []
 
@@ -27,3 +32,6 @@ def _from_state_dict(x: Any, state: dict[str, Any]) -> Any:
 
 for _cls in (ZeroOptState, LossScaleState, PendingUpdate):
     serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict)
+
+serialization.register_serialization_state(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))
+meta.AxisMetadata.register(Padded)
