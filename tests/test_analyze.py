@@ -251,3 +251,19 @@ def test_machines_that_are_not_there(topology, scan, tmp_path):
             step, plain, models.tokens(16, vocab=1024), topology=topology, config=kept, plan=report.plan
         )
         assert "forward gather" in violations(other)
+
+
+def test_what_a_checkpoint_gathers_again_is_noted():
+    """A `jax.checkpoint` around others replays the forward pass; each layer is gathered twice there with jax 0.10."""
+
+    def loss(params, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return jax.checkpoint(lambda x, w: jnp.square(jax.lax.scan(layer, x, w)[0]).mean())(x, params["w"])
+
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, reshard_after_forward=False)
+    plain = jzero.TrainState.create(params={"w": jnp.ones((3, 16, 16))}, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=config)
+    report = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 16), np.float32))
+    gathers = report.communication_elements / plain.params["w"].size - 1
+    is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
+    assert is_noted == (gathers > 1.1)

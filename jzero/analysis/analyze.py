@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,9 @@ RECOMPUTED = (
     "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
     'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
 )
+
+GATHERS_WORTH_A_NOTE = 1.05
+"""How much more may be gathered than planned before the report says so."""
 
 TILES_WORTH_A_NOTE = 0.02
 """Share of the arguments' memory beyond which what tiles waste is noted."""
@@ -124,6 +128,7 @@ def analyze(
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
         reckoned = memory_of_trace(traced, arguments, plans[0], hardware, gpu=platform == "gpu")
+        notes += _gathers_more(facts, plans[0], fn.micro.steps)
         excess = facts.memory.arguments / reckoned.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
             notes.append(
@@ -131,6 +136,22 @@ def analyze(
                 "shards in tiles that they do not fill."
             )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
+
+
+def _gathers_more(facts: Compiled, plan: ZeroPlan, micro_batches: int) -> list[str]:
+    """Returns a note if a program gathers more parameters than `plan.gathered_bytes` counts."""
+    passes = 2 if plan.config.reshard_after_forward else 1
+    cut = [leaf.param for leaf in plan.leaves if leaf.param.cut]
+    cut += [leaf for leaf in plan.other_leaves if leaf.is_param and leaf.cut]
+    planned = micro_batches * passes * sum(math.prod(leaf.stored_shape) for leaf in cut)
+    gathered = sum(c.elements for c in facts.collectives if c.kind == "all-gather" and "zero_gather" in c.op_name)
+    if gathered <= GATHERS_WORTH_A_NOTE * planned or not planned:
+        return []
+    return [
+        f"The program gathers {gathered / planned:.2f} times what `plan.gathered_bytes` counts. A parameter is "
+        "gathered once per use, and again where a `jax.checkpoint` around others, or around several uses, replays a "
+        "forward pass."
+    ]
 
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
