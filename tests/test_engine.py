@@ -641,8 +641,8 @@ def test_plain_jit_step_with_apply_gradients():
         assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
         plan = jzero.plan_of(state)
         want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
-        same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), (state.params, state.opt_state), want)
-        assert all(jax.tree.leaves(same))
+        for x, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves(want), strict=True):
+            assert x.sharding.is_equivalent_to(sharding, x.ndim)
         got = jzero.gather_params(state)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
 
