@@ -24,7 +24,7 @@ STEP = "has_aux accumulate_steps clip_norm reduce remat mutable compiler_options
 NO_SETTINGS = [jnp.ones(2), np.ones((2, 2), np.int32), "nonsense?", 1j, [1.0], object(), float("nan"), -2]
 
 
-@pytest.mark.parametrize("value", NO_SETTINGS, ids=repr)
+@pytest.mark.parametrize("value", NO_SETTINGS, ids=lambda x: type(x).__name__)
 def test_what_is_no_setting_is_named(value):
     made = [(name, cls) for cls, names in FIELDS.items() for name in names.split()]
     made += [(name, lambda **kwargs: jzero.make_train_step(loss_fn, **kwargs)) for name in STEP.split()]
