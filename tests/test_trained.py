@@ -316,8 +316,13 @@ def test_rules_hold_for_nnx_parameters_outside_wrt():
     pair = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam))
     rules = {"kernel_0": jzero.LeafRule(compute_dtype="float32"), "kernel_1": jzero.LeafRule(replicated=True)}
     config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0, rules=rules)
-    model, _ = jzero.shard_train_state(pair, config=config)
-    assert [getattr(model, f"kernel_{i}")[...].dtype for i in range(3)] == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    model, optimizer = jzero.shard_train_state(pair, config=config)
+    seen = []
+    jzero.make_eval_step(
+        lambda model, batch: seen.extend(getattr(model, f"kernel_{i}")[...].dtype for i in range(3)) or batch.mean()
+    )((model, optimizer), batch())
+    assert seen == [jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    assert [getattr(model, f"kernel_{i}")[...].dtype for i in range(3)] == [jnp.float32] * 3, "as they came"
     parts = [getattr(model, f"kernel_{i}")[...].addressable_shards[0].data.size for i in range(3)]
     assert parts == [D * D // 8, D * D, D * D // 8]
     with pytest.raises(ValueError, match="decide nothing"):
