@@ -92,7 +92,7 @@ def test_other_dtypes_are_named(dtype, tmp_path):
         jzero.export_params(state, tmp_path / "x")
     jzero.export_params(state, tmp_path / "x", paths="w")
     if dtype == "uint4":
-        with pytest.raises(ValueError, match="Orbax cannot write these leaves:\n  params/q: uint4\n"):
+        with pytest.raises(ValueError, match="Orbax cannot write leaves of these dtypes:\n  params/q: uint4\n"):
             jzero.save_checkpoint(tmp_path / "checkpoint", state)
 
 

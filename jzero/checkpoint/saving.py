@@ -119,11 +119,13 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
 
 def _check_storable(leaves: Sequence[Wanted]) -> None:
     """Raises if there are leaves that Orbax cannot write."""
-    bad = [f"  {x.path}: shape {x.leaf.shape}, no elements" for x in leaves if not x.leaf.size]
-    bad += [f"  {x.path}: {x.leaf.dtype}" for x in leaves if not can_store(x.leaf.dtype)]
+    empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
+    if empty:
+        raise ValueError(f"Orbax writes no arrays without elements: {empty[:5]}. Leave them out of the state.")
+    bad = [f"  {leaf.path}: {leaf.leaf.dtype}" for leaf in leaves if not can_store(leaf.leaf.dtype)]
     if bad:
         raise ValueError(
-            "Orbax cannot write these leaves:\n" + "\n".join(bad) + "\nKeep them in another dtype, or out of the state."
+            "Orbax cannot write leaves of these dtypes:\n" + "\n".join(bad) + "\nKeep them in another one."
         )
 
 
