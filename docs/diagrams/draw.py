@@ -1,26 +1,73 @@
 """Draws the diagrams of the documentation: `python docs/diagrams/draw.py` writes the SVG files beside this script.
 
-They are included in the pages as they are, so that `docs/stylesheets/extra.css` colors them for both palettes. Narrow,
-with large letters, they can be read on a phone.
+Pages include them as they are, so that `docs/stylesheets/extra.css` colors them for both palettes of the site. On their
+own, as in the README, they follow the reader's color scheme by a style of their own, over colors that do for both.
+Narrow, with large letters, they can be read on a phone.
 """
 
 import pathlib
 
 DEVICES = 4
 WIDTH = 440
+ATTRIBUTES = {  # what a class looks like where no style sheet says otherwise
+    "label": 'fill="#76767f" font-size="16"',
+    "small": 'fill="#76767f" font-size="14"',
+    "inside": 'fill="#fff" font-size="14" text-anchor="middle"',
+    "params": 'fill="#3f6fb5"',
+    "grads": 'fill="#c2590c"',
+    "opt": 'fill="#2f7d4f"',
+    "work": 'fill="#6b6b76"',
+    "empty": 'fill="none" stroke="#76767f" stroke-dasharray="3 2"',
+}
+STYLE = (
+    "<style>.label{fill:#1f2328}.small{fill:#59636e}"
+    "@media(prefers-color-scheme:dark){.label{fill:#e6edf3}.small{fill:#9ea7b3}}</style>"
+)
 
 
 def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}" {ATTRIBUTES[kind]}/>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "label") -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{text}</text>'
+    return (
+        f'<text x="{x:g}" y="{y:g}" class="{kind}" {ATTRIBUTES[kind]}>{text}</text>'
+    )
 
 
 def _svg(height: float, label: str, parts: list[str]) -> str:
-    head = f'<svg class="diagram" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">'
-    return "\n".join([head, *parts, "</svg>", ""])
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="diagram" width="{WIDTH}" viewBox="0 0 {WIDTH} {height:g}" '
+        f'font-family="sans-serif" role="img" aria-label="{label}">'
+    )
+    return "\n".join([head, STYLE, *parts, "</svg>", ""])
+
+
+def draw_bytes() -> str:
+    """Returns the bytes that one of eight devices holds per parameter, by stage: fp32 with Adam."""
+    whole, scale, left = {"params": 4, "grads": 4, "opt": 8}, 20, 66
+    names = {"params": "parameters", "grads": "gradients", "opt": "optimizer"}
+    parts = []
+    for x, (kind, name) in zip(
+        (left, left + 116, left + 216), names.items(), strict=True
+    ):
+        parts += [_rect(x, 6, 12, 12, kind), _text(x + 18, 17, name)]
+    for stage in range(4):
+        top, x = 32 + 34 * stage, float(left)
+        parts.append(_text(0, top + 17, f"stage {stage}"))
+        held = [
+            size / 8 if stage >= 3 - position else size
+            for position, size in enumerate(whole.values())
+        ]
+        for kind, size in zip(whole, held, strict=True):
+            parts.append(_rect(x, top, scale * size, 24, kind))
+            x += scale * size
+        parts.append(_text(x + 8, top + 17, f"{sum(held):g}"))
+    return _svg(
+        32 + 34 * 4,
+        "Bytes per parameter on each of eight devices: 16 at stage 0, 9 at stage 1, 5.5 at stage 2, 2 at stage 3",
+        parts,
+    )
 
 
 def draw_stages() -> str:
@@ -101,6 +148,7 @@ def draw_padding() -> str:
 def drawings() -> dict[str, str]:
     """Returns the text of each file by its name."""
     return {
+        "bytes.svg": draw_bytes(),
         "stages.svg": draw_stages(),
         "step.svg": draw_step(),
         "padding.svg": draw_padding(),
