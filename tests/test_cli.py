@@ -529,9 +529,10 @@ def test_the_script_is_declared():
     assert 'jzero = "jzero.__main__:main"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_readme_commands_run(run, checkpoint, tmp_path):
+def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
     """Except that the model is a small one, and that machines which are not there are left out."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    text = (ROOT / "docs/guides/command_line.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line.split("#")[0] for block in blocks for line in block.splitlines() if line.startswith("jzero ")]
     commands = {"estimate", "plan", "analyze", "fit", "deepspeed", "export", "inspect", "doctor"}
     assert {line.split()[1] for line in lines} == commands

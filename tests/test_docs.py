@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -28,8 +29,10 @@ PAGES = {str(path.relative_to(DOCS)): path for path in sorted(DOCS.rglob("*.md")
 IN_TWO_PROCESSES = "guides/multi_host.md"
 BLOCK = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?$\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE_WIDTH = 88  # columns; `.md-grid` in docs/stylesheets/extra.css makes room for them
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 RUN_ELSEWHERE = {  # with more to say about what comes out
     IN_TWO_PROCESSES,
+    "guides/command_line.md",  # test_cli.py
     "data.md",  # test_data_loader.py
     "migrating.md",  # test_migrating.py
     "monitoring.md",  # test_monitor.py
@@ -126,6 +129,55 @@ def test_page_about_several_hosts_runs_in_two_processes(tmp_path):
     text = [output.read_text() for output in outputs]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(text)
     assert "4 devices in 2 processes" in text[0]
+
+
+def test_every_code_block_stands_once():
+    places = {}
+    for name, path in {"README.md": ROOT / "README.md", **PAGES}.items():
+        for _, _, text in BLOCK.findall(path.read_text()):
+            places.setdefault(text.strip(), []).append(name)
+    assert not {text: names for text, names in places.items() if len(names) > 1}
+
+
+def test_the_readme_is_short_and_can_be_read_anywhere():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 8192
+    assert not [link for link in re.findall(r"\]\((.*?)\)", text) if not link.startswith("https://")]
+
+
+def test_links_into_the_repository_lead_to_files():
+    raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
+    link = re.compile(rf"(?:{re.escape(REPOSITORY)}/(?:blob|tree)|{re.escape(raw)})/main/([^)#\s]+)(?:#([\w-]+))?")
+    found = 0
+    for path in [ROOT / "README.md", ROOT / "examples/README.md", *PAGES.values()]:
+        text = path.read_text()
+        assert len(re.findall(r"https://(?:raw\.)?github", text)) == len(link.findall(text)), path
+        for name, anchor in link.findall(text):
+            assert (ROOT / name).exists(), (path, name)
+            headings = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {h.lower().replace(" ", "-") for h in headings}, (path, name, anchor)
+            found += 1
+    assert found > 20
+
+
+def test_files_that_pages_name_exist():
+    for page in ("design.md", "life_of_a_step.md"):
+        text = PAGES[page].read_text()
+        cells = re.findall(r"^\| (?!-)(.*?) \|", text, re.MULTILINE) + re.findall(
+            r"\| (`jzero/.*) \|$", text, re.MULTILINE
+        )
+        paths = [path for cell in cells for path in re.findall(r"`((?:jzero|examples|tests|\.ci)/[\w./]*)`", cell)]
+        assert len(paths) > 10, page
+        assert not [path for path in paths if not (ROOT / path).exists()], page
+
+
+def test_every_public_name_is_in_the_table_of_the_reference():
+    spec = importlib.util.spec_from_file_location("api_table", DOCS / "api_table.py")
+    api_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api_table)
+    written = api_table.on_page_markdown(PAGES["reference/index.md"].read_text())
+    assert re.findall(r"^\| \[`(\w+)`\]\(\w+\.md#jzero\.\1\) \| .+\. \|$", written, re.MULTILINE) == jzero.__all__
+    assert api_table.on_page_markdown("# Another page") == "# Another page"
 
 
 def test_every_python_block_is_one_that_is_run():

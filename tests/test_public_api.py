@@ -185,7 +185,7 @@ def readme_blocks(language):
 def test_readme_runs_from_top_to_bottom(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = readme_blocks("python")
-    assert len(blocks) >= 2
+    assert blocks
     namespace = {"__name__": "readme"}
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, python block {number}", "exec"), namespace)
@@ -193,23 +193,8 @@ def test_readme_runs_from_top_to_bottom(capsys, tmp_path, monkeypatch):
     assert "ZeRO stage 3" in capsys.readouterr().out
 
 
-def test_readme_names_and_arguments_exist():
-    text = (ROOT / "README.md").read_text()
-    (section,) = re.findall(r"^## API$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    calls = re.findall(r"^\| `([\w.]+)\((.*?)\)`", section, re.MULTILINE)
-    assert {"make_mesh", "ZeroConfig", "shard_train_state", "make_train_step"} <= {name for name, _ in calls}
-    for name, arguments in calls:
-        thing = jzero
-        for part in name.split("."):
-            thing = getattr(thing, part)
-        parameters = inspect.signature(thing).parameters
-        named = {argument.split("=")[0].strip(" *") for argument in arguments.split(",")}
-        assert named - {"", "..."} <= set(parameters), name
-    for name in set(re.findall(r"jzero\.([A-Za-z]\w*)\(", text)):
-        assert name in NAMES
-
-
-def test_readme_files_exist():
-    paths = re.findall(r"`((?:jzero|examples|tests|\.ci)/[\w./]*)`", (ROOT / "README.md").read_text())
-    assert len(paths) > 5
-    assert not [path for path in paths if not (ROOT / path).exists()]
+def test_names_in_the_readme_and_in_guides_exist():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/guides").glob("*.md")]
+    for path in pages:
+        for name in set(re.findall(r"jzero\.([A-Za-z]\w*)\(", path.read_text())):
+            assert name in NAMES, (path, name)
