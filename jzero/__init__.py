@@ -1,88 +1,91 @@
 """ZeRO for JAX: partitions optimizer state, gradients and parameters over the data-parallel devices of any loop."""
 
-from jzero._aux import PerExample as PerExample
-from jzero._aux import Summed as Summed
-from jzero._aux import Weighted as Weighted
-from jzero._config import LeafRule as LeafRule
-from jzero._config import Offload as Offload
-from jzero._config import ZeroConfig as ZeroConfig
-from jzero._equivalence import EquivalenceReport as EquivalenceReport
-from jzero._equivalence import check_equivalence as check_equivalence
-from jzero._init import init_train_state as init_train_state
-from jzero._inspect import get_full_grad as get_full_grad
-from jzero._inspect import get_full_opt_state as get_full_opt_state
-from jzero._inspect import get_full_param as get_full_param
-from jzero._inspect import set_full_opt_state as set_full_opt_state
-from jzero._inspect import set_full_param as set_full_param
-from jzero._mesh import make_mesh as make_mesh
-from jzero._offload import offload_train_state as offload_train_state
-from jzero._offload import reload_train_state as reload_train_state
-from jzero._opt_state import ZeroOptState as ZeroOptState
-from jzero._overflow import LossScaleError as LossScaleError
-from jzero._plan import ZeroPlan as ZeroPlan
-from jzero._precision import DynamicLossScale as DynamicLossScale
-from jzero._precision import Precision as Precision
-from jzero._state import TrainState as TrainState
-from jzero._state import plan_of as plan_of
-from jzero._step_update import apply_pending as apply_pending
-from jzero._train_state import abstract_train_state as abstract_train_state
-from jzero._train_state import gather_params as gather_params
-from jzero._train_state import natural_params as natural_params
-from jzero._train_state import plan_train_state as plan_train_state
-from jzero._train_state import shard_train_state as shard_train_state
-from jzero._train_state import unshard_train_state as unshard_train_state
-from jzero._train_state import update_params as update_params
-from jzero._train_step import make_eval_step as make_eval_step
-from jzero._train_step import make_train_step as make_train_step
-from jzero._train_step import value_and_grad as value_and_grad
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jzero._version import __version__ as __version__
-from jzero.analysis.analyze import analyze as analyze
-from jzero.analysis.candidates import Fit as Fit
-from jzero.analysis.fit import fit as fit
-from jzero.analysis.report import AnalysisReport as AnalysisReport
-from jzero.analysis.step_memory import StepMemory as StepMemory
-from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
-from jzero.analysis.violations import PlanViolation as PlanViolation
-from jzero.checkpoint.damage import CheckpointError as CheckpointError
-from jzero.checkpoint.exporting import export_checkpoint as export_checkpoint
-from jzero.checkpoint.exporting import export_params as export_params
-from jzero.checkpoint.exporting import load_params as load_params
-from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
-from jzero.checkpoint.inspecting import inspect_checkpoint as inspect_checkpoint
-from jzero.checkpoint.manager import CheckpointManager as CheckpointManager
-from jzero.checkpoint.matching import RestoreReport as RestoreReport
-from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
-from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
-from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
-from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
-from jzero.engine.recompute import offload_activations as offload_activations
-from jzero.estimator import MemoryEstimate as MemoryEstimate
-from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
-from jzero.estimator import (
-    estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
-)
-from jzero.estimator import (
-    estimate_zero1_model_states_mem_needs_all_live as estimate_zero1_model_states_mem_needs_all_live,
-)
-from jzero.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
-from jzero.estimator import (
-    estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
-)
-from jzero.estimator import (
-    estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
-)
-from jzero.estimator import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
-from jzero.estimator import (
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-)
-from jzero.estimator import (
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
-)
-from jzero.integrations import linen as _linen  # noqa: F401  # registers how states are serialized
-from jzero.integrations import nnx as _nnx  # noqa: F401  # registers how NNX states are seen
-from jzero.monitor.monitor import Monitor as Monitor
-from jzero.monitor.sinks import JsonLines as JsonLines
-from jzero.monitor.sinks import TensorBoard as TensorBoard
+
+if TYPE_CHECKING:
+    from jzero._aux import PerExample as PerExample
+    from jzero._aux import Summed as Summed
+    from jzero._aux import Weighted as Weighted
+    from jzero._config import LeafRule as LeafRule
+    from jzero._config import Offload as Offload
+    from jzero._config import ZeroConfig as ZeroConfig
+    from jzero._equivalence import EquivalenceReport as EquivalenceReport
+    from jzero._equivalence import check_equivalence as check_equivalence
+    from jzero._init import init_train_state as init_train_state
+    from jzero._inspect import get_full_grad as get_full_grad
+    from jzero._inspect import get_full_opt_state as get_full_opt_state
+    from jzero._inspect import get_full_param as get_full_param
+    from jzero._inspect import set_full_opt_state as set_full_opt_state
+    from jzero._inspect import set_full_param as set_full_param
+    from jzero._mesh import make_mesh as make_mesh
+    from jzero._offload import offload_train_state as offload_train_state
+    from jzero._offload import reload_train_state as reload_train_state
+    from jzero._opt_state import ZeroOptState as ZeroOptState
+    from jzero._overflow import LossScaleError as LossScaleError
+    from jzero._plan import ZeroPlan as ZeroPlan
+    from jzero._precision import DynamicLossScale as DynamicLossScale
+    from jzero._precision import Precision as Precision
+    from jzero._state import TrainState as TrainState
+    from jzero._state import plan_of as plan_of
+    from jzero._step_update import apply_pending as apply_pending
+    from jzero._train_state import abstract_train_state as abstract_train_state
+    from jzero._train_state import gather_params as gather_params
+    from jzero._train_state import natural_params as natural_params
+    from jzero._train_state import plan_train_state as plan_train_state
+    from jzero._train_state import shard_train_state as shard_train_state
+    from jzero._train_state import unshard_train_state as unshard_train_state
+    from jzero._train_state import update_params as update_params
+    from jzero._train_step import make_eval_step as make_eval_step
+    from jzero._train_step import make_train_step as make_train_step
+    from jzero._train_step import value_and_grad as value_and_grad
+    from jzero.analysis.analyze import analyze as analyze
+    from jzero.analysis.candidates import Fit as Fit
+    from jzero.analysis.fit import fit as fit
+    from jzero.analysis.report import AnalysisReport as AnalysisReport
+    from jzero.analysis.step_memory import StepMemory as StepMemory
+    from jzero.analysis.step_memory import estimate_step_memory as estimate_step_memory
+    from jzero.analysis.violations import PlanViolation as PlanViolation
+    from jzero.checkpoint.damage import CheckpointError as CheckpointError
+    from jzero.checkpoint.exporting import export_checkpoint as export_checkpoint
+    from jzero.checkpoint.exporting import export_params as export_params
+    from jzero.checkpoint.exporting import load_params as load_params
+    from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
+    from jzero.checkpoint.inspecting import inspect_checkpoint as inspect_checkpoint
+    from jzero.checkpoint.manager import CheckpointManager as CheckpointManager
+    from jzero.checkpoint.matching import RestoreReport as RestoreReport
+    from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
+    from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
+    from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
+    from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
+    from jzero.engine.recompute import offload_activations as offload_activations
+    from jzero.estimator import MemoryEstimate as MemoryEstimate
+    from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
+    from jzero.estimator import (
+        estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
+    )
+    from jzero.estimator import (
+        estimate_zero1_model_states_mem_needs_all_live as estimate_zero1_model_states_mem_needs_all_live,
+    )
+    from jzero.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+    from jzero.estimator import (
+        estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
+    )
+    from jzero.estimator import (
+        estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
+    )
+    from jzero.estimator import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+    from jzero.estimator import (
+        estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
+    )
+    from jzero.estimator import (
+        estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+    )
+    from jzero.monitor.monitor import Monitor as Monitor
+    from jzero.monitor.sinks import JsonLines as JsonLines
+    from jzero.monitor.sinks import TensorBoard as TensorBoard
 
 __all__ = [
     "AnalysisReport",
@@ -154,3 +157,75 @@ __all__ = [
     "update_params",
     "value_and_grad",
 ]
+
+_HOMES = {
+    "jzero._aux": ("PerExample", "Summed", "Weighted"),
+    "jzero._config": ("LeafRule", "Offload", "ZeroConfig"),
+    "jzero._equivalence": ("EquivalenceReport", "check_equivalence"),
+    "jzero._init": ("init_train_state",),
+    "jzero._inspect": ("get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"),
+    "jzero._mesh": ("make_mesh",),
+    "jzero._offload": ("offload_train_state", "reload_train_state"),
+    "jzero._opt_state": ("ZeroOptState",),
+    "jzero._overflow": ("LossScaleError",),
+    "jzero._plan": ("ZeroPlan",),
+    "jzero._precision": ("DynamicLossScale", "Precision"),
+    "jzero._state": ("TrainState", "plan_of"),
+    "jzero._step_update": ("apply_pending",),
+    "jzero._train_state": (
+        "abstract_train_state",
+        "gather_params",
+        "natural_params",
+        "plan_train_state",
+        "shard_train_state",
+        "unshard_train_state",
+        "update_params",
+    ),
+    "jzero._train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
+    "jzero.analysis.analyze": ("analyze",),
+    "jzero.analysis.candidates": ("Fit",),
+    "jzero.analysis.fit": ("fit",),
+    "jzero.analysis.report": ("AnalysisReport",),
+    "jzero.analysis.step_memory": ("StepMemory", "estimate_step_memory"),
+    "jzero.analysis.violations": ("PlanViolation",),
+    "jzero.checkpoint.damage": ("CheckpointError",),
+    "jzero.checkpoint.exporting": ("export_checkpoint", "export_params", "load_params"),
+    "jzero.checkpoint.inspecting": ("CheckpointInfo", "inspect_checkpoint"),
+    "jzero.checkpoint.manager": ("CheckpointManager",),
+    "jzero.checkpoint.matching": ("RestoreReport",),
+    "jzero.checkpoint.restoring": ("restore_checkpoint",),
+    "jzero.checkpoint.safetensors_files": ("ExportReport",),
+    "jzero.checkpoint.saving": ("save_checkpoint",),
+    "jzero.deepspeed.report": ("DeepSpeedReport",),
+    "jzero.engine.recompute": ("offload_activations",),
+    "jzero.estimator": (
+        "MemoryEstimate",
+        "estimate_zero1_model_states_mem_needs",
+        "estimate_zero1_model_states_mem_needs_all_cold",
+        "estimate_zero1_model_states_mem_needs_all_live",
+        "estimate_zero2_model_states_mem_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold",
+        "estimate_zero2_model_states_mem_needs_all_live",
+        "estimate_zero3_model_states_mem_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold",
+        "estimate_zero3_model_states_mem_needs_all_live",
+    ),
+    "jzero.monitor.monitor": ("Monitor",),
+    "jzero.monitor.sinks": ("JsonLines", "TensorBoard"),
+}
+"""The names of each module, as type checkers see them above. A name's module is imported when it is first used, so that
+`import jzero` takes no time, and a program loads only what it uses."""
+
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -13,7 +13,7 @@ import numpy as np
 from jzero._config import LeafRule
 from jzero._layout import find_scan_dims
 from jzero._optimizer import ZeroTransformation
-from jzero._state import adapt, map_state
+from jzero._state import adapt, load_integrations, map_state
 from jzero._tree import key_names
 
 __all__ = ["Params", "count_params", "register_model_view", "state_params"]
@@ -55,6 +55,7 @@ def _tree_params(tree: PyTree) -> Params:
 
 
 def _params(model: Any) -> Params:
+    load_integrations()
     for view in _MODEL_VIEWS:
         params = view(model)
         if params is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -117,3 +118,8 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
         exhausted=halve & (state.scale <= rules.minimum),
         overflowed=overflowed,
     )
+
+
+# Flax serializes the types in its registry and hands others on as they are. So it must know these before there is a
+# state of them: one that pickle restores, too, and one of a program that imports Flax later.
+importlib.import_module("jzero.integrations.linen")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +26,7 @@ __all__ = [
     "adapt_sharded",
     "check_alive",
     "check_in_place",
+    "load_integrations",
     "map_state",
     "plain_state",
     "plan_of",
@@ -111,6 +114,7 @@ class Adapted(NamedTuple):
 Adapter = Callable[[Any], "Adapted | None"]
 _ADAPTERS: list[Adapter] = []
 _TRAIN_STATES: set[type] = set()  # dataclasses that no adapter wanted: each call of a step asks
+_INTEGRATIONS = {"flax.nnx": "jzero.integrations.nnx"}  # by the package that makes the objects
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -122,10 +126,18 @@ def register_adapter(adapter: Adapter) -> None:
     _ADAPTERS.append(adapter)
 
 
+def load_integrations() -> None:
+    """Imports the bridges to libraries that this program uses: an object of a library cannot be there before it is."""
+    for package, module in _INTEGRATIONS.items():
+        if package in sys.modules:
+            importlib.import_module(module)
+
+
 def adapt(state: Any) -> Adapted:
     """Returns anything that jzero can train as a train state."""
     if type(state) in _TRAIN_STATES:
         return Adapted(state)
+    load_integrations()
     for adapter in _ADAPTERS:
         adapted = adapter(state)
         if adapted is not None:

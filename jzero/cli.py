@@ -1,7 +1,8 @@
 """The command line: reads arguments, calls the library, prints what it returns as text or as JSON.
 
 Every command ends with 0 if all is well, with 1 if a check failed, and with 2 if it could not be done.
-What a command returns has `__str__` and `to_json()`; everything else that is written goes to stderr.
+What a command returns has `__str__` and `to_json()`; everything else that is written goes to stderr. Functions import
+what is slow to import, so that `--help` is there at once.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ import sys
 import traceback as tracebacks
 import warnings
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-import jax
 import typer
 
 import jzero
-from jzero._user_model import UserModel, load_model
-from jzero.analysis.placing import abstract_mesh
-from jzero.analysis.topologies import topology_devices
-from jzero.doctor import examine
+
+if TYPE_CHECKING:
+    from jzero._user_model import UserModel
 
 __all__ = ["app"]
 
@@ -115,6 +114,8 @@ def plan(
     with _messages(traceback):
         mesh = None
         if devices is not None:
+            from jzero.analysis.placing import abstract_mesh
+
             _use_cpu(None)
             mesh = abstract_mesh(devices, {"data": devices})
         config = _config(stage, precision, threshold)
@@ -280,6 +281,8 @@ def inspect(
 def doctor(*, cpu_devices: CpuDevices = None, as_json: Json = False, traceback: Traceback = False) -> None:
     """Prints versions, devices and compilers, and tries out what works here."""
     with _messages(traceback):
+        from jzero.doctor import examine
+
         _choose_devices(None, cpu_devices)
         report = examine()
     _show(report, as_json)
@@ -314,6 +317,8 @@ def _messages(traceback: bool) -> Iterator[None]:
 
 
 def _load(name: str) -> UserModel:
+    from jzero._user_model import load_model
+
     if os.getcwd() not in sys.path:  # scripts, unlike `python -m`, do not find modules there
         sys.path.insert(0, os.getcwd())
     return load_model(name)
@@ -347,11 +352,15 @@ def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:
     if cpu_devices is not None:
         _use_cpu(cpu_devices)
     elif topology is not None:
+        from jzero.analysis.topologies import topology_devices
+
         _use_cpu(None)
         topology_devices(topology)  # raises, if need be, before a model is made
 
 
 def _use_cpu(count: int | None) -> None:
+    import jax
+
     jax.config.update("jax_platforms", "cpu")
     if count is not None:
         # Else XLA's CPU client may have as few threads as cores, and programs in flight wait for each other for ever.

@@ -17,6 +17,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero import _train_step
+from jzero.analysis import machines
 from tests import models
 from tests.test_step_memory import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
@@ -118,7 +120,7 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
 
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     """As that for TPUs does; its figure is of temporaries alone, so none is given."""
-    lower = jzero._train_step.TrainStep.lower
+    lower = _train_step.TrainStep.lower
 
     class Refusing:
         def compile(self, options):
@@ -127,7 +129,7 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     def refuse_stage_0(self, state, *args, **options):
         return lower(self, state, *args, **options) if jzero.plan_of(state).config.stage else Refusing()
 
-    monkeypatch.setattr(jzero._train_step.TrainStep, "lower", refuse_stage_0)
+    monkeypatch.setattr(_train_step.TrainStep, "lower", refuse_stage_0)
     choice = fitted(1000, max_accumulate_steps=1, remat=(None,))
     first, *_ = choice.tried
     assert (first.config.stage, first.refused, first.compiled_peak) == (0, True, None)
@@ -227,7 +229,7 @@ def test_a_machine_that_is_not_there():
     assert find(stages=(3,), hbm_bytes=40 * size).config.stage == 3
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(find())
     limit = find().limit
-    assert limit == int(0.9 * jzero.analysis.machines.machine("h200:16").hbm_bytes)
+    assert limit == int(0.9 * machines.machine("h200:16").hbm_bytes)
 
 
 def test_json_and_table():

@@ -1,12 +1,17 @@
 """What users import, how it is called, and the examples that they read: docstrings and README."""
 
+import ast
 import dataclasses
 import doctest
 import importlib
 import inspect
+import os
 import pathlib
+import pickle
 import pkgutil
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +86,65 @@ DOCTESTS = doctests()
 def test_names_are_those_of_the_contract():
     assert sorted(jzero.__all__) == NAMES
     assert jzero.__all__ == sorted(jzero.__all__)
-    public = {name for name, x in vars(jzero).items() if not name.startswith("_") and not inspect.ismodule(x)}
-    assert public == set(NAMES), "nothing else by accident"
+    assert sorted(dir(jzero)) == sorted([*NAMES, "__version__"])
+    loaded = {name for name, x in vars(jzero).items() if not name.startswith("_") and not inspect.ismodule(x)}
+    assert loaded - {"TYPE_CHECKING", "Any"} == set(NAMES), "nothing else by accident"
+    with pytest.raises(AttributeError, match="module 'jzero' has no attribute 'shard'"):
+        jzero.shard  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_used():
+    tree = ast.parse(pathlib.Path(jzero.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = [(line.module, name.name, name.asname) for line in block.body for name in line.names]
+    assert all(name == public for _, name, public in seen)
+    assert sorted((name, module) for module, name, _ in seen) == sorted(jzero._HOME.items())
+
+
+def run_python(script, *args):
+    """Runs a program that has not imported anything yet."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-W", "error", "-c", script, *args]
+    finished = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.smoke
+def test_importing_jzero_imports_nothing_else():
+    others = "{name.partition('.')[0] for name in sys.modules} & {'jax', 'numpy', 'optax', 'flax', 'orbax', 'rich'}"
+    assert run_python(f"import sys, jzero; print({others})") == "set()\n"
+    assert run_python(f"import sys, jzero.cli; print({others} - {{'rich'}})") == "set()\n"
+
+
+FLAX_COMES_LATER = """
+import pickle, sys
+opt_state = pickle.loads(bytes.fromhex(sys.argv[1]))  # from another program; nothing has called jzero
+import jax, jax.numpy as jnp, optax, jzero
+plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.adam(1e-3))
+state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision="bf16"))
+step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+state, _ = step(state, jnp.ones((8, 8)))
+assert "flax.nnx" not in sys.modules
+
+from flax import nnx, serialization
+assert sorted(serialization.to_state_dict(opt_state)) == sorted(serialization.to_state_dict(state.opt_state))
+assert serialization.to_state_dict(state.opt_state)["masters"]["w"].dtype == jnp.float32
+serialization.from_bytes(state.opt_state, serialization.to_bytes(state.opt_state))
+model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+print(jzero.estimate_zero1_model_states_mem_needs_all_live(model, verbose=False).total_params)
+pair = jzero.shard_train_state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)), stage=1)
+print(jzero.plan_of(pair).config.stage)
+"""
+
+
+def test_flax_may_be_imported_after_jzero_is_used():
+    plain = jzero.TrainState.create(params={"w": np.ones((8, 8), np.float32)}, tx=optax.adam(1e-3))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, precision="bf16"))
+    pickled = pickle.dumps(jax.device_get(state.opt_state))
+    assert run_python(FLAX_COMES_LATER, pickled.hex()) == "72\n1\n"
 
 
 def test_version_is_that_of_the_package():
