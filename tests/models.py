@@ -77,8 +77,26 @@ def tokens(rows: int, seed: int = 0, vocab: int = VOCAB, seq: int = SEQ) -> np.n
     return np.random.default_rng(seed).integers(0, vocab, (rows, seq + 1)).astype(np.int32)
 
 
+def draw_params(model: nn.Module, *inputs: Any, seed: int = 0) -> Any:
+    """Returns parameters of a module that NumPy draws: to compile `model.init` takes as long as to compile a step."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
+
+    def draw(path: Any, x: Any) -> jax.Array:
+        name, values = path[-1].key, rng.normal(size=x.shape)
+        if name == "scale":
+            values = 1 + values / 10
+        elif name == "bias":
+            values /= 10
+        else:
+            values /= np.sqrt(x.shape[-2 if name == "kernel" else -1])
+        return jnp.asarray(values, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def gpt_state(model, tx, seed: int = 0) -> TrainState:
-    params = jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, SEQ), jnp.int32))["params"]
+    params = draw_params(model, jnp.zeros((1, SEQ), jnp.int32), seed=seed)
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 

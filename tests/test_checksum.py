@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jzero
 from jzero.checkpoint import checksum
 from tests.checkpoint_states import (
     sharded,
 )
+from tests.tiers import singles
 
 
 def murmur_mix(h):
@@ -28,10 +28,10 @@ def test_checksums_tell_what_sums_would_not():
     assert len({checksum.host_checksum(np.ascontiguousarray(y)) for y in [x, *others]}) == 7
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint16", "int32", "bool", "complex64", "int4"]
+@singles(
+    dtype=["float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "uint16", "int32", "bool", "complex64", "int4"],
+    layout=[(8, 3), (3, 3), (8, 0), (5, 1)],
 )
-@pytest.mark.parametrize("layout", [(8, 3), (3, 3), (8, 0), (5, 1)])
 def test_checksums_do_not_depend_on_the_layout(dtype, layout):
     """Against a sum written out by hand, with numpy, over the natural array."""
     num, stage = layout

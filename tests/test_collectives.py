@@ -29,10 +29,7 @@ def _lowered(
     model = models.GPT(scan=scan, remat=remat, d_model=128, heads=4, vocab=vocab, layers=layers, tied=tied)
     tx = {"adam": optax.adam, "muon": optax.contrib.muon, "lion": optax.lion, "sgd": optax.sgd}[tx](1e-3)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
-    make_state = lambda key: jzero.TrainState.create(
-        params=model.init(key, np.zeros((1, models.SEQ), np.int32))["params"], tx=tx
-    )
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    state = jzero.abstract_train_state(jax.eval_shape(lambda: models.gpt_state(model, tx)), config=config)
     step = jzero.make_train_step(models.gpt_loss(model), remat=recompute, accumulate_steps=micro)
     return state, step.lower(state, models.tokens(16, vocab=vocab))
 

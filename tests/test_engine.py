@@ -613,38 +613,38 @@ def test_accumulated_micro_batches_equal_the_whole_batch(stage):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), pair[0], want)
 
 
-def test_plain_jit_step_with_apply_gradients():
+@stages(1, 3)
+def test_plain_jit_step_with_apply_gradients(stage):
     """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
 
     Two updates in a row and two in a scan: were the sums not laid out, stages 1 and 2 would return parameters cut.
     """
-    for stage in (0, 1, 2, 3):
-        state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
-        reference = state
-        state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
+    reference = state
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
 
-        @jax.jit
-        def steps(state, batch):
-            def once(state, _):
-                grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
-                return state.apply_gradients(grads=grads), None
+    @jax.jit
+    def steps(state, batch):
+        def once(state, _):
+            grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
+            return state.apply_gradients(grads=grads), None
 
-            state, _ = once(once(state, None)[0], None)
-            return jax.lax.scan(once, state, length=2)[0]
+        state, _ = once(once(state, None)[0], None)
+        return jax.lax.scan(once, state, length=2)[0]
 
-        for seed in range(2):
-            batch = models.mlp_batch(8, seed)
-            state = steps(state, batch)
-            for _ in range(4):
-                grads = jax.grad(models.mlp_loss)(reference.params, batch)
-                reference = reference.apply_gradients(grads=grads)
-        assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
-        plan = jzero.plan_of(state)
-        want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
-        for x, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves(want), strict=True):
-            assert x.sharding.is_equivalent_to(sharding, x.ndim)
-        got = jzero.gather_params(state)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
+    for seed in range(2):
+        batch = models.mlp_batch(8, seed)
+        state = steps(state, batch)
+        for _ in range(4):
+            grads = jax.grad(models.mlp_loss)(reference.params, batch)
+            reference = reference.apply_gradients(grads=grads)
+    assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
+    plan = jzero.plan_of(state)
+    want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
+    for x, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves(want), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    got = jzero.gather_params(state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
 
 
 @pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])

@@ -92,7 +92,9 @@ def test_honest_training_passes(stage):
 NARROW_MASTERS = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16")
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), slow(3, "bf16"), (3, "fp16"), slow(2, NARROW_MASTERS)])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [slow(1, "bf16"), slow(3, "bf16"), (3, "fp16"), slow(2, NARROW_MASTERS)]
+)
 def test_mixed_precision_against_wide_masters(stage, precision):
     config = make_config(stage, precision, rules={".*/bias": jzero.LeafRule(compute_dtype="float32")})
     report = compare(config=config, state=mlp_state(optax.adam(1e-2, eps=1e-6)))
@@ -382,7 +384,7 @@ def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names)
     assert_reference(report, losses, norms)
 
 
-@pytest.mark.parametrize("is_set", [False, True])
+@pytest.mark.parametrize("is_set", [slow(False), True])
 def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
     mesh = jzero.make_mesh()
     spec = P("data", None) if is_set else NamedSharding(mesh, P("data", None))
@@ -444,7 +446,7 @@ def test_frozen_parameters_of_an_nnx_model():
     assert [leaf.path for leaf in report.leaves if not leaf.path.startswith("rest")] == ["b/bias", "b/kernel"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [slow("fp32"), "bf16"])
 def test_frozen_parameters_and_sharded_states(precision):
     config = make_config(3, precision)
     state = jzero.shard_train_state(

@@ -114,7 +114,7 @@ def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     chosen = train_gpt.FRAMEWORKS[framework]
     make_state = chosen.make_state_fn(train_gpt.model_config(args), train_gpt.make_optimizer(args))
     config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    state = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config)
     step = jzero.make_train_step(chosen.make_loss_fn(train_gpt.model_config(args)), clip_norm=1.0)
     report = jzero.analyze(step, state, np.zeros((args.batch_size, args.seq_len + 1), np.int32))
     report.verify()

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from tests.tiers import singles
+from tests.tiers import default_for, singles, slow
 
 WIDTH, HIDDEN = 16, 64
 
@@ -116,7 +116,11 @@ def assert_close(got, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, want)
 
 
-@singles(name=list(INSIDE), check_vma=[True, False])
+SOME_INSIDE = ("literals", "gather", "permute", "scatter", "scan", "while_loop", "cond", "remat_with_policy")
+
+
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+@pytest.mark.parametrize("name", default_for(SOME_INSIDE, INSIDE))
 def test_what_is_computed_inside(name, check_vma):
     """The reference is plain jax: the mean of the loss of each device's rows, by the same `shard_map`."""
     mesh = jzero.make_mesh(data=4, model=2)

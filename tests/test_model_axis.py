@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import operator
 import re
 
@@ -20,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero import _collectives
-from tests.tiers import singles, slow, stages
+from tests import models
+from tests.tiers import default_for, singles, slow, stages
 
 VOCAB, WIDTH, HIDDEN, HEADS, LAYERS = 128, 32, 96, 4, 3
 
@@ -89,11 +91,12 @@ def split(params, mesh):
 def trained_on_one_device(scan):
     """Parameters before and after two steps, and their losses; nothing is constrained."""
     model = Llama(None, scan=scan)
-    params = model.init(jax.random.key(0), batches()[0])["params"]
+    params = models.draw_params(model, batches()[0])
     tx = optax.adamw(1e-2, eps=1e-4)
     state, losses, first = tx.init(params), [], params
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(next_token_loss, model)))
     for tokens in batches():
-        loss, grads = jax.value_and_grad(functools.partial(next_token_loss, model))(params, tokens)
+        loss, grads = value_and_grad(params, tokens)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(float(loss))
@@ -104,9 +107,11 @@ def batches():
     return np.random.default_rng(0).integers(0, VOCAB, size=(2, 8, 13))
 
 
-@singles(stage=[3, 1, 2, 0], cell=[(True, False), (False, True), (True, True), (False, False)])
-def test_a_llama_trains_as_on_one_device(cell, stage):
-    scan, remat = cell
+@pytest.mark.parametrize(
+    ("scan", "remat", "stage"),
+    default_for([(True, True, 3), (False, False, 1)], itertools.product([True, False], [True, False], range(4))),
+)
+def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     mesh = jzero.make_mesh(data=4, model=2)
     first, want, losses = trained_on_one_device(scan)
     model = Llama(mesh, scan=scan, remat=remat)
@@ -228,14 +233,17 @@ OWN = {
 }
 
 
-@singles(name=list(OWN), stage=[1, 3])
+@pytest.mark.parametrize("stage", [slow(1), 3])
+@pytest.mark.parametrize(
+    "name", default_for(["relu", "logsumexp", "set", "custom_vmap", "vjp", "jvp_in_scan", "vjp_in_remat"], OWN)
+)
 def test_functions_of_what_is_constrained(name, stage):
     """They hold jaxprs, and so the mesh that they were traced in; some bring their own derivative."""
     assert_as_on_one_device(OWN[name], stage, jzero.make_mesh(data=4, model=2))
 
 
 @pytest.mark.parametrize(
-    "name", ["relu", "sort", "solve", "reduce", "custom_vmap", "jvp_in_scan", "jvp_of_remat_in_cond"]
+    "name", ["relu", "custom_vmap", "jvp_in_scan", *map(slow, ("sort", "solve", "reduce", "jvp_of_remat_in_cond"))]
 )
 def test_functions_of_what_is_computed_under_a_mesh(name):
     """All types carry the mesh where one is set."""

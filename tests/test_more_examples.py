@@ -29,6 +29,7 @@ LOOPS = ("make_train_step", "jax.grad")
 BYTES = r"state on each device: ([\d,]+) bytes \(([\d,]+) without ZeRO.*\)"
 
 
+@pytest.mark.slow
 def test_digits_are_told_apart():
     tiny = ("--width=8", "--epochs=4", "--lr=1e-2")
     output = run_example("digits_batchnorm.py", *tiny)
@@ -41,6 +42,7 @@ def test_digits_are_told_apart():
     assert held < whole / 5
 
 
+@pytest.mark.slow
 def test_lora_trains_adapters_alone(run, tmp_path):
     steps = "--pretrain-steps=20 --pretrain-lr=1e-2 --steps=20 --lr=2e-2".split()
     files = (f"--pretrained={tmp_path / 'base.safetensors'}", f"--merged={tmp_path / 'tuned.safetensors'}")

@@ -51,6 +51,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(n): float(x) for n, x in re.findall(r"^(?:\[0\] )?step (\d+): loss (.*)$", output, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_two_processes_are_stopped_and_go_on_under_slurm_like_one(tmp_path, monkeypatch, capsys):
     checkpoints = tmp_path / "checkpoints"
     launcher = launch("--", *TINY, "--steps=1000000", "--save-every=1000000", f"--checkpoints={checkpoints}")
