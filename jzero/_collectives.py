@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._layout import Cut
+from jzero._padded import to_natural, to_stored
 from jzero._precision import cast_dtype, is_float8
 
 __all__ = [
@@ -34,8 +35,6 @@ __all__ = [
     "reduce_whole",
     "sum_along",
     "sum_over",
-    "to_natural",
-    "to_stored",
 ]
 
 PyTree = Any
@@ -79,24 +78,6 @@ class Wire:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that the batch is split over."""
         return (self.axis,) if self.replica_axis is None else (self.replica_axis, self.axis)
-
-
-def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
-    """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
-    if cut.flat:
-        x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
-    if not cut.is_padded:
-        return x
-    widths = [(0, 0, 0)] * x.ndim
-    widths[cut.dim] = (0, cut.stored_size - cut.natural_size, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), widths)
-
-
-def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
-    """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
-    if cut.is_padded:
-        x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
-    return x.reshape(cut.shape) if cut.flat else x
 
 
 def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:

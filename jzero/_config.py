@@ -8,12 +8,13 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jzero._precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
 from jzero._settings import FLAG, Setting, check_fields, number, one_of, optional, whole
-from jzero.deepspeed.importing import import_config
-from jzero.deepspeed.report import DeepSpeedReport
+
+if TYPE_CHECKING:
+    from jzero.deepspeed.report import DeepSpeedReport
 
 __all__ = ["LeafRule", "Offload", "ZeroConfig", "may_prefetch"]
 
@@ -349,6 +350,8 @@ class ZeroConfig:
           DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are
           clipped at a norm of 1.
         """
+        from jzero.deepspeed.importing import import_config  # noqa: PLC0415  # which builds on all of jzero
+
         fields, report = import_config(
             source, num_devices, batch_size=batch_size, optimizer=optimizer, precision=precision, auto=auto
         )

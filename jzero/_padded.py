@@ -18,12 +18,32 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
 
-__all__ = ["Padded", "boxed", "is_padded", "unboxed"]
+__all__ = ["Padded", "boxed", "is_padded", "to_natural", "to_stored", "unboxed"]
+
+
+def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
+    if cut.flat:
+        x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
+    if not cut.is_padded:
+        return x
+    widths = [(0, 0, 0)] * x.ndim
+    widths[cut.dim] = (0, cut.stored_size - cut.natural_size, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
+    if cut.is_padded:
+        x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
+    return x.reshape(cut.shape) if cut.flat else x
+
 
 OF_STORAGE = frozenset(
     "addressable_data addressable_shards block_until_ready committed copy_to_host_async delete device devices "

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._collectives import to_natural, to_stored
 from jzero._fits import misfit
 from jzero._layout import Cut
 from jzero._mesh import HOST_MEMORY, AnyMesh, mesh_platform
+from jzero._padded import to_natural, to_stored
 from jzero._plan import StateLeaf, ZeroPlan
 
 __all__ = [

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis.extra.numpy import array_shapes
 
 from jzero import LeafRule
-from jzero._collectives import to_natural, to_stored
 from jzero._layout import MAX_PADDING, Cut, choose_cut, find_scan_dims
+from jzero._padded import to_natural, to_stored
 from jzero._tree import key_names
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]

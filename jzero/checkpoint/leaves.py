@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jzero._collectives import to_natural, to_stored
 from jzero._layout import Cut
 from jzero._optimizer import edited_master
+from jzero._padded import to_natural, to_stored
 from jzero._placement import (
     device_sharding,
     is_on_host,
