@@ -6,41 +6,6 @@ from typing import TYPE_CHECKING, Any
 from jzero._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from jzero._aux import PerExample as PerExample
-    from jzero._aux import Summed as Summed
-    from jzero._aux import Weighted as Weighted
-    from jzero._config import LeafRule as LeafRule
-    from jzero._config import Offload as Offload
-    from jzero._config import ZeroConfig as ZeroConfig
-    from jzero._equivalence import EquivalenceReport as EquivalenceReport
-    from jzero._equivalence import check_equivalence as check_equivalence
-    from jzero._init import init_train_state as init_train_state
-    from jzero._inspect import get_full_grad as get_full_grad
-    from jzero._inspect import get_full_opt_state as get_full_opt_state
-    from jzero._inspect import get_full_param as get_full_param
-    from jzero._inspect import set_full_opt_state as set_full_opt_state
-    from jzero._inspect import set_full_param as set_full_param
-    from jzero._mesh import make_mesh as make_mesh
-    from jzero._offload import offload_train_state as offload_train_state
-    from jzero._offload import reload_train_state as reload_train_state
-    from jzero._opt_state import ZeroOptState as ZeroOptState
-    from jzero._overflow import LossScaleError as LossScaleError
-    from jzero._plan import ZeroPlan as ZeroPlan
-    from jzero._precision import DynamicLossScale as DynamicLossScale
-    from jzero._precision import Precision as Precision
-    from jzero._state import TrainState as TrainState
-    from jzero._state import plan_of as plan_of
-    from jzero._step_update import apply_pending as apply_pending
-    from jzero._train_state import abstract_train_state as abstract_train_state
-    from jzero._train_state import gather_params as gather_params
-    from jzero._train_state import natural_params as natural_params
-    from jzero._train_state import plan_train_state as plan_train_state
-    from jzero._train_state import shard_train_state as shard_train_state
-    from jzero._train_state import unshard_train_state as unshard_train_state
-    from jzero._train_state import update_params as update_params
-    from jzero._train_step import make_eval_step as make_eval_step
-    from jzero._train_step import make_train_step as make_train_step
-    from jzero._train_step import value_and_grad as value_and_grad
     from jzero.analysis.analyze import analyze as analyze
     from jzero.analysis.candidates import Fit as Fit
     from jzero.analysis.fit import fit as fit
@@ -59,33 +24,68 @@ if TYPE_CHECKING:
     from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
     from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
-    from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
-    from jzero.engine.recompute import offload_activations as offload_activations
-    from jzero.estimator import MemoryEstimate as MemoryEstimate
-    from jzero.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
-    from jzero.estimator import (
+    from jzero.config.precision import DynamicLossScale as DynamicLossScale
+    from jzero.config.precision import Precision as Precision
+    from jzero.config.zero import LeafRule as LeafRule
+    from jzero.config.zero import Offload as Offload
+    from jzero.config.zero import ZeroConfig as ZeroConfig
+    from jzero.deepspeed.estimator import MemoryEstimate as MemoryEstimate
+    from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
+    from jzero.deepspeed.estimator import (
         estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
     )
-    from jzero.estimator import (
+    from jzero.deepspeed.estimator import (
         estimate_zero1_model_states_mem_needs_all_live as estimate_zero1_model_states_mem_needs_all_live,
     )
-    from jzero.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
-    from jzero.estimator import (
+    from jzero.deepspeed.estimator import estimate_zero2_model_states_mem_needs as estimate_zero2_model_states_mem_needs
+    from jzero.deepspeed.estimator import (
         estimate_zero2_model_states_mem_needs_all_cold as estimate_zero2_model_states_mem_needs_all_cold,
     )
-    from jzero.estimator import (
+    from jzero.deepspeed.estimator import (
         estimate_zero2_model_states_mem_needs_all_live as estimate_zero2_model_states_mem_needs_all_live,
     )
-    from jzero.estimator import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
-    from jzero.estimator import (
+    from jzero.deepspeed.estimator import estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs
+    from jzero.deepspeed.estimator import (
         estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
     )
-    from jzero.estimator import (
+    from jzero.deepspeed.estimator import (
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
     )
+    from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
+    from jzero.engine.outputs import PerExample as PerExample
+    from jzero.engine.outputs import Summed as Summed
+    from jzero.engine.outputs import Weighted as Weighted
+    from jzero.engine.recompute import offload_activations as offload_activations
     from jzero.monitor.monitor import Monitor as Monitor
     from jzero.monitor.sinks import JsonLines as JsonLines
     from jzero.monitor.sinks import TensorBoard as TensorBoard
+    from jzero.plan.mesh import make_mesh as make_mesh
+    from jzero.plan.opt_state import ZeroOptState as ZeroOptState
+    from jzero.plan.plan import ZeroPlan as ZeroPlan
+    from jzero.state.init import init_train_state as init_train_state
+    from jzero.state.inspect import get_full_grad as get_full_grad
+    from jzero.state.inspect import get_full_opt_state as get_full_opt_state
+    from jzero.state.inspect import get_full_param as get_full_param
+    from jzero.state.inspect import set_full_opt_state as set_full_opt_state
+    from jzero.state.inspect import set_full_param as set_full_param
+    from jzero.state.next_state import apply_pending as apply_pending
+    from jzero.state.offload import offload_train_state as offload_train_state
+    from jzero.state.offload import reload_train_state as reload_train_state
+    from jzero.state.shard import abstract_train_state as abstract_train_state
+    from jzero.state.shard import gather_params as gather_params
+    from jzero.state.shard import natural_params as natural_params
+    from jzero.state.shard import plan_train_state as plan_train_state
+    from jzero.state.shard import shard_train_state as shard_train_state
+    from jzero.state.shard import unshard_train_state as unshard_train_state
+    from jzero.state.shard import update_params as update_params
+    from jzero.state.train_state import TrainState as TrainState
+    from jzero.state.train_state import plan_of as plan_of
+    from jzero.step.equivalence import EquivalenceReport as EquivalenceReport
+    from jzero.step.equivalence import check_equivalence as check_equivalence
+    from jzero.step.overflow import LossScaleError as LossScaleError
+    from jzero.step.train_step import make_eval_step as make_eval_step
+    from jzero.step.train_step import make_train_step as make_train_step
+    from jzero.step.train_step import value_and_grad as value_and_grad
 
 __all__ = [
     "AnalysisReport",
@@ -159,20 +159,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "jzero._aux": ("PerExample", "Summed", "Weighted"),
-    "jzero._config": ("LeafRule", "Offload", "ZeroConfig"),
-    "jzero._equivalence": ("EquivalenceReport", "check_equivalence"),
-    "jzero._init": ("init_train_state",),
-    "jzero._inspect": ("get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"),
-    "jzero._mesh": ("make_mesh",),
-    "jzero._offload": ("offload_train_state", "reload_train_state"),
-    "jzero._opt_state": ("ZeroOptState",),
-    "jzero._overflow": ("LossScaleError",),
-    "jzero._plan": ("ZeroPlan",),
-    "jzero._precision": ("DynamicLossScale", "Precision"),
-    "jzero._state": ("TrainState", "plan_of"),
-    "jzero._step_update": ("apply_pending",),
-    "jzero._train_state": (
+    "jzero.engine.outputs": ("PerExample", "Summed", "Weighted"),
+    "jzero.config.zero": ("LeafRule", "Offload", "ZeroConfig"),
+    "jzero.step.equivalence": ("EquivalenceReport", "check_equivalence"),
+    "jzero.state.init": ("init_train_state",),
+    "jzero.state.inspect": (
+        "get_full_grad",
+        "get_full_opt_state",
+        "get_full_param",
+        "set_full_opt_state",
+        "set_full_param",
+    ),
+    "jzero.plan.mesh": ("make_mesh",),
+    "jzero.state.offload": ("offload_train_state", "reload_train_state"),
+    "jzero.plan.opt_state": ("ZeroOptState",),
+    "jzero.step.overflow": ("LossScaleError",),
+    "jzero.plan.plan": ("ZeroPlan",),
+    "jzero.config.precision": ("DynamicLossScale", "Precision"),
+    "jzero.state.train_state": ("TrainState", "plan_of"),
+    "jzero.state.next_state": ("apply_pending",),
+    "jzero.state.shard": (
         "abstract_train_state",
         "gather_params",
         "natural_params",
@@ -181,7 +187,7 @@ _HOMES = {
         "unshard_train_state",
         "update_params",
     ),
-    "jzero._train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
+    "jzero.step.train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
     "jzero.analysis.analyze": ("analyze",),
     "jzero.analysis.candidates": ("Fit",),
     "jzero.analysis.fit": ("fit",),
@@ -198,7 +204,7 @@ _HOMES = {
     "jzero.checkpoint.saving": ("save_checkpoint",),
     "jzero.deepspeed.report": ("DeepSpeedReport",),
     "jzero.engine.recompute": ("offload_activations",),
-    "jzero.estimator": (
+    "jzero.deepspeed.estimator": (
         "MemoryEstimate",
         "estimate_zero1_model_states_mem_needs",
         "estimate_zero1_model_states_mem_needs_all_cold",

@@ -12,7 +12,7 @@ def main() -> None:
     """Runs the command line; exits with 2 if `typer`, which it needs, is not installed."""
     if importlib.util.find_spec("typer") is None:
         sys.exit(_missing("typer"))
-    from jzero.cli import app  # noqa: PLC0415  # needs typer
+    from jzero.cli.commands import app  # noqa: PLC0415  # needs typer
 
     app(prog_name="jzero")
 

@@ -24,7 +24,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
-from jzero import _processes
+from jzero.arrays import processes as _processes
 from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4

@@ -49,7 +49,7 @@ MUTANTS = [
     # Collectives.
     Mutant(
         "reduction_doubled",
-        "_collectives.py",
+        "arrays/collectives.py",
         "lambda x: lax.psum_scatter(x, wire.axis,",
         "lambda x: lax.psum_scatter(x + x, wire.axis,",
         "test_engine.py::test_gradients_equal_plain_jax_at_stage_3",
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_not_summed",
-        "_collectives.py",
+        "arrays/collectives.py",
         "return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)",
         "return shard",
         "test_engine.py::test_hybrid_sharding_replicates_the_shards",
@@ -65,14 +65,14 @@ MUTANTS = [
     ),
     Mutant(
         "predivide_dropped",
-        "_collectives.py",
+        "arrays/collectives.py",
         "return x if self.predivide == 1 else x / self.predivide",
         "return x",
         "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
     ),
     Mutant(
         "gathered_along_other_axes",
-        "_collectives.py",
+        "arrays/collectives.py",
         "    if not cut.further:\n",
         "    if True:\n",
         "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
@@ -81,35 +81,35 @@ MUTANTS = [
     # Layout and plan.
     Mutant(
         "stored_size_rounded_down",
-        "_layout.py",
+        "plan/layout.py",
         "return -(-self.natural_size // self.num_shards) * self.num_shards",
         "return max(1, self.natural_size // self.num_shards) * self.num_shards",
         "test_layout.py::test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf",
     ),
     Mutant(
         "scanned_dimension_cut",
-        "_layout.py",
+        "plan/layout.py",
         "if d != scan_dim and d not in taken_dims]",
         "if d not in taken_dims]",
         "test_layout.py::test_scanned_dimensions_and_those_of_other_axes_are_never_cut",
     ),
     Mutant(
         "never_flattened",
-        "_layout.py",
+        "plan/layout.py",
         "if cut.padding > MAX_PADDING * size and",
         "if cut.padding > MAX_PADDING * size * size and",
         "test_layout.py::test_known_leaves",
     ),
     Mutant(
         "threshold_excluded",
-        "_planner.py",
+        "plan/planner.py",
         "size > config.persistence_threshold:",
         "size >= config.persistence_threshold:",
         "test_plan.py::test_persistence_threshold_counts_elements_and_includes_the_limit",
     ),
     Mutant(
         "optimizer_state_whole",
-        "_planner.py",
+        "plan/planner.py",
         "base=grad.base, cut=grad.cut, reason=grad.reason)",
         "base=grad.base, reason=grad.reason)",
         "test_plan.py::test_optimizer_leaf_is_cut_like_its_parameter",
@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         "minus_zero_is_zero",
-        "_sharing.py",
+        "jaxpr/structure.py",
         "return type(value), np.asarray(value).dtype, np.asarray(value).tobytes()",
         "return type(value), np.asarray(value).dtype, complex(np.ravel(value)[0])",
         "test_sharing.py::test_what_is_the_same",
@@ -394,7 +394,7 @@ MUTANTS = [
     ),
     Mutant(
         "carried_state_of_the_first_micro_batch",
-        "_aux.py",
+        "engine/outputs.py",
         "value = x.value[-1] if stacked else x.value",
         "value = x.value[0] if stacked else x.value",
         "test_accumulation.py::test_carried_state_is_that_of_the_last_micro_batch",
@@ -402,14 +402,14 @@ MUTANTS = [
     # The update.
     Mutant(
         "frozen_zero_is_positive",
-        "_leaf_update.py",
+        "update/leaf.py",
         "jnp.asarray(-0.0).astype(leaf.param.dtype), None",
         "jnp.asarray(0.0).astype(leaf.param.dtype), None",
         "test_trained.py::test_negative_zeros_of_frozen_leaves_stay_negative",
     ),
     Mutant(
         "zero_times_infinity_is_zero",
-        "_trained.py",
+        "plan/trainable.py",
         '(name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs))',
         '(name == "mul" and any(inputs))',
         "test_trained.py::test_what_is_not_frozen_is_trained",
@@ -417,15 +417,15 @@ MUTANTS = [
     ),
     Mutant(
         "skipped_step_applied",
-        "_step_update.py",
-        "new = _unless_skipped(found.applied, _with_changed",
-        "new = _unless_skipped(None, _with_changed",
+        "state/next_state.py",
+        "new = _unless_skipped(found.applied, _updated",
+        "new = _unless_skipped(None, _updated",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[0-7]",
     ),
     Mutant(
         "skipped_parameters_made_anew",
-        "_leaf_update.py",
+        "update/leaf.py",
         "rounded = jnp.where(applied, rounded, natural_leaf(x.param, leaf.grad, plan))",
         "rounded = jnp.where(True, rounded, natural_leaf(x.param, leaf.grad, plan))",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
@@ -433,14 +433,14 @@ MUTANTS = [
     ),
     Mutant(
         "padding_updated",
-        "_streamed.py",
+        "arrays/streamed.py",
         "    if cut is None or not cut.is_padded:\n        return tree",
         "    if True:\n        return tree",
         "test_offload_optimizer.py::test_padding_stays_zero",
     ),
     Mutant(
         "muon_on_shards",
-        "_update_walk.py",
+        "update/walk.py",
         '    "dot_general conv_general_dilated',
         '    "conv_general_dilated',
         "test_collectives.py::test_muon_multiplies_whole_matrices",
@@ -448,7 +448,7 @@ MUTANTS = [
     # Precision and the loss scale.
     Mutant(
         "edits_ignored",
-        "_rounding.py",
+        "arrays/casts.py",
         "return lax.select(_same_bits(narrow_for_good(master, param.dtype), param), master, edited)",
         "return master",
         "test_precision.py::test_an_edit_by_replace_is_taken_over",
@@ -456,21 +456,21 @@ MUTANTS = [
     ),
     Mutant(
         "truncated_not_rounded",
-        "_rounding.py",
+        "arrays/casts.py",
         "(bits + noise) & jnp.uint32(0xFFFF0000)",
         "bits & jnp.uint32(0xFFFF0000)",
         "test_precision.py::test_stochastic_rounding_is_fair_and_exact_where_it_can_be",
     ),
     Mutant(
         "scale_halves_late",
-        "_opt_state.py",
+        "plan/opt_state.py",
         "halve = overflow & (state.hysteresis <= 1)",
         "halve = overflow & (state.hysteresis <= 0)",
         "test_loss_scale.py::test_the_first_scales_by_hand",
     ),
     Mutant(
         "scale_grows_without_end",
-        "_opt_state.py",
+        "plan/opt_state.py",
         "jnp.minimum(scale * 2, MAX_LOSS_SCALE)",
         "scale * 2",
         "test_loss_scale.py::test_the_scale_stops_growing",

@@ -19,9 +19,9 @@ import optax
 import pytest
 
 import jzero
-from jzero._init import lower_init
-from jzero._train_state import abstract_train_state
 from jzero.analysis.topologies import topology_devices
+from jzero.state.init import lower_init
+from jzero.state.shard import abstract_train_state
 from tests import models
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

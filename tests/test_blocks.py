@@ -14,8 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero import _compat
-from jzero._blocks import keeps_heavy, parts_of
 from jzero.engine.recompute import has_parts_to_recompute, recomputed
+from jzero.jaxpr.repeats import keeps_heavy, parts_of
 from tests import models
 from tests.tiers import singles, slow
 

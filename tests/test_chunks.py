@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero._chunks import for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero.arrays.chunks import for_each_chunk, index_in, read_chunk, split, write_chunk
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 24, 31, 32, 61, 96, 120, 128, 256, 300]), min_size=0, max_size=4)
 SHAPES = SHAPES.filter(lambda shape: math.prod(shape) <= 200_000).map(tuple)

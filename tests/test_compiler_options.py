@@ -12,8 +12,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import _compiler_options
 from jzero.analysis.collectives import find_collectives
+from jzero.step import compiler_options as _compiler_options
 from tests import models
 from tests.tiers import singles
 

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jzero
-from jzero._train_state import abstract_train_state
 from jzero.analysis.topologies import topology_devices
+from jzero.state.shard import abstract_train_state
 from tests import models
 
 pytestmark = pytest.mark.compilers

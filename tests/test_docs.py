@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import jzero
 import jzero.data
-from jzero.cli import app
+from jzero.cli.commands import app
 from tests.tiers import default_for
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
-from jzero import _collectives
+from jzero.arrays import collectives as _collectives
 from tests import models
 from tests.tiers import slow, stages
 

@@ -17,8 +17,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero import _train_step
 from jzero.analysis import machines
+from jzero.step import train_step as _train_step
 from tests import models
 from tests.test_step_memory import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow

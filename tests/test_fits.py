@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jzero
-from jzero._fits import misfit
+from jzero.arrays.fits import misfit
 
 
 @pytest.mark.parametrize(

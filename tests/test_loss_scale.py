@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax.training import train_state
 
 import jzero
-from jzero._opt_state import initial_loss_scale, next_loss_scale
+from jzero.plan.opt_state import initial_loss_scale, next_loss_scale
 from tests import models
 from tests.tiers import slow, stages
 

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero import _compat
-from jzero._init import lower_init
+from jzero.state.init import lower_init
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.test_offload_optimizer import (

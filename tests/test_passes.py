@@ -12,14 +12,14 @@ from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero import _compat
-from jzero._collectives import Wire
-from jzero._layout import Cut
+from jzero.arrays.collectives import Wire
 from jzero.engine.differentiate import differentiated
 from jzero.engine.leaving import Part, Reduction
 from jzero.engine.recompute import recomputed
 from jzero.engine.reductions import reductions
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
+from jzero.plan.layout import Cut
 
 WIDTH = 16
 BATCH = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)

@@ -14,7 +14,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero._rounding import round_stochastically
+from jzero.arrays.casts import round_stochastically
 from tests import models
 from tests.tiers import singles, slow, stages
 

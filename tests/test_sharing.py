@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 from jzero import _compat
-from jzero._sharing import Common, Structures
+from jzero.jaxpr.structure import Common, Structures
 from tests.tiers import singles
 
 LAYERS, WIDTH = 4, 32
@@ -66,7 +66,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def short_layers_are_shared(monkeypatch):
-    monkeypatch.setattr("jzero._sharing.FEWEST", 1)
+    monkeypatch.setattr("jzero.jaxpr.structure.FEWEST", 1)
 
 
 def sharded(params, way=BY_DEFAULT):

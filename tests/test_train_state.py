@@ -12,7 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero._init import lower_init
+from jzero.state.init import lower_init
 from tests import models
 from tests.tiers import singles, slow, stages
 

@@ -10,10 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jzero._config import ZeroConfig
-from jzero._mesh import make_mesh, platform_of
-from jzero._plan import ZeroPlan
-from jzero._train_step import EvalStep, TrainStep, ValueAndGrad
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
@@ -24,6 +20,10 @@ from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_memory import memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.violations import Compiled, axes_of, find_violations
+from jzero.config.zero import ZeroConfig
+from jzero.plan.mesh import make_mesh, platform_of
+from jzero.plan.plan import ZeroPlan
+from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
 
 __all__ = ["analyze", "this_machine"]
 

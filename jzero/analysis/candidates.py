@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jzero._config import ZeroConfig
-from jzero._plan_table import format_bytes
-from jzero._table import format_rows
+from jzero._text import format_rows
 from jzero.analysis.step_memory import StepMemory
+from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
+from jzero.plan.table import format_bytes
 
 __all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judged", "recomputed"]
 

@@ -13,12 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero._config import ZeroConfig
-from jzero._mesh import AnyMesh, make_mesh, platform_of
-from jzero._plan import ZeroPlan
-from jzero._state import adapt
-from jzero._step_inputs import check_batch
-from jzero._train_step import TrainStep, make_train_step
 from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judged, recomputed
 from jzero.analysis.machines import Machine, machine
@@ -26,7 +20,13 @@ from jzero.analysis.memory import memory_of
 from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
+from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
+from jzero.plan.mesh import AnyMesh, make_mesh, platform_of
+from jzero.plan.plan import ZeroPlan
+from jzero.state.train_state import adapt
+from jzero.step.inputs import check_batch
+from jzero.step.train_step import TrainStep, make_train_step
 
 __all__ = ["fit"]
 

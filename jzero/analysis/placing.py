@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jzero._config import ZeroConfig
-from jzero._mesh import AnyMesh, make_mesh
-from jzero._optimizer import ZeroTransformation
-from jzero._plan import ZeroPlan
-from jzero._state import adapt
-from jzero._train_state import abstract_train_state
+from jzero.config.zero import ZeroConfig
+from jzero.plan.mesh import AnyMesh, make_mesh
+from jzero.plan.plan import ZeroPlan
+from jzero.state.shard import abstract_train_state
+from jzero.state.train_state import adapt
+from jzero.update.transformation import ZeroTransformation
 
 __all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
 

@@ -7,15 +7,15 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from jzero._plan import ZeroPlan
-from jzero._plan_table import format_bytes
-from jzero._table import format_rows
+from jzero._text import format_rows
 from jzero.analysis.collectives import Collective
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
 from jzero.analysis.violations import PlanViolation
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
 
 __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
 

@@ -14,16 +14,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
-from jzero._config import ZeroConfig
-from jzero._mesh import AnyMesh, platform_of
-from jzero._plan import ZeroPlan
-from jzero._plan_table import format_bytes
-from jzero._table import format_rows
-from jzero._train_step import TrainStep
+from jzero._text import format_rows
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.placing import plan_of_argument, relaid
 from jzero.analysis.traced import Buffer, Transfer, bytes_of, trace_program
+from jzero.config.zero import ZeroConfig
+from jzero.plan.mesh import AnyMesh, platform_of
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
+from jzero.step.train_step import TrainStep
 
 __all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]
 

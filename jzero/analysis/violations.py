@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jzero._mesh import AnyMesh
-from jzero._plan import LeafPlan, ZeroPlan
 from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import TRIVIAL, Array, Computation, Instruction, Program, dtype_bits
 from jzero.analysis.memory import Memory
+from jzero.plan.mesh import AnyMesh
+from jzero.plan.plan import LeafPlan, ZeroPlan
 
 __all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
 

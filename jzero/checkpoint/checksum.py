@@ -23,8 +23,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero._layout import Cut
-from jzero._placement import on_device
+from jzero.arrays.placement import on_device
+from jzero.plan.layout import Cut
 
 __all__ = ["checksums", "host_checksum"]
 

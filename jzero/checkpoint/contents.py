@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._tree import key_names
+from jzero._text import key_names
 from jzero.checkpoint.damage import REMEDY, CheckpointError, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler

@@ -15,11 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero._fits import misfit
-from jzero._layout import Cut
-from jzero._placement import gather_leaves, on_device
-from jzero._rounding import narrow
-from jzero._state import adapt_sharded, check_alive
+from jzero.arrays.casts import narrow
+from jzero.arrays.fits import misfit
+from jzero.arrays.placement import gather_leaves, on_device
 from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf, absolute, read_contents
 from jzero.checkpoint.damage import wrong_checksums
@@ -38,6 +36,8 @@ from jzero.checkpoint.safetensors_files import (
     is_known,
     write_tensors,
 )
+from jzero.plan.layout import Cut
+from jzero.state.train_state import adapt_sharded, check_alive
 
 __all__ = ["export_checkpoint", "export_params", "load_params", "read_whole"]
 

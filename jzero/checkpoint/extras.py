@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero._processes import gather_texts
+from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.damage import CheckpointError
 
 __all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]

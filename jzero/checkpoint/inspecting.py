@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jzero._plan_table import format_bytes
-from jzero._table import format_rows
+from jzero._text import format_rows
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.exporting import read_whole
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
 from jzero.checkpoint.restoring import read_extra
+from jzero.plan.table import format_bytes
 
 __all__ = ["CheckpointInfo", "inspect_checkpoint"]
 

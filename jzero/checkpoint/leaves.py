@@ -22,10 +22,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jzero._layout import Cut
-from jzero._optimizer import edited_master
-from jzero._padded import to_natural, to_stored
-from jzero._placement import (
+from jzero._text import key_names
+from jzero.arrays.casts import narrow, with_edits
+from jzero.arrays.placement import (
     device_sharding,
     is_on_host,
     natural_leaf,
@@ -34,10 +33,11 @@ from jzero._placement import (
     place_leaf,
     stored_leaf,
 )
-from jzero._plan import LeafPlan, StateLeaf, ZeroPlan
-from jzero._rounding import narrow, with_edits
-from jzero._state import map_state, plain_state
-from jzero._tree import key_names
+from jzero.plan.layout import Cut
+from jzero.plan.padded import to_natural, to_stored
+from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero.state.train_state import map_state, plain_state
+from jzero.update.transformation import edited_master
 
 __all__ = ["Keys", "Number", "Wanted", "natural_state", "numbered", "stored_from", "wanted_leaves"]
 

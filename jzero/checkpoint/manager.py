@@ -20,9 +20,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jzero._processes import gather_texts
-from jzero._state import adapt_sharded
-from jzero._step_update import apply_pending, settled_step
+from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere
@@ -33,6 +31,8 @@ from jzero.checkpoint.preemption import PreemptionNotice
 from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_unless_complete
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, saving_failed
+from jzero.state.next_state import apply_pending, settled_step
+from jzero.state.train_state import adapt_sharded
 
 __all__ = ["CheckpointManager"]
 

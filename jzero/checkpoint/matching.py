@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero._plan import StateLeaf
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import Wanted
+from jzero.plan.plan import StateLeaf
 
 __all__ = ["RestoreReport", "match", "renamed_paths"]
 

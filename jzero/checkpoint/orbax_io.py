@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from jzero._layout import Cut
+from jzero.plan.layout import Cut
 
 __all__ = [
     "EXTRA",

@@ -20,14 +20,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jzero._fingerprints import describe_plan
-from jzero._fits import misfit
-from jzero._mesh import mesh_platform
-from jzero._opt_state import LossScaleState, ZeroOptState, host_array
-from jzero._placement import on_device, place_array, place_leaf
-from jzero._plan import StateLeaf, ZeroPlan
-from jzero._processes import agree
-from jzero._state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero.arrays.fingerprints import describe_plan
+from jzero.arrays.fits import misfit
+from jzero.arrays.placement import on_device, place_array, place_leaf
+from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError, reading, wrong_checksums
@@ -35,6 +31,10 @@ from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Keys, Number, Wanted, numbered, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
+from jzero.plan.mesh import mesh_platform
+from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.state.train_state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
 
 __all__ = [
     "PARAMS",

@@ -20,8 +20,8 @@ import numpy as np
 from etils import epath
 from safetensors import SafetensorError, safe_open
 
-from jzero._plan_table import format_bytes
 from jzero.checkpoint.damage import CheckpointError
+from jzero.plan.table import format_bytes
 
 __all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "is_known", "write_tensors"]
 

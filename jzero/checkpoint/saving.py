@@ -11,20 +11,20 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jzero._config import ZeroConfig
-from jzero._fingerprints import describe_plan
-from jzero._opt_state import ZeroOptState
-from jzero._plan import ZeroPlan
-from jzero._processes import agree
-from jzero._state import adapt_sharded, check_alive, map_state
-from jzero._step_update import apply_pending
 from jzero._version import __version__
+from jzero.arrays.fingerprints import describe_plan
+from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import FORMAT, absolute, digest, signed
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import Wanted, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
+from jzero.config.zero import ZeroConfig
+from jzero.plan.opt_state import ZeroOptState
+from jzero.plan.plan import ZeroPlan
+from jzero.state.next_state import apply_pending
+from jzero.state.train_state import adapt_sharded, check_alive, map_state
 
 __all__ = ["checkpoint_items", "save_checkpoint"]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._tree import path_str
+from jzero._text import path_str
 
 __all__ = ["WEIGHTS", "Example", "ExampleSpec", "example_spec", "stack"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jzero._processes import gather_texts
+from jzero.arrays.processes import gather_texts
 
 __all__ = ["check_agreement", "exchange"]
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import grain
 
-from jzero._settings import check, whole
+from jzero.config.settings import check, whole
 from jzero.data.pipeline import Pipeline
 from jzero.data.position import Position
 

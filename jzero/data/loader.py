@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero._mesh import make_mesh
 from jzero.data.exchange import check_agreement, exchange
 from jzero.data.iterator import LoaderIterator
 from jzero.data.order import MAX_SHUFFLED, Order
 from jzero.data.pipeline import OrderedExamples, Pipeline
 from jzero.data.position import Position, Schedule
 from jzero.data.rows import local_rows
+from jzero.plan.mesh import make_mesh
 
 __all__ = ["Loader", "make_loader"]
 

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero._config import ZeroConfig
-from jzero._mesh import batch_axes, check_mesh, num_batch_shards
+from jzero.config.zero import ZeroConfig
+from jzero.plan.mesh import batch_axes, check_mesh, num_batch_shards
 
 __all__ = ["LocalRows", "local_rows"]
 

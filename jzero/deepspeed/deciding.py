@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jzero._precision import Precision
-from jzero._settings import check, one_of, optional, whole
+from jzero.config.precision import Precision
+from jzero.config.settings import check, one_of, optional, whole
 
 __all__ = ["AUTO", "decided"]
 

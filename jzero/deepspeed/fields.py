@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jzero._precision import DtypeName, DynamicLossScale, Precision
+from jzero.config.precision import DtypeName, DynamicLossScale, Precision
 from jzero.deepspeed.settings import Settings
 from jzero.deepspeed.zero_keys import NO_CAP
 

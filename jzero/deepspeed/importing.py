@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jzero._precision import Precision
-from jzero._settings import check, optional, whole
+from jzero.config.precision import Precision
+from jzero.config.settings import check, optional, whole
 from jzero.deepspeed.batch import BatchSizes, solve_batch
 from jzero.deepspeed.deciding import decided
 from jzero.deepspeed.fields import ConfigFields, config_fields

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from jzero._table import format_rows
+from jzero._text import format_rows
 from jzero.deepspeed.key import Verdict
 
 __all__ = ["NOT_SET", "DeepSpeedReport", "KeyVerdict"]

@@ -28,9 +28,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jzero import _compat
-from jzero._aux import Weighted
-from jzero._collectives import Wire, mean, sum_over
-from jzero._precision import widen
+from jzero.arrays.collectives import Wire, mean, sum_over
+from jzero.config.precision import widen
+from jzero.engine.outputs import Weighted
 from jzero.engine.trace import TracedLoss
 
 __all__ = ["Joint", "differentiated"]
@@ -77,7 +77,7 @@ def differentiated(
       ValueError: The weight of a `Weighted` loss depends on parameters, and there are several micro-batches.
 
     Example:
-      >>> from jzero._collectives import Wire
+      >>> from jzero.arrays.collectives import Wire
       >>> from jzero.engine.differentiate import differentiated
       >>> from jzero.engine.trace import TracedLoss
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))

@@ -17,21 +17,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero._aux import Weighted, aux_specs, reduce_aux
-from jzero._collectives import Wire, batch_index, sum_over
-from jzero._mesh import batch_axes, mesh_platform, num_batch_shards
-from jzero._placement import is_on_host
-from jzero._plan import StateLeaf, ZeroPlan
-from jzero._precision import cast_dtype, times, widen
-from jzero._rounding import narrow_for_good
+from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.collectives import Wire, batch_index, sum_over
+from jzero.arrays.placement import is_on_host
+from jzero.config.precision import cast_dtype, times, widen
 from jzero.engine.differentiate import Joint, differentiated
 from jzero.engine.lazy import Lazy, is_lazy
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
+from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
 from jzero.engine.recompute import recomputed
 from jzero.engine.roles import Parameter
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.walk import Walk
+from jzero.plan.mesh import batch_axes, mesh_platform, num_batch_shards
+from jzero.plan.plan import StateLeaf, ZeroPlan
 
 __all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
 

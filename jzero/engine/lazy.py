@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._collectives import Wire, gather_param
-from jzero._layout import Cut
-from jzero._placement import on_device
-from jzero._rounding import narrow_for_good
+from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.collectives import Wire, gather_param
+from jzero.arrays.placement import on_device
+from jzero.plan.layout import Cut
 
 __all__ = [
     "Deferred",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jzero._collectives import Wire, reduce_shard
-from jzero._layout import Cut
+from jzero.arrays.collectives import Wire, reduce_shard
+from jzero.plan.layout import Cut
 
 __all__ = ["Leaving", "OnShards", "Part", "Reduction"]
 

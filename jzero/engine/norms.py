@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero._collectives import sum_along
-from jzero._placement import is_on_host, on_device
-from jzero._plan import ZeroPlan
-from jzero._precision import times
-from jzero._streamed import is_tiled
+from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
+from jzero.arrays.collectives import sum_along
+from jzero.arrays.placement import is_on_host, on_device
+from jzero.arrays.streamed import is_tiled
+from jzero.config.precision import times
+from jzero.plan.plan import ZeroPlan
 
 __all__ = ["grad_norm"]
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero._layout import Cut
-from jzero._placement import is_on_host
+from jzero.arrays.placement import is_on_host
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
+from jzero.plan.layout import Cut
 
 __all__ = ["constrained", "on_shard", "widens"]
 

@@ -41,11 +41,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero._config import may_prefetch
-from jzero._mesh import mesh_platform
-from jzero._placement import is_on_host, on_device
-from jzero._plan import ZeroPlan
+from jzero.arrays.placement import is_on_host, on_device
+from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
+from jzero.plan.mesh import mesh_platform
+from jzero.plan.plan import ZeroPlan
 
 __all__ = ["Order", "delayed", "first_elements"]
 

@@ -33,9 +33,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jzero import _compat
-from jzero._blocks import keeps_heavy, parts_of
-from jzero._mesh import HOST_MEMORY
-from jzero._sharing import Common, Structures, is_worth_a_call
+from jzero.jaxpr.repeats import keeps_heavy, parts_of
+from jzero.jaxpr.structure import Common, Structures, is_worth_a_call
+from jzero.plan.mesh import HOST_MEMORY
 
 __all__ = [
     "CALLS",

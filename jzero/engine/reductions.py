@@ -61,8 +61,8 @@ def reductions(
       given: Inputs that are shards already.
 
     Example:
-      >>> from jzero._collectives import Wire
-      >>> from jzero._layout import Cut
+      >>> from jzero.arrays.collectives import Wire
+      >>> from jzero.plan.layout import Cut
       >>> from jzero.engine.leaving import Reduction
       >>> from jzero.engine.reductions import reductions
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()

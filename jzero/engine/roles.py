@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero._collectives import Wire, reduce_shard, reduce_whole
-from jzero._mesh import AnyMesh
-from jzero._plan import LeafPlan
-from jzero._precision import is_float8, wide_dtype
-from jzero._rounding import narrow_for_good
+from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.collectives import Wire, reduce_shard, reduce_whole
+from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.lazy import Lazy
 from jzero.engine.leaving import Leaving, Part, Reduction
+from jzero.plan.mesh import AnyMesh
+from jzero.plan.plan import LeafPlan
 
 __all__ = ["Parameter", "Role"]
 

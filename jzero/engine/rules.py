@@ -25,8 +25,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero._placement import is_on_host, on_device
-from jzero._sharing import is_worth_a_call
+from jzero.arrays.placement import is_on_host, on_device
 from jzero.engine.bundles import Bundle, is_unmade
 from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.leaving import Part, Reduction
@@ -34,6 +33,7 @@ from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
 from jzero.engine.on_shard import on_shard
 from jzero.engine.recompute import REMAT
+from jzero.jaxpr.structure import is_worth_a_call
 
 if TYPE_CHECKING:
     from jzero.engine.walk import Walk

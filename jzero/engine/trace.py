@@ -21,10 +21,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero._mesh import batch_axes, num_batch_shards
-from jzero._padded import is_padded, unboxed
-from jzero._plan import StateLeaf, ZeroPlan
 from jzero.engine.recompute import Remat, has_parts_to_recompute
+from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.padded import is_padded, unboxed
+from jzero.plan.plan import StateLeaf, ZeroPlan
 
 __all__ = [
     "FROZEN",

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from jzero import _compat
-from jzero._aux import Synced
-from jzero._tree import path_str
+from jzero._text import path_str
+from jzero.engine.outputs import Synced
 from jzero.engine.recompute import CALLS, REMAT
 from jzero.engine.trace import TracedLoss
 

@@ -11,8 +11,8 @@ from typing import Any
 from flax import serialization
 from flax.core import meta
 
-from jzero._opt_state import LossScaleState, PendingUpdate, ZeroOptState
-from jzero._padded import Padded
+from jzero.plan.opt_state import LossScaleState, PendingUpdate, ZeroOptState
+from jzero.plan.padded import Padded
 
 __all__: list[str] = []
 

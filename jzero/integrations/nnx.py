@@ -13,14 +13,14 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
-from jzero._model_size import Params, register_model_view, state_params
-from jzero._optimizer import ZeroTransformation
-from jzero._placement import stored_leaf, strong
-from jzero._rounding import with_edits
-from jzero._state import Adapted, map_state, register_adapter
-from jzero._tree import path_str
+from jzero._text import path_str
+from jzero.arrays.casts import with_edits
+from jzero.arrays.placement import stored_leaf, strong
 from jzero.engine.trace import FROZEN
 from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
+from jzero.state.model_size import Params, register_model_view, state_params
+from jzero.state.train_state import Adapted, map_state, register_adapter
+from jzero.update.transformation import ZeroTransformation
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 

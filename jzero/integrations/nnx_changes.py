@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import SequenceKey
 
-from jzero._precision import holds
-from jzero._tree import path_str
+from jzero._text import path_str
+from jzero.config.precision import holds
 from jzero.engine.written import Written
 
 __all__ = ["by_path", "check_attributes", "python_attributes", "written"]

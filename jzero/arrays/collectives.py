@@ -1,0 +1,155 @@
+"""The collectives of ZeRO, and the padding that goes with them. The only caller of `all_gather` and `psum_scatter`.
+
+Shape legend: `D` is the natural size of the cut dimension, `P` the padded one, `N` the devices on
+the ZeRO axis, `...` all other dimensions.
+
+[Note: Collectives beside other mesh axes]
+What a parameter is cut over by further axes of the mesh (tensor parallelism) is the compiler's to handle in the loss,
+but it does not split an `all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, and
+every device would send and hold the parameter as if there was no such axis. So these two run in a `shard_map` over the
+other axes, each device on its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero.config.precision import cast_dtype, is_float8
+from jzero.plan.layout import Cut
+from jzero.plan.padded import to_natural, to_stored
+
+__all__ = [
+    "Wire",
+    "batch_index",
+    "gather_param",
+    "max_over",
+    "mean",
+    "reduce_shard",
+    "reduce_whole",
+    "sum_along",
+    "sum_over",
+]
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How parameters and gradients travel between devices.
+
+    Attributes:
+      axis: The mesh axis that the shards are cut over.
+      replica_axis: The mesh axis that repeats the shards, if any.
+      reduce_scatter: Whether gradients are reduced by a reduce-scatter or by all-reduce and slice.
+      reduce_dtype: What gradients are cast to before; `None`: nothing.
+      reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all uses and
+        micro-batches.
+      predivide: What gradients are divided by before they are reduced, so that a sum over many devices does not
+        overflow fp16.
+      widen_bf16: Whether bf16 is summed over devices as fp32, because the backend cannot.
+    """
+
+    axis: str
+    replica_axis: str | None
+    reduce_scatter: bool
+    reduce_dtype: Any = None
+    reduce_last: bool = False
+    predivide: int = 1
+    widen_bf16: bool = False
+
+    def to_reduce(self, x: jax.Array) -> jax.Array:
+        """Returns a gradient in the dtype that it is reduced in."""
+        x = self.summable(x.astype(cast_dtype(x.dtype, self.reduce_dtype)))
+        return x if self.predivide == 1 else x / self.predivide
+
+    def summable(self, x: jax.Array) -> jax.Array:
+        """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
+        widens = (self.widen_bf16 and x.dtype == jnp.bfloat16) or is_float8(x.dtype)
+        return x.astype(jnp.float32) if widens else x
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that the batch is split over."""
+        return (self.axis,) if self.replica_axis is None else (self.replica_axis, self.axis)
+
+
+def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Returns a whole parameter from its shards. [..., P/N] -> [..., D]."""
+    with jax.named_scope("zero_gather"):
+        # Collectives know no booleans.
+        bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
+        whole = _on_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
+        return to_natural(whole.astype(shard.dtype), cut)
+
+
+def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Sums `x` over all devices with a part of the batch; returns this device's shard. [..., D] -> [..., P/N]."""
+    with jax.named_scope("zero_reduce"):
+        x = to_stored(wire.to_reduce(x), cut)
+        if wire.reduce_scatter:
+            shard = _on_parts(lambda x: lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
+        else:
+            size = cut.stored_size // cut.num_shards
+            whole = sum_along(x, wire.axis)
+            shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
+        return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)
+
+
+def _on_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
+    """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
+    if not cut.further:
+        return collective(x)
+    spec = PartitionSpec(*cut.further[: x.ndim])
+    axes = {name for names in cut.further for name in names or ()}
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
+
+
+def reduce_whole(x: jax.Array, wire: Wire) -> jax.Array:
+    """Sums the gradient `x` over all devices with a part of the batch; every device gets all of it."""
+    return sum_over(wire.to_reduce(x), wire)
+
+
+def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
+    """Sums `x` over all devices that hold a part of the batch."""
+    with jax.named_scope("zero_reduce"):
+        return jnp.asarray(sum_along(wire.summable(x), *wire.batch_axes), x.dtype)
+
+
+def mean(x: jax.Array, wire: Wire) -> jax.Array:
+    """Averages `x` over all devices that hold a part of the batch."""
+    with jax.named_scope("zero_reduce"):
+        axes = _shared(wire.batch_axes)
+        return jnp.asarray(lax.pmean(wire.summable(x), axes), x.dtype) if axes else x
+
+
+def max_over(x: jax.Array, wire: Wire) -> jax.Array:
+    """Returns the largest `x` of all devices; used where all are equal and the result must show it."""
+    with jax.named_scope("zero_reduce"):
+        axes = _shared(wire.batch_axes)
+        return lax.pmax(x, axes) if axes else x
+
+
+def sum_along(x: PyTree, *axes: str) -> PyTree:
+    """Sums arrays along mesh axes. XLA for CPUs would do so with one device, too, which costs a copy of all of them."""
+    shared = _shared(axes)
+    return lax.psum(x, shared) if shared else x
+
+
+def _shared(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that more than one device is on."""
+    return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+
+
+def batch_index(wire: Wire, sizes: dict[str, int]) -> jax.Array:
+    """Returns the index of this device among those that hold a part of the batch."""
+    index = jnp.zeros((), jnp.int32)
+    for name in wire.batch_axes:
+        index = index * sizes[name] + lax.axis_index(name)
+    return index

@@ -1,0 +1,91 @@
+"""What processes must agree on, as text that differs if it does, and never otherwise.
+
+[Note: Fingerprints]
+Values are 64-bit words in rows of a prime length, added up column by column; the sums are hashed. That is as fast as
+memory is read, on the host, where values are on their way to the devices anyway, and any word that changes shows. A
+program is its StableHLO, which names neither files nor addresses, constants included. Long strings in its custom calls
+hold code that other compilers have compiled, and may name both: they are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._text import path_str
+from jzero._version import __version__
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_value", "name_of"]
+
+PyTree = Any
+
+COLUMNS = 4093
+"""Words in a row: a prime, so that equal parts of an array do not fall upon each other."""
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+OPAQUE = re.compile(r'"[^"]{256,}"')
+
+
+def describe_plan(plan: ZeroPlan) -> str:
+    """Returns what must be the same of a state before anything of it is placed."""
+    lines = [
+        f"config: {plan.config}",
+        f"mesh: {dict(plan.mesh.shape)} of devices {[device.id for device in plan.mesh.devices.flat]}",
+        f"versions: jax {jax.__version__}, jzero {__version__}",
+    ]
+    for leaf in plan.leaves:
+        lines.append(f"params/{leaf.path}: {leaf.param.dtype}{list(leaf.param.shape)}")
+    for other in (*plan.opt_leaves, *plan.other_leaves):
+        lines.append(f"{other.path}: {other.dtype}{list(other.shape)}")
+    return ADDRESS.sub("", "\n".join(lines))
+
+
+def describe_inputs(batch: PyTree, rng: Any) -> str:
+    """Returns what must be the same of a batch and a key: shapes, dtypes, and values that every device holds whole."""
+    lines = [
+        _described(f"batch[{path_str(path)!r}]", x, has_value=getattr(x, "shape", None) == ())
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    ]
+    return "\n".join([*lines, "rng: None" if rng is None else _described("rng", rng, has_value=True)])
+
+
+def _described(name: str, x: Any, *, has_value: bool) -> str:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return f"{name}: {type(x).__name__}"
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    dtype = x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
+    kind = f"{dtype}{list(x.shape)}"
+    if not has_value or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return f"{name}: {kind}"
+    value = np.asarray(jax.random.key_data(x)) if is_key else np.asarray(x, dtype)
+    return f"{describe_value(name, value)} ({kind})"
+
+
+def describe_value(path: str, value: np.ndarray) -> str:
+    """Returns what must be the same of a value that each process supplies."""
+    numbers = f", {value.reshape(-1)[:3].tolist()} ..." if value.size else ""
+    return f"{path}: values with checksum {_checksum(value)}{numbers}"
+
+
+def _checksum(value: np.ndarray) -> str:
+    """See [Note: Fingerprints]."""
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    row = COLUMNS * 8
+    whole = len(data) // row * row
+    sums = data[:whole].view(np.uint64).reshape(-1, COLUMNS).sum(axis=0, dtype=np.uint64)
+    return hashlib.sha256(sums.tobytes() + data[whole:].tobytes()).hexdigest()[:16]
+
+
+def describe_program(lowered: Any) -> str:
+    """Returns what must be the same of a lowered program."""
+    lines = lowered.as_text().splitlines()
+    return "\n".join(OPAQUE.sub('"..."', line) if "custom_call" in line else line for line in lines)
+
+
+def name_of(function: Any) -> str:
+    """Returns what a function is called in its file."""
+    return getattr(function, "__qualname__", type(function).__name__)

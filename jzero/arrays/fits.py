@@ -1,0 +1,111 @@
+"""Whether numbers fit the dtype of the leaf that they are written to, or a cast would wrap or lose them in silence."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.arrays.casts import narrow_for_good
+
+__all__ = ["misfit"]
+
+
+def misfit(x: Any, dtype: Any) -> str:
+    """Returns which numbers of an array a dtype cannot hold; an empty string if all fit.
+
+    Whole numbers must be in its range, what becomes a whole number must be one, and what is finite must stay so.
+    Real numbers fit complex dtypes; booleans and keys are no numbers. Values of traced arrays are not looked at.
+
+    Args:
+      x: A NumPy or jax array, of any sharding.
+      dtype: What it is to be cast to.
+
+    Example:
+      >>> from jzero.arrays.fits import misfit
+      >>> misfit(np.array([3, 300]), np.dtype("int8"))
+      'int64 numbers from 3 to 300, and int8 holds those from -128 to 127'
+    """
+    have, want = (next((i for i, kind in enumerate(KINDS) if _is(y, kind)), -1) for y in (x.dtype, dtype))
+    if x.dtype == dtype:
+        return ""
+    if have < 0 or want < 0 or have > max(want, 1):  # a whole number can be written as 1.0
+        return f"{x.dtype}, which is not cast to {dtype}"
+    if not x.size or isinstance(x, jax.core.Tracer):
+        return ""
+    if want == 0:
+        return _not_in_range(x, dtype)
+    return _not_finite(x, dtype)
+
+
+KINDS = (np.integer, np.floating, np.complexfloating)
+
+
+def _is(dtype: Any, kind: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, kind))
+
+
+def _not_in_range(x: Any, dtype: Any) -> str:
+    what = "numbers"
+    if _is(x.dtype, np.floating):
+        what = "whole numbers"
+        if not bool(_are_whole(x)):
+            return f"{x.dtype} numbers that are not whole, and {dtype} holds whole ones"
+    low, high = (_number(y) for y in _bounds(x))
+    info = jnp.iinfo(dtype)
+    if info.min <= low and high <= info.max:
+        return ""
+    return f"{x.dtype} {what} from {low} to {high}, and {dtype} holds those from {info.min} to {info.max}"
+
+
+def _not_finite(x: Any, dtype: Any) -> str:
+    if _largest(x.dtype) <= _largest(dtype):
+        return ""
+    largest = float(_lost(x, dtype))
+    return f"{x.dtype} numbers such as {largest:g}, which {dtype} does not hold" if largest > 0 else ""
+
+
+def _largest(dtype: Any) -> float:
+    return float(jnp.iinfo(dtype).max if _is(dtype, np.integer) else jnp.finfo(dtype).max)
+
+
+def _number(x: Any) -> int:
+    return int(np.asarray(x).item())
+
+
+def _are_whole(x: Any) -> Any:
+    return _whole_on_device(x) if isinstance(x, jax.Array) else np.all(np.isfinite(x) & (np.floor(x) == x))
+
+
+def _bounds(x: Any) -> tuple[Any, Any]:
+    return _bounds_on_device(x) if isinstance(x, jax.Array) else (x.min(), x.max())
+
+
+def _lost(x: Any, dtype: Any) -> Any:
+    """Returns the largest number that a cast would not keep finite; 0 if there is none."""
+    if isinstance(x, jax.Array):
+        return _lost_on_device(x, dtype)
+    with np.errstate(all="ignore"):
+        lost = np.isfinite(x) & ~np.isfinite(x.astype(dtype))
+        return np.max(np.where(lost, np.abs(x), 0), initial=0)
+
+
+@jax.jit
+def _whole_on_device(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x) & (jnp.floor(x) == x))
+
+
+@jax.jit
+def _bounds_on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = x.astype(jnp.int8) if _is(x.dtype, np.integer) and jnp.iinfo(x.dtype).bits < 8 else x
+    return x.min(), x.max()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _lost_on_device(x: jax.Array, dtype: Any) -> jax.Array:
+    x = x.astype(jnp.float32) if _is(x.dtype, np.integer) else x
+    lost = jnp.isfinite(x) & ~jnp.isfinite(narrow_for_good(x, dtype))
+    return jnp.max(jnp.where(lost, jnp.abs(x).astype(jnp.float32), 0))

@@ -1,0 +1,197 @@
+"""Moves single leaves between natural and stored arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.arrays.fits import misfit
+from jzero.plan.layout import Cut
+from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
+from jzero.plan.padded import to_natural, to_stored
+from jzero.plan.plan import StateLeaf, ZeroPlan
+
+__all__ = [
+    "Look",
+    "check_leaf_shape",
+    "check_names_host_memory",
+    "device_sharding",
+    "gather_leaves",
+    "is_on_host",
+    "natural_leaf",
+    "on_device",
+    "place_array",
+    "place_leaf",
+    "stored_leaf",
+    "strong",
+]
+
+Look: TypeAlias = Callable[[np.ndarray], None]
+"""Is shown a whole value, on the host."""
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether an array, or what stands for one in a trace, lies in a device's host memory."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
+
+
+def on_device(x: jax.Array) -> jax.Array:
+    """Returns an array as it is, or a copy in device memory of one that lies on the host: programs want it there."""
+    if not is_on_host(x):
+        return x
+    if isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, jax.memory.Space.Device)
+    device: Any = next(iter(x.sharding.addressable_devices))
+    return jax.device_put(x, x.sharding.with_memory_kind(device.default_memory().kind))
+
+
+def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf in its natural shape (given that or the stored one) on the devices, cut where it can be.
+
+    Inside `jit`.
+    """
+    cut, x = leaf.cut, on_device(x)
+    if cut is None:
+        return x
+    check_leaf_shape(x, leaf)
+    if tuple(x.shape) == cut.stored_shape:
+        x = to_natural(x, cut)
+    # A flattened leaf has no natural dimension to cut: its layout is the compiler's choice.
+    return x if cut.flat else lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+
+
+def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a leaf in natural (or stored) shape as the plan stores it. Inside `jit`."""
+    on_host = leaf.on_host and plan.names_host_memory
+    if on_host and is_on_host(x):
+        return x
+    if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
+        x = to_stored(x, leaf.cut)
+    x = lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+    return jax.device_put(x, jax.memory.Space.Host) if on_host else x
+
+
+def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
+    """Raises unless an array has a leaf's natural shape, or the one in which it is stored."""
+    if tuple(x.shape) not in (leaf.shape, leaf.stored_shape):
+        raise ValueError(
+            f"{leaf.path!r} has shape {tuple(x.shape)}; the plan knows it as {leaf.shape} (natural) or "
+            f"{leaf.stored_shape} (stored). Hand over "
+            "gradients of `jzero.natural_params(state)` or those that `value_and_grad` returns."
+        )
+
+
+def check_names_host_memory(plan: ZeroPlan) -> None:
+    """Raises if devices that name no memories are to hold arrays on the host: they would hold them themselves."""
+    if not plan.names_host_memory and any(plan.host_bytes_per_device):
+        raise ValueError(
+            f"The plan keeps {plan.host_bytes_per_device.total} bytes per device in host memory, but these devices "
+            f"({mesh_platform(plan.mesh)}) do not say what memories they have, so nothing can be placed "
+            "there. Set `offload=jzero.Offload()`."
+        )
+
+
+def device_sharding(sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding for the same parts in device memory."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def strong(x: Any, dtype: Any) -> jax.Array:
+    """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
+    is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
+    return x if is_plain else lax.convert_element_type(x, dtype)
+
+
+def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = None) -> jax.Array:
+    """Returns a leaf given in natural shape as the plan stores it: committed, strongly typed, no buffer shared.
+
+    Args:
+      x: An array of any kind, or a number; in several processes each must hold the same whole value,
+        or `x` must be a global array.
+      leaf: Its layout.
+      plan: The plan that `leaf` belongs to.
+      look: Is shown the whole value if this process supplies its own to a mesh of several.
+    """
+    check_names_host_memory(plan)
+    is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
+    if is_whole and (why := misfit(np.asarray(x), leaf.dtype)):
+        raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
+    sharding = plan.sharding(leaf)
+    cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
+    return place_array(x, leaf.dtype, sharding, cut, look=look)
+
+
+def place_array(
+    x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
+) -> jax.Array:
+    """Returns `x` placed by `sharding`, in the stored shape of `cut` if one is given; `look` as for `place_leaf`."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        if sharding.is_fully_addressable:
+            return _put(x, sharding)
+        data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array):
+        x = strong(x, dtype)
+        if not x.is_fully_addressable:
+            near = _relayout(on_device(x), device_sharding(sharding), cut)
+            return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near
+        if sharding.is_fully_addressable and cut is None:
+            return _put(x, sharding)
+    host = np.asarray(x, dtype)
+    if look is not None and not sharding.is_fully_addressable:
+        look(host)
+    shape = host.shape if cut is None else cut.stored_shape
+
+    def part(index: Any) -> np.ndarray:
+        # A copy, since the runtime may keep a reference to what it is given.
+        return np.array(host[index]) if cut is None else _stored_part(host, cut, index)
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    # `device_put` hands on the buffer of a device that has its part already, whatever `may_alias` says.
+    same_parts = sharding.shard_shape(x.shape) == x.sharding.shard_shape(x.shape)
+    return jax.device_put(x.copy() if same_parts else x, sharding)
+
+
+def _stored_part(host: np.ndarray, cut: Cut, index: tuple[slice, ...]) -> np.ndarray:
+    """One device's part of the stored array, padded with zeros beyond the natural size."""
+    flat = host.reshape(*cut.shape[: cut.dim], cut.natural_size) if cut.flat else host
+    start, stop, _ = index[cut.dim].indices(cut.stored_size)
+    found = flat[(*index[: cut.dim], slice(start, min(stop, cut.natural_size)), *index[cut.dim + 1 :])]
+    widths = [(0, 0)] * flat.ndim
+    widths[cut.dim] = (0, stop - start - found.shape[cut.dim])
+    return np.pad(found, widths)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _relayout(x: jax.Array, sharding: NamedSharding, cut: Cut | None) -> jax.Array:
+    return lax.with_sharding_constraint(x if cut is None else to_stored(x, cut), sharding)
+
+
+def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], mesh: AnyMesh) -> list[jax.Array]:
+    """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
+    if not arrays:
+        return []
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return _gather([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: NamedSharding) -> list[jax.Array]:
+    def gather(x: jax.Array, cut: Cut | None) -> jax.Array:
+        # Whole first, then sliced: an uneven array may not leave `jit`.
+        whole = lax.with_sharding_constraint(x, sharding)
+        return whole if cut is None else lax.with_sharding_constraint(to_natural(whole, cut), sharding)
+
+    return [gather(x, cut) for x, cut in zip(arrays, cuts, strict=True)]

@@ -1,0 +1,405 @@
+"""Values computed chunk by chunk, because what they are made of lies in host memory.
+
+[Note: Streaming an update]
+The jaxpr of an optimizer's update is evaluated on descriptions of values in place of arrays: a parameter's gradient,
+its master copy, its moments are sources, and an operation that acts on each element alone is only noted down. What the
+update returns for one parameter is then computed by one loop over chunks of these sources: each chunk is brought to
+the device, all noted operations are applied to it, and the results go back to where they came from. A sum over all
+elements (a norm) is a loop of its own. An operation that needs more (a matrix product) gets its operands whole, on the
+devices; where they lie on the host that costs the memory that offloading was there to save, so it is reported.
+
+[Note: Updating on the host]
+With `compute="host"` the same description is computed on the host's CPU, the whole part of a device at once: what lies
+on the devices goes down, what is asked for there comes up. Of the two means that jax has, `compute_on` is the one that
+works on CPUs, GPUs and TPUs today (compiled for all three): it is part of the step's program, reads and overwrites the
+device's pinned memory in place, and starts and ends asynchronously. Arrays of jax's CPU backend, the other means, are
+in a memory of their own: every step would copy the state over, and the plan would span two backends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
+
+from jzero import _compat
+from jzero.arrays.chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero.arrays.collectives import sum_along
+from jzero.arrays.placement import is_on_host, on_device
+from jzero.plan.mesh import mesh_platform
+from jzero.plan.plan import StateLeaf, ZeroPlan
+
+__all__ = [
+    "ELEMENTWISE",
+    "Streamed",
+    "Update",
+    "applied",
+    "constant",
+    "is_tiled",
+    "same_layout",
+    "source",
+    "sources_of",
+    "stream",
+    "streamed_sum",
+]
+
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
+    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min "
+    "mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sharding_constraint sign "
+    "sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+)
+"""Operations that act on each element alone, whatever the shape."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Streamed:
+    """A value of a parameter's natural shape that is not computed yet.
+
+    Attributes:
+      shape: Its natural shape.
+      leaf: How its sources are cut; `None` if it is one number everywhere.
+      array: Of a source: the array, in its stored shape; of a constant: the number.
+      fn: Of anything else: a function of single elements.
+      operands: What that is applied to: streamed values, and numbers as they are.
+      on_host: Whether any of its sources lies on the host.
+    """
+
+    shape: tuple[int, ...]
+    leaf: StateLeaf | None
+    array: Any = None
+    fn: Callable[..., Any] | None = None
+    operands: tuple[Any, ...] = ()
+    on_host: bool = False
+
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Returns its shape and dtype."""
+        sources, numbers = sources_of([self])
+        known = [*(x.array for x in sources), *numbers]
+        one = [jax.ShapeDtypeStruct((), x.dtype) if hasattr(x, "dtype") else x for x in known]
+
+        def value(*given: Any) -> Any:
+            return compute([self], dict(zip(map(id, known), given, strict=True)), ())[0]
+
+        return jax.ShapeDtypeStruct(self.shape, jax.eval_shape(value, *one).dtype)
+
+    def map(self, fn: Callable[..., Any], *others: Any) -> Streamed:
+        """Returns `fn(self, *others)`, where `fn` acts on each element alone."""
+        return applied(fn, (self, *others))
+
+
+def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> Streamed:
+    """Returns a stored array, on the host or on the devices, as a streamed value.
+
+    Args:
+      array: It, in the shape in which `leaf` is stored.
+      leaf: Its layout.
+      shape: Its natural shape.
+    """
+    return Streamed(shape, leaf, array, on_host=is_on_host(array))
+
+
+def constant(value: Any, shape: tuple[int, ...]) -> Streamed:
+    """Returns a number as a streamed value that has it everywhere."""
+    return Streamed(shape, None, value)
+
+
+def applied(fn: Callable[..., Any], operands: Sequence[Any]) -> Streamed:
+    """Returns a function of single elements applied to streamed values of one layout, and numbers."""
+    streamed = [x for x in operands if isinstance(x, Streamed)]
+    leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
+    return Streamed(streamed[0].shape, leaf, None, fn, tuple(operands), any(x.on_host for x in streamed))
+
+
+def same_layout(values: Iterable[Streamed]) -> bool:
+    """Whether streamed values can be computed in one loop."""
+    leaves = [x.leaf for x in values if x.leaf is not None]
+    return all((x.cut, x.base) == (leaves[0].cut, leaves[0].base) for x in leaves)
+
+
+def sources_of(values: Iterable[Streamed]) -> tuple[list[Streamed], list[Any]]:
+    """Returns the distinct sources that values are made of, and the distinct numbers."""
+    sources: dict[int, Streamed] = {}
+    numbers: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        x = waiting.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if not isinstance(x, Streamed):
+            numbers[id(x)] = x
+        elif x.fn is not None:
+            waiting += x.operands
+        elif x.leaf is None:
+            numbers[id(x.array)] = x.array
+        else:
+            sources.setdefault(id(x.array), x)
+    return list(sources.values()), list(numbers.values())
+
+
+def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int, ...]) -> list[Any]:
+    """Returns values as arrays of one shape.
+
+    Args:
+      values: The values.
+      arrays: By the `id` of each source's array and of each number: what stands for it.
+      shape: Shape of the results.
+    """
+    done: dict[int, Any] = {}
+
+    def value(x: Any) -> Any:
+        if not isinstance(x, Streamed):
+            return arrays.get(id(x), x)
+        if id(x) not in done:
+            if x.fn is not None:
+                done[id(x)] = x.fn(*(value(y) for y in x.operands))
+            elif x.leaf is None:
+                done[id(x)] = jnp.broadcast_to(arrays.get(id(x.array), x.array), shape)
+            else:
+                done[id(x)] = arrays[id(x.array)]
+        return done[id(x)]
+
+    return [jnp.broadcast_to(value(x), shape) for x in values]
+
+
+class _Inputs(NamedTuple):
+    """What a computation of streamed values reads.
+
+    Attributes:
+      arrays: The arrays of its sources.
+      numbers: The numbers that are traced.
+      leaf: The layout of a source.
+    """
+
+    arrays: list[jax.Array]
+    numbers: list[jax.Array]
+    leaf: StateLeaf | None
+
+
+def _inputs_of(values: Sequence[Streamed]) -> _Inputs:
+    sources, numbers = sources_of(values)
+    traced = [x for x in numbers if isinstance(x, jax.Array)]
+    return _Inputs([x.array for x in sources], traced, sources[0].leaf if sources else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What to compute of one parameter, for `stream`.
+
+    Attributes:
+      leaf: How everything of this parameter is cut.
+      values: What to compute of each chunk.
+      old: Arrays in host memory, as stored, that the results overwrite.
+      body: `body(position, values, old, *numbers)` takes `(device, chunk)`, which no two different chunks share, and
+        chunks of `values` and `old`, where the computation is. Returns the new chunks of `old`, and one for `out`.
+      out: An array on the devices, as stored, that the results for the device overwrite; or the shape and dtype of a
+        new one; `None` if there are no such results. The host makes a new one, of the dtype that `body` gives.
+      numbers: 0-d arrays for `body`, and keys.
+    """
+
+    leaf: StateLeaf
+    values: Sequence[Streamed]
+    old: Sequence[jax.Array]
+    body: Callable[..., tuple[list[jax.Array], jax.Array | None]]
+    out: Any = None
+    numbers: Sequence[Any] = ()
+
+    @functools.cached_property
+    def inputs(self) -> _Inputs:
+        """What `values` are made of."""
+        return _inputs_of(self.values)
+
+    @property
+    def given(self) -> list[jax.Array]:
+        """The array on the devices that is overwritten, if there is one."""
+        return [self.out] if isinstance(self.out, jax.Array) else []
+
+    @property
+    def others(self) -> list[jax.Array]:
+        """Arrays that are only read."""
+        overwritten = [id(x) for x in (*self.old, *self.given)]
+        return [x for x in self.inputs.arrays if id(x) not in overwritten]
+
+    def arguments(self) -> tuple[list[Any], ...]:
+        """Returns what `on_cpu` and `in_chunks` are given a device's part of."""
+        return list(self.old), self.given, self.others, self.inputs.numbers, list(self.numbers)
+
+    def specs(self, plan: ZeroPlan) -> tuple[Any, ...]:
+        """Returns how that is cut."""
+        spec, whole = plan.device_sharding(self.leaf).spec, PartitionSpec()
+        return [spec] * len(self.old), [spec] * len(self.given), [spec] * len(self.others), whole, whole
+
+    def _computed(self, arrays: Sequence[Any], used: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+        names = map(id, (*self.old, *self.given, *self.others, *self.inputs.numbers))
+        return compute(self.values, dict(zip(names, [*arrays, *used], strict=True)), shape)
+
+    def in_chunks(
+        self, plan: ZeroPlan, old: list[Any], given: list[Any], read: list[Any], used: list[Any], numbers: list[Any]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """One device's part, on the device."""
+        shape = next(x.shape for x in (*old, *given, *read))
+        bytes_per_element = sum(x.dtype.itemsize for x in old)
+        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+        old, given, read = ([x.reshape(pieces.view) for x in group] for group in (old, given, read))
+        fresh = [] if given or self.out is None else [jnp.zeros(pieces.view, self.out.dtype)]
+        device, first = _place_of(self.leaf, shape, plan)
+
+        def step(chunk: Chunk, carry: Any) -> Any:
+            old, results = carry
+            before = [on_device(read_chunk(x, chunk, pieces)) for x in old]
+            here = [*before, *(on_device(read_chunk(x, chunk, pieces)) for x in (*results[: len(given)], *read))]
+            values = self._computed(here, used, here[0].shape)
+            made = self.body((device, chunk.number), values, before, *numbers)
+            new, result = _without_padding(made, self.leaf, first, shape, chunk, pieces)
+            if plan.names_host_memory:
+                new = [jax.device_put(x, jax.memory.Space.Host) for x in new]
+            old = [write_chunk(x, y, chunk, pieces) for x, y in zip(old, new, strict=True)]
+            if result is not None:
+                results = [write_chunk(x, result.astype(x.dtype), chunk, pieces) for x in results]
+            return old, results
+
+        old, results = for_each_chunk(step, (old, given or fresh), pieces)
+        return [x.reshape(shape) for x in old], [x.reshape(shape) for x in results]
+
+    def on_cpu(
+        self, here: tuple[Any, Any], old: list[Any], given: list[Any], read: list[Any], used: list[Any], numbers: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """One device's part, the whole at once, for `_on_cpu`; `here` is what `_place_of` returns."""
+        arrays = [*old, *given, *read]
+        shape, (device, first) = arrays[0].shape, here
+        made = self.body((device, 0), self._computed(arrays, used, shape), old, *numbers)
+        new, result = _without_padding(made, self.leaf, first, shape, *_all_of(shape))
+        return new, [] if result is None else [result]
+
+
+def stream(plan: ZeroPlan, update: Update) -> tuple[list[jax.Array], jax.Array | None]:
+    """Computes an update, inside of `jit`: in a loop over chunks, or at once on the host, as the plan says.
+
+    Returns:
+      The new arrays on the host, and the one on the devices.
+    """
+
+    def on_cpu(*groups: list[Any]) -> Any:
+        place = _place_of(update.leaf, next(x.shape for group in groups for x in group), plan)
+        return _on_cpu(plan, update.on_cpu, (place, *groups))
+
+    spec = plan.device_sharding(update.leaf).spec
+    run = jax.shard_map(
+        on_cpu if plan.config.offload.compute == "host" else functools.partial(update.in_chunks, plan),
+        mesh=plan.mesh,
+        in_specs=update.specs(plan),
+        out_specs=(spec, spec),
+        check_vma=False,
+    )
+    new, near = run(*update.arguments())
+    return new, near[0] if near else None
+
+
+def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
+    """Runs a function on the host's CPU; the first of its results stay there, the second go to the device."""
+    down = jax.tree.map(functools.partial(_down, plan), args)
+    kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
+    return _compat.compute_on_host(fn, down, (kept, jax.memory.Space.Device))
+
+
+def _down(plan: ZeroPlan, x: jax.Array) -> jax.Array:
+    """Returns an array in host memory; numbers and keys as they are."""
+    if not x.ndim or is_on_host(x) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    if not is_tiled(plan):
+        # XLA for GPUs (jax 0.12) gives the host's program row-major parameters whatever the layout of what it is given.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return jax.device_put(x, jax.memory.Space.Host) if plan.names_host_memory else x
+
+
+def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
+    """Returns the sum over all elements of a value, chunk by chunk or on the host, inside of `jit`: a 0-d array."""
+    inputs, dtype = _inputs_of([x]), x.aval().dtype
+    leaf = inputs.leaf
+    assert leaf is not None
+    spec = plan.device_sharding(leaf).spec
+    names = [*map(id, inputs.arrays), *map(id, inputs.numbers)]
+
+    def local(read: list[Any], used_here: list[Any]) -> jax.Array:
+        shape = read[0].shape
+        bytes_per_element = sum(y.dtype.itemsize for y in read)
+        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+        read = [y.reshape(pieces.view) for y in read]
+        first = _first_row(leaf, shape, plan.config.axis)
+
+        def step(chunk: Chunk, total: jax.Array) -> jax.Array:
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in read]
+            values = compute([x], dict(zip(names, [*here, *used_here], strict=True)), here[0].shape)[0]
+            values = _without_padding(values, leaf, first, shape, chunk, pieces)
+            return total + jnp.sum(values, dtype=dtype)
+
+        return over_devices(for_each_chunk(step, jnp.zeros((), dtype), pieces))
+
+    def local_on_cpu(read: list[Any], used_here: list[Any]) -> jax.Array:
+        shape = read[0].shape
+        first = _first_row(leaf, shape, plan.config.axis)
+
+        def on_cpu(first: Any, read: list[Any], used: list[Any]) -> Any:
+            values = compute([x], dict(zip(names, [*read, *used], strict=True)), shape)[0]
+            values = _without_padding(values, leaf, first, shape, *_all_of(shape))
+            return (), jnp.sum(values, dtype=dtype)
+
+        return over_devices(_on_cpu(plan, on_cpu, (first, read, used_here))[1])
+
+    def over_devices(total: jax.Array) -> jax.Array:
+        return jnp.asarray(sum_along(total, *jax.tree.leaves(tuple(spec))))
+
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        local_on_cpu if plan.config.offload.compute == "host" else local,
+        mesh=plan.mesh,
+        in_specs=([spec] * len(inputs.arrays), whole),
+        out_specs=whole,
+        check_vma=False,
+    )
+    return run(inputs.arrays, inputs.numbers)
+
+
+def _place_of(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> tuple[jax.Array, Any]:
+    """Returns this device's number among those that hold different parts, and where its part, of this shape, begins."""
+    sizes = dict(plan.mesh.shape)
+    index = jnp.zeros((), jnp.int32)
+    for name in jax.tree.leaves(tuple(plan.device_sharding(leaf).spec)):
+        index = index * sizes[name] + lax.axis_index(name)
+    return index, _first_row(leaf, shape, plan.config.axis)
+
+
+def _all_of(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
+    """The one chunk of an array that is not split."""
+    return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
+
+
+def _first_row(leaf: StateLeaf, shape: tuple[int, ...], axis: str) -> Any:
+    """Returns where this device's part begins in the dimension that is cut; it has this shape."""
+    cut = leaf.cut
+    return jnp.zeros((), jnp.int32) if cut is None else lax.axis_index(axis) * shape[cut.dim]
+
+
+def _without_padding(
+    tree: Any, leaf: StateLeaf, first: Any, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces
+) -> Any:
+    """Returns chunks of a device's part, which has this shape, with zeros where the leaf has no elements."""
+    cut = leaf.cut
+    if cut is None or not cut.is_padded:
+        return tree
+    index = first + index_in(cut.dim, shape, chunk, pieces)
+    return jax.tree.map(lambda x: jnp.where(index < cut.natural_size, x, jnp.zeros((), x.dtype)), tree)
+
+
+def is_tiled(plan: ZeroPlan) -> bool:
+    """Whether the devices lay out arrays in tiles, or may do so."""
+    return mesh_platform(plan.mesh) in (None, "tpu")

@@ -1,0 +1,1 @@
+"""The command line: `commands`, `doctor` and the models of users."""

@@ -1,0 +1,316 @@
+"""What this machine has, and what works on it: every check is run, and compared with what must come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jzero
+from jzero._text import format_rows
+from jzero.analysis.topologies import missing_compiler
+from jzero.config.zero import Offload, ZeroConfig
+from jzero.plan.mesh import make_mesh
+from jzero.plan.table import format_bytes
+from jzero.state.shard import plan_train_state
+from jzero.state.train_state import TrainState
+from jzero.step.equivalence import check_equivalence
+
+__all__ = ["Check", "DeviceGroup", "DoctorReport", "examine"]
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+AXIS = "data"
+HOST = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was tried.
+
+    Attributes:
+      name: What.
+      status: `not available` where there is nothing to try it on.
+      detail: What came out, or what is missing.
+    """
+
+    name: str
+    status: Literal["ok", "failed", "not available"]
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceGroup:
+    """All devices of one kind.
+
+    Attributes:
+      kind: Their name, e.g. `NVIDIA H200`.
+      platform: `cpu`, `gpu` or `tpu`.
+      count: How many there are, those of other processes included.
+      memory_kinds: The memories that arrays can live in.
+      default_memory: The one where they live unless told otherwise.
+      memory_bytes: How much of it programs may use; `None` where the platform does not tell.
+    """
+
+    kind: str
+    platform: str
+    count: int
+    memory_kinds: tuple[str, ...]
+    default_memory: str
+    memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorReport:
+    """What `examine` found. `print` it for a table.
+
+    Attributes:
+      versions: Of Python and of the packages that matter; `None` for those that are not installed.
+      devices: The devices by kind.
+      compilers: For each kind of machine that is not there, `gpu` and `tpu`: what is missing to compile for it, or
+        `None` if nothing is.
+      checks: What was tried.
+    """
+
+    versions: dict[str, str | None]
+    devices: tuple[DeviceGroup, ...]
+    compilers: dict[str, str | None]
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return all(check.status != "failed" for check in self.checks)
+
+    def to_json(self) -> str:
+        """Returns all of it as JSON, with `ok`."""
+        return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        lines = ["versions", *_rows([(name, version or "not installed") for name, version in self.versions.items()])]
+        lines += ["", "devices", *_rows([_device_row(group) for group in self.devices])]
+        compilers = [(kind, f"needs {missing}" if missing else "installed") for kind, missing in self.compilers.items()]
+        lines += ["", "compilers for machines that are not there", *_rows(compilers)]
+        lines += ["", "checks", *_rows([dataclasses.astuple(check) for check in self.checks])]
+        return "\n".join(lines)
+
+
+def examine() -> DoctorReport:
+    """Looks at this machine's devices and runs the checks on all of them.
+
+    Returns:
+      A `DoctorReport`.
+
+    Example:
+      >>> from jzero.cli.doctor import examine
+      >>> report = examine()  # doctest: +SKIP
+      >>> report.ok, report.devices[0].count  # doctest: +SKIP
+      (True, 8)
+    """
+    versions: dict[str, str | None] = {"python": platform.python_version(), "jzero": jzero.__version__}
+    versions |= {name: _version(name) for name in PACKAGES}
+    compilers = {"gpu": missing_compiler("gpu"), "tpu": missing_compiler("tpu")}
+    devices: tuple[DeviceGroup, ...] = ()
+
+    def look() -> str:
+        nonlocal devices
+        devices = _device_groups(jax.devices())
+        return f"{jax.device_count()} of platform {jax.default_backend()}, {jax.process_count()} process(es)"
+
+    checks = [_run("devices", look)]
+    if devices:
+        mesh = make_mesh(data=-1)
+        checks += [_run(name, functools.partial(check, mesh)) for name, check in CHECKS.items()]
+    return DoctorReport(versions, devices, compilers, tuple(checks))
+
+
+class _NotAvailableError(Exception):
+    """There is nothing to try this on."""
+
+
+class _WrongResultError(Exception):
+    """Something ran and came out wrong."""
+
+
+def _run(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, "ok", check())
+    except _NotAvailableError as error:
+        return Check(name, "not available", str(error))
+    except _WrongResultError as error:
+        return Check(name, "failed", str(error))
+    except Exception as error:  # whatever it is, the machine has it, and the other checks are still of interest
+        return Check(name, "failed", f"{type(error).__name__}: {_first(error)}")
+
+
+def _first(error: Exception) -> str:
+    """Returns the first paragraph of a message, on one line."""
+    return " ".join(str(error).strip().split("\n\n")[0].split())
+
+
+def _collectives(mesh: Mesh) -> str:
+    """Gathers, sums and scatters small whole numbers, of which every sum is exact."""
+    count = mesh.size
+    if count == 1:
+        raise _NotAvailableError("there is one device, and it takes two")
+    sent = (31 * np.arange(count)[:, None] + 17 * np.arange(count)) % 251  # [N, N], one row per device
+
+    def exchange(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # [1, N]
+        gathered = lax.all_gather(x[0], AXIS)
+        return gathered[None], lax.psum(x, AXIS), lax.psum_scatter(x[0], AXIS, tiled=True)
+
+    cut = PartitionSpec(AXIS)
+    exchange = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
+    received = jax.device_get(exchange(_placed(sent.astype(np.float32), mesh)))
+    total = sent.sum(axis=0)
+    expected = {
+        "all-gather": np.broadcast_to(sent, (count, count, count)),
+        "all-reduce": np.broadcast_to(total, (count, count)),
+        "reduce-scatter": total,
+    }
+    wrong = [name for (name, x), y in zip(expected.items(), received, strict=True) if not np.array_equal(x, y)]
+    if wrong:
+        raise _WrongResultError(f"{', '.join(wrong)} over {count} devices: not what was sent")
+    return f"{', '.join(expected)} over {count} devices, exact"
+
+
+def _donation(mesh: Mesh) -> str:
+    x = _placed(np.arange(1024.0 * mesh.size, dtype=np.float32), mesh)
+    expected = np.asarray(x) + 1
+    compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
+    stats = compiled.memory_analysis()
+    reused, wanted = int(getattr(stats, "alias_size_in_bytes", 0)), x.nbytes // mesh.size
+    result = compiled(x)
+    if not np.array_equal(result, expected):
+        raise _WrongResultError("a donated argument: the result is wrong")
+    if reused < wanted or not x.is_deleted():
+        fate = "is gone" if x.is_deleted() else "is still there"
+        raise _WrongResultError(f"of {wanted} donated bytes per device {reused} are reused, and the argument {fate}")
+    return "the memory of a donated argument is reused"
+
+
+def _host_memory(mesh: Mesh) -> str:
+    _need_host_memory(mesh)
+    values = np.random.default_rng(0).normal(size=(mesh.size, 2**18)).astype(np.float32)
+    x = _placed(values, mesh)
+    before = _bytes_in_use(mesh)
+    away = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
+    after = _bytes_in_use(mesh)
+    if away.sharding.memory_kind != HOST:
+        raise _WrongResultError(f"what was put to {HOST} is in {away.sharding.memory_kind}")
+    back = jax.device_put(away, x.sharding)
+    if not (np.array_equal(away, values) and np.array_equal(back, values)):
+        raise _WrongResultError(f"what came back from {HOST} is not what was put there")
+    if before is not None and after is not None and after - before >= x.nbytes // mesh.size:
+        raise _WrongResultError(f"arrays in {HOST} take {format_bytes(after - before)} of device memory")
+    return f"{format_bytes(values.nbytes)} to {HOST} and back, equal"
+
+
+def _need_host_memory(mesh: Mesh) -> None:
+    kinds = sorted(memory.kind for memory in mesh.local_devices[0].addressable_memories())
+    if HOST not in kinds:
+        raise _NotAvailableError(f"the devices have no memory of the kind {HOST}, but {', '.join(kinds)}")
+
+
+def _bytes_in_use(mesh: Mesh) -> int | None:
+    stats = mesh.local_devices[0].memory_stats() or {}
+    found = stats.get("bytes_in_use")
+    return None if found is None else int(found)
+
+
+def _offload(mesh: Mesh) -> str:
+    """The train step once more, with the optimizer state on the host, in chunks."""
+    _need_host_memory(mesh)
+    return _train_step(mesh, Offload(optimizer="host", chunk_bytes=2048)) + ", optimizer state on the host"
+
+
+def _update_on_host(mesh: Mesh) -> str:
+    """The same, updated by the host's CPU."""
+    _need_host_memory(mesh)
+    return _train_step(mesh, Offload(optimizer="host", compute="host")) + ", updated on the host"
+
+
+def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
+    """Trains at stage 3 on all devices and with optax on one. The sizes are primes, so that shards are padded."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(61, 97)).astype(np.float32) / 8, "v": rng.normal(size=97).astype(np.float32) / 8}
+    state = TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.adam(1e-2))
+    batches = [rng.normal(size=(2 * mesh.size, 61)).astype(np.float32) for _ in range(3)]
+    config = ZeroConfig(stage=3, axis=AXIS, persistence_threshold=0, offload=offload or Offload())
+    whole = [leaf.path for leaf in plan_train_state(state, config=config, mesh=mesh).leaves if leaf.param.cut is None]
+    if 1 < mesh.size <= params["v"].size and whole:
+        raise _WrongResultError(f"stage 3 over {mesh.size} devices leaves parameters whole: {', '.join(whole)}")
+    with jax.default_matmul_precision("highest"):  # else some accelerators multiply in fewer bits
+        report = check_equivalence(_loss, state, batches, config=config, mesh=mesh)
+    try:
+        report.check()
+    except AssertionError as error:
+        raise _WrongResultError(f"stage 3 over {mesh.size} device(s), and optax on one: {_first(error)}") from error
+    deviation = max(report.loss, report.grad_norm, report.params)
+    cut = "" if mesh.size > 1 else ", which cuts nothing"
+    return f"{len(batches)} steps at stage 3 over {mesh.size} device(s){cut}: within {deviation:.0e} of optax on one"
+
+
+def _loss(params: Any, batch: jax.Array) -> jax.Array:
+    return jnp.square(jnp.tanh(batch @ params["w"]) @ params["v"] - 1).mean()
+
+
+CHECKS: dict[str, Callable[[Mesh], str]] = {
+    "collectives": _collectives,
+    "donation": _donation,
+    "host memory": _host_memory,
+    "train step": _train_step,
+    "offload": _offload,
+    "update on the host": _update_on_host,
+}
+
+
+def _placed(x: np.ndarray, mesh: Mesh) -> jax.Array:
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def _device_groups(devices: Sequence[jax.Device]) -> tuple[DeviceGroup, ...]:
+    groups: dict[tuple[str, str], list[jax.Device]] = {}
+    for device in devices:
+        groups.setdefault((device.device_kind, device.platform), []).append(device)
+    return tuple(_device_group(kind, platform, found) for (kind, platform), found in groups.items())
+
+
+def _device_group(kind: str, platform: str, devices: Sequence[jax.Device]) -> DeviceGroup:
+    device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    stats = device.memory_stats() or {}
+    return DeviceGroup(
+        kind=kind,
+        platform=platform,
+        count=len(devices),
+        memory_kinds=tuple(sorted(memory.kind for memory in device.addressable_memories())),
+        default_memory=device.default_memory().kind,
+        memory_bytes=stats.get("bytes_limit"),
+    )
+
+
+def _device_row(group: DeviceGroup) -> tuple[str, ...]:
+    size = "size unknown" if group.memory_bytes is None else format_bytes(group.memory_bytes)
+    kinds = ", ".join(f"{kind} (default)" if kind == group.default_memory else kind for kind in group.memory_kinds)
+    return f"{group.count} × {group.kind}", f"platform {group.platform}", size, f"memories: {kinds}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {line}" for line in format_rows(rows, left=len(rows[0]))] if rows else []

@@ -1,0 +1,130 @@
+"""Models that users name on the command line: `module:function`, which returns a state, a loss and a batch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.state.train_state import adapt
+
+__all__ = ["UserModel", "load_model"]
+
+PyTree = Any
+RETURNS = "`(state, loss_fn, batch)`"
+
+
+class UserModel(NamedTuple):
+    """What there is to know about a model to plan and to compile its training step.
+
+    Attributes:
+      state: A train state, concrete or abstract; abstract if it was given as a function of a key.
+      loss_fn: As for `make_train_step`.
+      batch: The global batch, concrete or abstract.
+    """
+
+    state: Any
+    loss_fn: Callable[..., Any]
+    batch: PyTree
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What a step needs besides state and batch: an abstract `rng`, if the loss takes a third argument."""
+        try:
+            parameters = inspect.signature(self.loss_fn).parameters.values()
+        except (TypeError, ValueError):  # some callables have no signature
+            return {}
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [p for p in parameters if p.kind in positional and p.default is p.empty]
+        return {"rng": jax.eval_shape(_key)} if len(required) == 3 else {}
+
+
+def load_model(name: str) -> UserModel:
+    """Imports and calls what `name` names. Nothing is allocated for a state that is a function of a key.
+
+    Args:
+      name: `module:function`. The function takes no arguments and returns `(state, loss_fn, batch)`, where the state
+        may also be a function that makes one from a PRNG key, as `init_train_state` takes it.
+
+    Raises:
+      ValueError: The name has no such form, there is no such function, or it fails.
+      TypeError: What it returns is something else.
+      ImportError: The module cannot be imported.
+
+    Example:
+      >>> from jzero.cli.user_model import load_model
+      >>> load_model("decoder_models:gpt_124m").batch.shape  # doctest: +SKIP
+      (64, 1025)
+    """
+    function = _find(name)
+    returned = _call(f"`{name}`", function)
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise TypeError(f"`{name}` must return {RETURNS}: got {what}.")
+    state, loss_fn, batch = returned
+    if not callable(loss_fn):
+        raise TypeError(f"`{name}` must return {RETURNS} with a function as `loss_fn`: got {type(loss_fn).__name__}.")
+    return UserModel(_state_of(name, state), loss_fn, batch)
+
+
+def _find(name: str) -> Callable[[], Any]:
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ValueError(f"A model must be named `module:function`, such as 'decoder_models:gpt_124m': got {name!r}.")
+    function = getattr(_import(module_name), function_name, None)
+    if not callable(function):
+        found = "no such name" if function is None else f"a {type(function).__name__}"
+        raise ValueError(f"`{name}` must be a function without arguments: {module_name!r} has {found}.")
+    return function
+
+
+def _import(module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ImportError(f"The module {module_name!r} cannot be imported: {error}.") from error
+        raise ImportError(
+            f"There is no module {error.name!r}: it must be installed, or be in the current directory."
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ImportError(f"The module {module_name!r} cannot be imported: {_say(error)}.") from error
+
+
+def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        expected = "without arguments" if not args else "of one argument, a PRNG key"
+        raise TypeError(f"{what} must be a function {expected}: {error}.") from error
+    except ValueError:  # some callables have no signature
+        pass
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} failed: {_say(error)}.") from error
+
+
+def _state_of(name: str, state: Any) -> Any:
+    """Returns a state as it is, and of a function that makes one its shapes."""
+    try:
+        adapt(state)
+    except TypeError:
+        if not callable(state) or isinstance(state, type):
+            raise
+    else:
+        return state
+    maker = f"The state of `{name}`"
+    # Of NNX objects the train state that they are seen as, since they hold no abstract arrays.
+    return jax.eval_shape(lambda: adapt(_call(maker, state, _key())).state)
+
+
+def _key() -> jax.Array:
+    return jax.random.key(0)
+
+
+def _say(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(".")

@@ -1,0 +1,249 @@
+"""Which dtype each thing has: what is computed, reduced, accumulated and kept between steps; loss scaling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.config.settings import FLAG, Setting, check_fields, number, optional, whole
+
+__all__ = [
+    "DTYPE",
+    "STATE_DTYPE",
+    "DtypeName",
+    "DynamicLossScale",
+    "Precision",
+    "cast_dtype",
+    "holds",
+    "is_float8",
+    "is_key",
+    "resolve_precision",
+    "times",
+    "wide_dtype",
+    "widen",
+]
+
+DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+MAX_LOSS_SCALE = 2.0**100
+"""Beyond it the inverse would leave the normal numbers of fp32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """A loss scale that follows overflows, by DeepSpeed's rules.
+
+    An overflow skips the step. The first `hysteresis - 1` of them only use up hysteresis, later ones halve the scale,
+    never below `minimum`, where one more raises. After `window + 1` steps in a row without overflow the scale doubles,
+    and then after every `window` more; this also restores the hysteresis.
+
+    Attributes:
+      initial: The scale of the first step.
+      window: Steps without overflow between two growths; the first one of a row does not count.
+      hysteresis: Overflows that it takes to halve the scale.
+      minimum: The smallest scale.
+      consecutive_hysteresis: Every good step restores the hysteresis, so that only overflows in a row count.
+
+    Raises:
+      ValueError: A field is out of range.
+
+    Example:
+      >>> jzero.Precision(compute_dtype="float16", loss_scale=jzero.DynamicLossScale(window=500)).loss_scale.initial
+      65536.0
+    """
+
+    initial: float = 2.0**16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        scale, count = number("a number > 0, up to 2^100", _is_scale), whole(1)
+        allowed = {"initial": scale, "minimum": scale, "window": count, "hysteresis": count}
+        check_fields(self, {**allowed, "consecutive_hysteresis": FLAG}, prefix="DynamicLossScale.")
+        if self.minimum > self.initial:
+            raise ValueError(
+                f"`DynamicLossScale.minimum` ({self.minimum}) is above `initial` ({self.initial}): lower one of them."
+            )
+
+
+def _is_scale(value: float) -> bool:
+    return 0 < value <= MAX_LOSS_SCALE
+
+
+def _loss_scale(value: Any) -> Any:
+    if isinstance(value, str) and value == "dynamic":
+        return DynamicLossScale()
+    return value if value is None or isinstance(value, DynamicLossScale) else number("", _is_scale).of(value)
+
+
+LOSS_SCALE = Setting('None, a number > 0 up to 2^100, "dynamic" or a `DynamicLossScale`', _loss_scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of a training run. `None` throughout leaves every leaf in the dtype that it has.
+
+    Only floating-point leaves are ever cast. `LeafRule(compute_dtype=...)` overrules `compute_dtype` by path.
+
+    Attributes:
+      compute_dtype: What the loss sees of the parameters, and what travels when they are gathered. Stages 0-2 hold
+        the parameters in it; stage 3 casts each shard before its gather. Parameters that are not trained are kept in
+        the dtype that they come in, at every stage. `None`: as they are. The batch is not cast.
+      reduce_dtype: What gradients are reduced in over devices. `None`: as the loss makes them (`compute_dtype`).
+      accumulate_dtype: What reduced gradients are kept and summed in over micro-batches. `None`: `reduce_dtype`.
+      master_dtype: What is kept between steps and updated by the optimizer. `None`: float32 if `compute_dtype` is
+        set. "bfloat16" keeps no wider copy anywhere: updates are rounded stochastically.
+      state_dtype: "bfloat16" stores optimizer state of a parameter's shape (moments) in 16 bits, rounded
+        stochastically; the optimizer computes in its own dtype. `None`: as the optimizer makes it. "float32"
+        widens state that it makes narrower.
+        `LeafRule(state_dtype=...)` does it by path.
+      loss_scale: `None`, a number (static), "dynamic" or a `DynamicLossScale`. A step that overflows is skipped.
+      skip_nonfinite: Skip steps with a gradient that is not finite. Always so with a loss scale.
+
+    Raises:
+      ValueError: A field has an impossible value, or two contradict each other.
+
+    Example:
+      >>> jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32").master
+      dtype('float32')
+
+    References:
+      Micikevicius et al., Mixed Precision Training, 2018. DeepSpeed's `bf16`, `fp16` and `data_types`.
+    """
+
+    compute_dtype: DtypeName | None = None
+    reduce_dtype: DtypeName | None = None
+    accumulate_dtype: DtypeName | None = None
+    master_dtype: DtypeName | None = None
+    state_dtype: Literal["bfloat16", "float32"] | None = None
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        dtypes = dict.fromkeys(("compute_dtype", "reduce_dtype", "accumulate_dtype", "master_dtype"), DTYPE)
+        others = {"state_dtype": STATE_DTYPE, "skip_nonfinite": FLAG, "loss_scale": LOSS_SCALE}
+        check_fields(self, dtypes | others, prefix="Precision.")
+        if self.master_dtype is not None and self.compute_dtype is None:
+            raise ValueError(
+                f"`Precision.master_dtype` is {self.master_dtype!r} but `compute_dtype` is None, which leaves all "
+                "parameters as they are: set `compute_dtype` too."
+            )
+        if self.master_dtype == "float16":
+            raise ValueError("`Precision.master_dtype` must be 'float32' or 'bfloat16': float16 loses small updates.")
+        if self.master_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
+            raise ValueError(
+                "`Precision.master_dtype='bfloat16'` goes with `compute_dtype='bfloat16'` only: got "
+                f"{self.compute_dtype!r}."
+            )
+
+    @property
+    def compute(self) -> np.dtype | None:
+        """`compute_dtype` as a dtype."""
+        return None if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+
+    @property
+    def master(self) -> np.dtype | None:
+        """The dtype that masters have; `None` if parameters stay as they are."""
+        return None if self.compute_dtype is None else jnp.dtype(self.master_dtype or "float32")
+
+    @property
+    def reduce(self) -> np.dtype | None:
+        """`reduce_dtype` as a dtype."""
+        return None if self.reduce_dtype is None else jnp.dtype(self.reduce_dtype)
+
+    @property
+    def accumulate(self) -> np.dtype | None:
+        """The dtype of reduced gradients; `None` if it is that of the parameter as the loss sees it."""
+        name = self.accumulate_dtype or self.reduce_dtype
+        return None if name is None else jnp.dtype(name)
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step with a gradient that is not finite is skipped."""
+        return self.skip_nonfinite or self.loss_scale is not None
+
+
+def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
+    """Returns `to` for real floating-point dtypes, `dtype` for all others or if `to` is `None`."""
+    return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def is_float8(dtype: Any) -> bool:
+    """Whether a dtype is a float of at most 8 bits, which jax promotes to nothing by itself."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 2
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of random keys, which are neither trained nor cut."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def holds(dtype: Any, value_dtype: Any) -> bool:
+    """Whether what has a dtype can take a value of another one without loss of range or kind."""
+    if dtype == value_dtype:
+        return True
+    try:
+        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
+    except (TypeError, ValueError):  # random keys, 8-bit floats
+        return False
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Returns `x` in fp32 or wider; integers as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x.astype(wide_dtype(x.dtype))
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the dtype that gradients have once they are widened: fp32 or wider; that of integers stays."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    return jnp.dtype(jnp.float32) if is_float8(dtype) else jnp.promote_types(dtype, jnp.float32)
+
+
+def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:
+    """Returns a gradient in fp32 or wider, multiplied with one factor after the other; integers as they are."""
+    grad = widen(grad)
+    for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():
+        grad = grad * factor.astype(grad.dtype)
+    return grad
+
+
+def _dtype_name(*allowed: str) -> Setting:
+    def name(value: Any) -> str:
+        if not isinstance(value, str | np.dtype | type):  # of an array it would be the dtype that it has
+            raise TypeError
+        found = str(jnp.dtype(value).name)
+        if found not in allowed:
+            raise ValueError
+        return found
+
+    return optional(Setting(f"one of {allowed}", name))
+
+
+DTYPE = _dtype_name("float32", "bfloat16", "float16")
+"""A dtype that a policy may have, kept as its name."""
+STATE_DTYPE = _dtype_name("float32", "bfloat16")
+"""A dtype that optimizer state can be stored in."""
+
+
+PRESETS = {
+    "fp32": Precision(),
+    "bf16": Precision(compute_dtype="bfloat16"),
+    "fp16": Precision(compute_dtype="float16", loss_scale="dynamic"),
+}
+
+
+def resolve_precision(precision: Any) -> Precision:
+    """Returns the policy that a name stands for, or the policy itself."""
+    if isinstance(precision, Precision):
+        return precision
+    if not isinstance(precision, str) or precision not in PRESETS:
+        raise ValueError(f"`precision` must be one of {tuple(PRESETS)} or a `jzero.Precision`: got {precision!r}.")
+    return PRESETS[precision]

@@ -1,0 +1,235 @@
+"""What a loss returns: weighted sums, and auxiliary values with the way they are reduced over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero._text import path_str
+from jzero.arrays.collectives import Wire, max_over, mean, sum_over
+from jzero.config.precision import holds, wide_dtype, widen
+
+__all__ = [
+    "PerExample",
+    "Summed",
+    "Synced",
+    "Weighted",
+    "aux_specs",
+    "check_aux",
+    "marked_leaves",
+    "reduce_aux",
+    "split_mutable",
+]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A loss as a weighted sum: the global loss is the sum of all `sum`s over the sum of all `weight`s.
+
+    Gives the exact token-weighted mean over devices and micro-batches where a mean of local means
+    would weight devices with few tokens too much. A total weight of zero skips the step.
+
+    Attributes:
+      sum: Scalar, the sum of the local losses; this is what is differentiated.
+      weight: Scalar, the sum of the local weights, e.g. the number of tokens that count.
+
+    Example:
+      >>> def loss_fn(params, batch):
+      ...     losses = jnp.square(batch["x"] @ params["w"] - batch["y"])
+      ...     return jzero.Weighted((losses * batch["mask"]).sum(), batch["mask"].sum())
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Summed:
+    """An auxiliary array that is summed over devices and micro-batches, such as a count of correct answers.
+
+    Narrow dtypes come back wider, so that the sum fits: booleans and integers in 32 bits (signed or not, as they
+    were), floating-point values in fp32 or wider.
+
+    Attributes:
+      value: The local sum, any shape and numeric dtype; or a tree of such, each of which is summed.
+
+    Example:
+      >>> int(jzero.Summed(jnp.array(3)).value)
+      3
+    """
+
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerExample:
+    """An auxiliary array with one row per example, which comes back for the whole batch.
+
+    Attributes:
+      value: `[local batch, ...]`; the result is `[global batch, ...]` in the order of the batch. Or a tree of such.
+
+    Example:
+      >>> jzero.PerExample(jnp.zeros((4, 2))).value.shape
+      (4, 2)
+    """
+
+    value: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Synced:
+    """State that the loss carries on (batch statistics, counters): averaged if floating, else equal on all devices.
+
+    Attributes:
+      value: The local value. With several micro-batches the last one counts.
+    """
+
+    value: jax.Array
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, Summed | PerExample | Synced)
+
+
+def marked_leaves(aux: PyTree) -> PyTree:
+    """Returns `aux` with each mark around a tree around each of its leaves instead."""
+
+    def spread(x: Any) -> Any:
+        return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
+
+    return jax.tree.map(spread, aux, is_leaf=_is_marked)
+
+
+def check_aux(aux: PyTree, num_rows: int | None) -> None:
+    """Raises a `TypeError` that names each auxiliary leaf which cannot be reduced as it is.
+
+    Args:
+      aux: The auxiliary values as shapes.
+      num_rows: Examples that one call of the loss sees; `None` if the batch has no rows.
+    """
+    bad = []
+    for path, x in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_marked):
+        if not _is_marked(x):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                bad.append(f"  aux[{path_str(path)!r}]: {x.dtype}{list(x.shape)}")
+        elif _is_marked(x.value):
+            bad.append(f"  aux[{path_str(path)!r}]: {type(x.value).__name__} inside of {type(x).__name__}")
+        elif isinstance(x, Summed) and not jnp.issubdtype(x.value.dtype, jnp.number) and x.value.dtype != jnp.bool_:
+            bad.append(f"  aux[{path_str(path)!r}]: Summed of {x.value.dtype}, which has no sum")
+        elif isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):
+            rows = f"{list(x.value.shape)}, but the local batch has {num_rows} rows"
+            bad.append(f"  aux[{path_str(path)!r}]: PerExample of shape {rows}")
+    if bad:
+        raise TypeError(
+            "Floating-point leaves of `aux` are averaged over devices; for others jzero cannot know what is meant:\n"
+            + "\n".join(bad)
+            + "\nWrap each in `jzero.Summed(x)` (sum over devices) or `jzero.PerExample(x)` (one row per example)."
+        )
+
+
+def split_mutable(aux: PyTree, carried: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Any]]:
+    """Returns the new values of `mutable` fields that a loss returned in `aux`, as `Synced`, and the rest of it.
+
+    Args:
+      aux: What the loss returned beside the mean.
+      carried: What it was given of each field.
+
+    Raises:
+      ValueError: A field did not come back in the structure, the shapes and the dtypes that it has.
+    """
+    given = aux if isinstance(aux, Mapping) else {}
+    bad: list[str] = []
+    changed: dict[str, list[Any]] = {}
+    for name, tree in carried.items():
+        if name not in given:
+            bad.append(f"  {name}: not there")
+            continue
+        old = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path({name: tree})}
+        new = {path_str(path): _array(x) for path, x in jax.tree_util.tree_leaves_with_path({name: given[name]})}
+        bad += [f"  {path}: {_kind(x)}, deleted" for path, x in old.items() if path not in new]
+        bad += [f"  {path}: {_kind(x)}, added" for path, x in new.items() if path not in old]
+        bad += [
+            f"  {path}: {_kind(x)}, then {_kind(new[path])}"
+            for path, x in old.items()
+            if path in new and not (hasattr(y := new[path], "dtype") and x.shape == y.shape and holds(x.dtype, y.dtype))
+        ]
+        values: list[Any] = [new.get(path) for path in old]
+        changed[name] = [Synced(x) for x in values]
+    if bad:
+        raise ValueError(
+            f"`mutable={tuple(carried)}` names fields that the loss must return in `aux`, a dictionary, with the "
+            "structure, the shapes and the dtypes that the state has; these differ:\n"
+            + "\n".join(bad[:10])
+            + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
+        )
+    new_values = {name: jax.tree.unflatten(jax.tree.structure(tree), changed[name]) for name, tree in carried.items()}
+    return new_values, {k: x for k, x in given.items() if k not in carried}
+
+
+def _array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r:.60}"
+
+
+def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
+    """Returns the spec of each reduced auxiliary leaf, in the structure of `reduce_aux`'s result."""
+    return jax.tree.map(lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked)
+
+
+def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
+    """Reduces auxiliary values over devices and (stacked on dimension 0, if several) micro-batches.
+
+    Sums are reckoned in fp32 or wider, and in 32-bit integers or wider; averages come back in the dtype that they had.
+    """
+    stacked = num_micro_batches > 1
+
+    def reduce(x: Any) -> jax.Array:
+        if isinstance(x, PerExample):
+            return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value
+        if isinstance(x, Summed):
+            value = x.value.astype(_sum_dtype(x.value.dtype))
+            return sum_over(value.sum(0) if stacked else value, wire)
+        if isinstance(x, Synced):
+            value = x.value[-1] if stacked else x.value
+            if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+                bits = max_over(jax.random.key_data(value), wire)
+                return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+            return average(value) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
+        return average(x, stacked=stacked)
+
+    def average(x: jax.Array, *, stacked: bool = False) -> jax.Array:
+        wide = widen(x)
+        if wide.dtype == x.dtype:
+            return mean(x.mean(0) if stacked else x, wire)
+        # Divided first, since bf16 holds numbers whose sum fp32 does not.
+        wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches**stacked)
+        return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
+
+    return jax.tree.map(reduce, aux, is_leaf=_is_marked)
+
+
+def _sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype that values are summed in over devices, which holds more than theirs."""
+    if dtype == jnp.bool_:
+        return jnp.int32
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return wide_dtype(dtype)
+    least = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    return least if jnp.iinfo(dtype).bits < 32 else dtype

@@ -1,0 +1,152 @@
+"""Meshes: how they are made and what ZeRO asks of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jzero.config.zero import ZeroConfig
+
+__all__ = [
+    "HOST_MEMORY",
+    "AnyMesh",
+    "axis_size",
+    "batch_axes",
+    "check_host_memory",
+    "check_mesh",
+    "make_mesh",
+    "memory_kinds",
+    "mesh_platform",
+    "num_batch_shards",
+    "platform_of",
+]
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+HOST_MEMORY = "pinned_host"
+"""The memory of a device's host that the device copies from and to by itself: page-locked."""
+
+
+def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int) -> Mesh:
+    """Returns a mesh for ZeRO: every device on one axis, `"data"`, unless told otherwise.
+
+    Axis sizes are given by name, the slowest-varying first. One of them may be -1: what the other
+    axes leave. Axes other than ZeRO's own are left to GSPMD (tensor parallelism) or, named as
+    `ZeroConfig.replica_axis`, replicate the shards.
+
+    Args:
+      devices: The devices to use, in order. All of `jax.devices()` by default.
+      **axis_sizes: Size of each axis, e.g. `replica=2, data=4`.
+
+    Returns:
+      A `jax.sharding.Mesh` with automatic axes.
+
+    Raises:
+      ValueError: The sizes do not multiply to the number of devices, or a device is named twice.
+      TypeError: `devices` are none.
+
+    Example:
+      >>> jzero.make_mesh(replica=2, data=4).shape["data"]
+      4
+    """
+    given: Any = jax.devices() if devices is None else devices
+    chosen = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    strange = [x for x in chosen if not isinstance(x, jax.Device)]
+    if strange or isinstance(given, jax.Device):
+        raise TypeError(f"`devices` must be a sequence of devices, such as `jax.devices()[:4]`: got {devices!r:.200}.")
+    if not chosen:
+        raise ValueError("`devices` is empty: a mesh needs at least one device.")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"`devices` names a device twice: {chosen}.")
+    sizes = dict(axis_sizes) or {"data": len(chosen)}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(f"Mesh axis {name!r} must have a size >= 1 (or -1 for the rest): got {size!r}.")
+    free = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) > 1:
+        raise ValueError(f"Only one mesh axis may be -1: got {free}.")
+    if free and len(chosen) % known == 0:
+        sizes[free[0]] = len(chosen) // known
+    if math.prod(sizes.values()) != len(chosen):
+        raise ValueError(
+            f"Mesh axes {axis_sizes} do not multiply to the {len(chosen)} devices given. Pass `devices=` with as "
+            "many devices as the axes need, or set one axis to -1."
+        )
+    auto = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=chosen)
+
+
+def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
+    """Raises if `mesh` lacks an axis that `config` names; warns where devices would lie idle."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(
+            f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
+        )
+    for field in ("axis", "replica_axis"):
+        name = getattr(config, field)
+        if name is not None and name not in mesh.axis_names:
+            raise ValueError(
+                f"`{field}` must name an axis of the mesh: got {name!r}, but the mesh has axes {mesh.axis_names}. "
+                f"Set `ZeroConfig({field}=...)`, or make the mesh with `jzero.make_mesh({name}=...)`."
+            )
+    explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
+    if explicit and isinstance(mesh, Mesh):  # of an abstract mesh nothing but names and sizes counts
+        raise ValueError(
+            f"Mesh axes {explicit} are not automatic; jzero places arrays itself. Make the mesh with "
+            "`jzero.make_mesh(...)`, or pass `axis_types=(AxisType.Auto,) * n` to `jax.make_mesh`."
+        )
+    if isinstance(mesh, Mesh) and mesh.size == 1 and jax.device_count() > 1:
+        warnings.warn(
+            f"The mesh has one device, but {jax.device_count()} are there: nothing is partitioned. "
+            "Use `jzero.make_mesh()` for all of them.",
+            stacklevel=4,
+        )
+
+
+def platform_of(device: jax.Device) -> str:
+    """Returns `cpu`, `gpu` or `tpu`, whatever the plugin calls itself."""
+    return "gpu" if device.platform in ("cuda", "rocm") else str(device.platform)
+
+
+def mesh_platform(mesh: AnyMesh) -> str | None:
+    """Returns the platform of a mesh's devices; `None` if it is abstract."""
+    return platform_of(mesh.devices.flat[0]) if isinstance(mesh, Mesh) else None
+
+
+def memory_kinds(device: jax.Device) -> list[str]:
+    """Returns the kinds of memory that a device can address; none for compile-only GPUs, which do not say."""
+    return [memory.kind for memory in device.addressable_memories()]
+
+
+def check_host_memory(mesh: AnyMesh) -> None:
+    """Raises if devices that are there have no memory on their host. Of devices that are not there nothing is known."""
+    if not isinstance(mesh, Mesh):
+        return
+    for device in mesh.local_devices:
+        kinds = memory_kinds(device)
+        if kinds and HOST_MEMORY not in kinds:
+            raise ValueError(
+                f"The devices of this mesh ({device.platform}) have no memory of the kind {HOST_MEMORY!r}, only "
+                f"{kinds}: nothing can be kept on the host here."
+            )
+
+
+def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
+    """Returns N, the size of the ZeRO axis."""
+    return int(mesh.shape[config.axis])
+
+
+def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
+    """Returns the mesh axes that the batch is split over, the slowest-varying first."""
+    return (config.axis,) if config.replica_axis is None else (config.replica_axis, config.axis)
+
+
+def num_batch_shards(mesh: AnyMesh, config: ZeroConfig) -> int:
+    """Returns how many parts the batch is split into."""
+    return math.prod(int(mesh.shape[name]) for name in batch_axes(config))

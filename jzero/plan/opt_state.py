@@ -1,0 +1,125 @@
+"""The optimizer state of a precision policy: the optimizer's own, master weights, the loss scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
+
+__all__ = ["LossScaleState", "PendingUpdate", "ZeroOptState", "host_array", "initial_loss_scale", "next_loss_scale"]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScaleState:
+    """State of a dynamic loss scale.
+
+    Attributes:
+      scale: What the loss is multiplied with, float32.
+      good_steps: Steps without overflow since the last one that had one, int32.
+      hysteresis: Overflows left before the scale is halved, plus one, int32.
+      exhausted: Whether the last step overflowed at the minimum scale, with no hysteresis left.
+      overflowed: One boolean per parameter leaf: whether its gradient was not finite in the last step.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+    hysteresis: jax.Array
+    exhausted: jax.Array
+    overflowed: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PendingUpdate:
+    """Gradients that the next step applies, see `Offload.delay`.
+
+    Attributes:
+      grads: One per parameter leaf, unscaled and clipped, in fp32 or wider, cut like the gradient, in the memory where
+        the parameter's optimizer state is; `None` where a parameter is not trained.
+      ready: Whether there is anything to apply, a 0-d boolean.
+    """
+
+    grads: PyTree
+    ready: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ZeroOptState:
+    """Takes the place of `opt_state` where a precision policy, or a delayed update, has state of its own.
+
+    Attributes:
+      inner: The state of the user's optax transformation.
+      masters: The master copy of each parameter that is stored in 16 bits, in the structure of the parameters;
+        `None` where the parameter as stored is its own master (stage 3) or is not trained.
+      loss_scale: State of a dynamic loss scale, else `None`.
+      num_updates: Optimizer steps taken, int32; drives stochastic rounding. `None` where nothing is rounded so.
+      pending: Gradients that the next step applies, with `Offload(delay=1)`; else `None`.
+
+    Example:
+      >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
+      >>> mixed = jzero.shard_train_state(plain_state, config=config)
+      >>> mixed.params["w"].dtype, mixed.opt_state.masters["w"].dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+
+    inner: PyTree
+    masters: PyTree
+    loss_scale: LossScaleState | None
+    num_updates: jax.Array | None
+    pending: PendingUpdate | None = None
+
+
+def host_array(value: Any, dtype: Any) -> Any:
+    """Returns a leaf of the state that is not placed yet."""
+    return np.array(value, dtype)
+
+
+def initial_loss_scale(rules: DynamicLossScale, num_leaves: int) -> LossScaleState:
+    """Returns the loss scale of the first step, as host arrays."""
+    return LossScaleState(
+        scale=host_array(rules.initial, np.float32),
+        good_steps=host_array(0, np.int32),
+        hysteresis=host_array(rules.hysteresis, np.int32),
+        exhausted=host_array(False, np.bool_),
+        overflowed=host_array([False] * num_leaves, np.bool_),
+    )
+
+
+def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: jax.Array) -> LossScaleState:
+    """Returns the loss scale after a step, by DeepSpeed's rules, see `DynamicLossScale`.
+
+    Args:
+      state: The loss scale that the step had.
+      rules: How it changes.
+      overflowed: One boolean per parameter leaf.
+    """
+    overflow = jnp.any(overflowed)
+    good_steps = jnp.where(overflow, 0, state.good_steps + 1)
+    # The first good step after an overflow, or at the start, does not count.
+    grow = ~overflow & (state.good_steps > 0) & (state.good_steps % rules.window == 0)
+    halve = overflow & (state.hysteresis <= 1)
+    restore = ~overflow if rules.consecutive_hysteresis else grow
+    hysteresis = jnp.where(overflow & ~halve, state.hysteresis - 1, state.hysteresis)
+    scale = jnp.where(halve, jnp.maximum(state.scale / 2, rules.minimum), state.scale)
+    return LossScaleState(
+        scale=jnp.where(grow, jnp.minimum(scale * 2, MAX_LOSS_SCALE), scale),
+        good_steps=good_steps,
+        hysteresis=jnp.where(restore, rules.hysteresis, hysteresis),
+        exhausted=halve & (state.scale <= rules.minimum),
+        overflowed=overflowed,
+    )
+
+
+# Flax serializes the types in its registry and hands others on as they are. So it must know these before there is a
+# state of them: one that pickle restores, too, and one of a program that imports Flax later.
+importlib.import_module("jzero.integrations.linen")

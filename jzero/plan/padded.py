@@ -1,0 +1,252 @@
+"""Leaves of a state that are stored in another shape than their natural one, as arrays of that.
+
+[Note: Padded leaves in a loop of one's own]
+A leaf that is padded (or flattened) is a node of the pytree: inside is the stored array, the leaf, so `jit`, optax,
+checkpoints and everything else that flattens a state sees what it always saw. But code that is given the parameters,
+`params["kernel"]`, finds the natural array: `shape`, indexing, operators, methods, and by `__jax_array__` every
+function of `jax.numpy`, Linen's and NNX's layers. The natural array is a slice of the stored one; its gradient
+comes back padded with zeros, in the same node. What a transformation makes of the stored array (a slice in a scan, a
+stack) is natural too where its cut dimension is still whole; else it is an error that names the leaf.
+
+Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays. Their sums and norms are right,
+since padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.plan.layout import Cut
+
+__all__ = ["Padded", "boxed", "is_padded", "to_natural", "to_stored", "unboxed"]
+
+
+def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
+    if cut.flat:
+        x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
+    if not cut.is_padded:
+        return x
+    widths = [(0, 0, 0)] * x.ndim
+    widths[cut.dim] = (0, cut.stored_size - cut.natural_size, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
+    if cut.is_padded:
+        x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
+    return x.reshape(cut.shape) if cut.flat else x
+
+
+OF_STORAGE = frozenset(
+    "addressable_data addressable_shards block_until_ready committed copy_to_host_async delete device devices "
+    "global_shards is_deleted is_fully_addressable is_fully_replicated on_device_size_in_bytes sharding".split()
+)
+"""Attributes of the array that is stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """What is static in a node. Layers of equal layout have equal structure, whatever their names."""
+
+    cut: Cut
+    path: str = dataclasses.field(compare=False)
+
+
+class _Inside:
+    """The key of what is in a node: nothing, so that leaves keep the names that they have without padding."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+_INSIDE = _Inside()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Padded:
+    """A leaf as it is stored, to be used as the array that it stands for.
+
+    Attributes:
+      stored: The stored array, or what stands for it.
+      path: The key path of the leaf.
+      cut: How it is stored.
+    """
+
+    __array_priority__ = 100  # NumPy leaves operators to this class
+    __hash__ = None  # type: ignore[assignment]  # as arrays have none
+
+    def __init__(self, stored: Any, path: str, cut: Cut) -> None:
+        self.stored = stored
+        self.path = path
+        self.cut = cut
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Returns the stored array with its key, and what is static."""
+        return ((_INSIDE, self.stored),), _Layout(self.cut, self.path)
+
+    def tree_flatten(self) -> Any:
+        """Returns the stored array, and what is static."""
+        return (self.stored,), _Layout(self.cut, self.path)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Padded:
+        """Returns a node made of what was flattened."""
+        (stored,) = children
+        return cls(stored, aux.path, aux.cut)
+
+    def _cut(self) -> Cut:
+        """The cut of what is stored here: a slice of the leaf, or a stack of such."""
+        shape, cut = np.shape(self.stored), self.cut
+        while len(shape) < len(cut.stored_shape) and cut.dim > 0:
+            cut = cut.drop_leading()
+        for size in reversed(shape[: len(shape) - len(cut.stored_shape)]):
+            cut = cut.add_leading(size)
+        if cut.stored_shape != shape:
+            raise ValueError(
+                f"{self.path!r} has the shape {self.cut.shape} and is stored padded, as {self.cut.stored_shape}: an "
+                f"array of shape {shape} was made of that, padding included. Take parameters from "
+                "`jzero.natural_params(state)`, or use `jzero.value_and_grad`."
+            )
+        return cut
+
+    @property
+    def natural(self) -> jax.Array:
+        """The array in its natural shape."""
+        x = self.stored
+        if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+            x = jax.device_put(x, jax.memory.Space.Device)
+        return to_natural(x, self._cut())
+
+    @property
+    def at(self) -> Any:
+        """Edits, as of an array; the result is a leaf of a state like this one."""
+        return _At(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its natural shape."""
+        return self._cut().shape
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of its natural shape."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.stored.dtype
+
+    @property
+    def size(self) -> int:
+        """Elements without padding."""
+        return int(np.prod(self.shape))
+
+    def unbox(self) -> jax.Array:
+        """Returns the natural array: to Flax a node is a box around a parameter."""
+        return self.natural
+
+    def replace_boxed(self, value: Any) -> Any:
+        """Returns what was made of the natural array."""
+        return value
+
+    def add_axis(self, index: int, params: Any) -> Padded:
+        """Returns the node itself, which tells from its array what was stacked."""
+        return self
+
+    def remove_axis(self, index: int, params: Any) -> Padded:
+        """Returns the node itself, which tells from its array what is a slice."""
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        return self.natural
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.asarray(self.natural).__array__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Padded({self.path!r}, shape={self.cut.shape}, stored as {self.cut.stored_shape})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            object.__getattribute__(self, name)  # raises
+        return getattr(self.stored if name in OF_STORAGE else self.natural, name)
+
+
+class _At:
+    """`x.at[index]`, and then its methods."""
+
+    def __init__(self, leaf: Padded, index: Any = None) -> None:
+        self.leaf, self.index = leaf, index
+
+    def __getitem__(self, index: Any) -> _At:
+        return _At(self.leaf, index)
+
+    def __getattr__(self, name: str) -> Any:
+        leaf = self.leaf
+
+        def edit(*args: Any, **kwargs: Any) -> Any:
+            new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
+            if new.shape != leaf.shape:  # of `get`
+                return new
+            new = to_stored(new, leaf._cut())
+            is_traced = isinstance(new, jax.core.Tracer)
+            return Padded(new if is_traced else jax.device_put(new, leaf.sharding), leaf.path, leaf.cut)
+
+        return edit
+
+
+def _forward(name: str) -> None:
+    def method(self: Padded, *args: Any) -> Any:
+        return getattr(self.natural, name)(*(x.natural if isinstance(x, Padded) else x for x in args))
+
+    method.__name__ = name
+    setattr(Padded, name, method)
+
+
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "divmod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+):
+    _forward(f"__{_name}__")
+    _forward(f"__r{_name}__")
+for (
+    _name
+) in "rshift rrshift neg pos abs invert eq ne lt le gt ge getitem len iter bool float int index complex".split():
+    _forward(f"__{_name}__")
+
+
+def boxed(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
+    """Returns a leaf in another shape than its natural one as a node; anything else as it is."""
+    if cut is None or cut.stored_shape == shape or getattr(x, "shape", None) != cut.stored_shape:
+        return x
+    return Padded(x, path, cut)
+
+
+def unboxed(x: Any) -> Any:
+    """Returns what is stored of a leaf."""
+    return x.stored if isinstance(x, Padded) else x
+
+
+def is_padded(x: Any) -> bool:
+    """Whether a node is a padded leaf."""
+    return isinstance(x, Padded)

@@ -1,0 +1,409 @@
+"""The plan of a train state: the layout of every leaf, its bytes, and what stays whole and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero.config.precision import is_key
+from jzero.config.zero import ZeroConfig
+from jzero.plan.layout import Cut
+from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
+from jzero.plan.padded import boxed, unboxed
+from jzero.plan.table import format_plan, plan_as_dict
+
+__all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
+
+PyTree = Any
+Term = Literal["params", "grads", "opt_state", "other"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLeaf:
+    """Layout of one leaf: an optimizer leaf, a leaf of another field, or a parameter as stored.
+
+    Attributes:
+      path: Its key path, such as `"decoder/layer_0/kernel"`.
+      shape: Its natural shape.
+      dtype: Its dtype.
+      base: The spec of mesh axes other than ZeRO's that it already had.
+      cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
+      reason: Why it stays whole; empty if it is cut.
+      owner: Index of the parameter that an optimizer leaf follows.
+      wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
+      is_param: Whether a leaf of another field is a parameter that is not trained.
+      compute_dtype: What the loss sees of such a parameter; `None` for other leaves.
+      on_host: Whether it lies in pinned memory of each device's host.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    base: PartitionSpec = PartitionSpec()
+    cut: Cut | None = None
+    reason: str = ""
+    owner: int | None = None
+    wide: Any = None
+    is_param: bool = False
+    compute_dtype: Any = None
+    on_host: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the global array that holds it."""
+        return self.shape if self.cut is None else self.cut.stored_shape
+
+    @property
+    def size(self) -> int:
+        """Elements, padding not counted."""
+        return math.prod(self.shape)
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """Spec of the stored array."""
+        return self.base if self.cut is None else self.cut.spec(self.base, axis)
+
+    def boxed(self, x: Any) -> Any:
+        """Returns an array in the shape in which this leaf is stored as one of its natural shape."""
+        return boxed(x, self.path, self.shape, self.cut)
+
+    def travelling(self, mesh: AnyMesh) -> Cut | None:
+        """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
+        return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
+
+    def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
+        """Bytes of one device's part of the stored array, padding included."""
+        # An abstract mesh will do here: nothing but the sizes of its axes counts.
+        names = jax.tree.leaves(tuple(self.spec(axis)))
+        parts = math.prod(int(mesh.shape[name]) for name in names)
+        return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Layout of one parameter, its gradient and what optimizer state follows it.
+
+    Attributes:
+      param: The parameter as stored between steps.
+      grad: Its gradient as `value_and_grad` returns it; optimizer leaves of its shape follow.
+      scan_dim: The dimension that a scan runs over, which is never cut.
+      compute_dtype: What the loss sees.
+      update_dtype: What the optimizer sees of parameter and gradient.
+      master: Its master copy in the optimizer state; `None` if `param` is what the optimizer updates.
+      trained: Whether it has a gradient.
+    """
+
+    param: StateLeaf
+    grad: StateLeaf
+    scan_dim: int | None
+    compute_dtype: Any
+    update_dtype: Any
+    master: StateLeaf | None = None
+    trained: bool = True
+
+    @property
+    def path(self) -> str:
+        """Key path of the parameter."""
+        return self.param.path
+
+    @property
+    def updated(self) -> StateLeaf:
+        """What the optimizer updates: the master copy, or the parameter itself."""
+        return self.param if self.master is None else self.master
+
+
+class BytesPerDevice(NamedTuple):
+    """Bytes on one device, by term. `grads` is the most that a step holds of them."""
+
+    params: int
+    grads: int
+    opt_state: int
+
+    @property
+    def total(self) -> int:
+        """Sum of the terms."""
+        return self.params + self.grads + self.opt_state
+
+
+class WholeLeaf(NamedTuple):
+    """A leaf that every device of the ZeRO axis holds whole."""
+
+    term: Term
+    path: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroPlan:
+    """Where every leaf of a train state lives. Immutable, hashable, made by `plan_train_state`.
+
+    Attributes:
+      config: The configuration that it was made for.
+      mesh: The mesh; abstract if the plan was made without devices.
+      leaves: One `LeafPlan` per parameter.
+      opt_leaves: One `StateLeaf` per leaf of the optimizer state as stored; those of the user's own optimizer first.
+      other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
+      closed_over: Arrays above the persistence threshold that the loss closes over. Every device holds
+        them whole; known only to the plan that `step.plan(state, batch)` returns.
+      params_treedef: Structure of `state.params`.
+      opt_treedef: Structure of `state.opt_state`, as stored.
+      inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
+        precision policy or a delayed update keeps state of its own.
+
+    Example:
+      >>> plan = jzero.plan_of(state)
+      >>> tuple(plan.params["w"]), plan.bytes_per_device.params == 512 * 512 * 4 // plan.num_shards
+      (('data',), True)
+    """
+
+    config: ZeroConfig
+    mesh: AnyMesh
+    leaves: tuple[LeafPlan, ...]
+    opt_leaves: tuple[StateLeaf, ...]
+    other_leaves: tuple[StateLeaf, ...]
+    params_treedef: Any
+    opt_treedef: Any
+    inner_treedef: Any
+    closed_over: tuple[StateLeaf, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over))
+
+    def flat_params(self, tree: PyTree) -> list[Any]:
+        """Returns the leaves of a tree of the parameters' structure; of padded ones what is stored."""
+        return [unboxed(x) for x in self.params_treedef.flatten_up_to(tree)]
+
+    def stored_params(self, leaves: Sequence[Any]) -> PyTree:
+        """Returns the tree of parameters as a state holds it, see [Note: Padded leaves in a loop of one's own]."""
+        return self.params_treedef.unflatten([x.param.boxed(y) for x, y in zip(self.leaves, leaves, strict=True)])
+
+    @property
+    def num_shards(self) -> int:
+        """N, the size of the ZeRO axis."""
+        return axis_size(self.mesh, self.config)
+
+    @property
+    def inner_leaves(self) -> tuple[StateLeaf, ...]:
+        """The leaves of the user's own optimizer's state."""
+        return self.opt_leaves[: self.inner_treedef.num_leaves]
+
+    @property
+    def has_opt_state(self) -> bool:
+        """Whether jzero keeps state of its own (masters, what waits), so that `opt_state` is a `ZeroOptState`."""
+        return bool(self.opt_treedef != self.inner_treedef)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether parameters are gathered again in the backward pass."""
+        cut = any(leaf.param.cut for leaf in self.leaves) or any(x.is_param and x.cut for x in self.other_leaves)
+        return self.config.reshard_after_forward and cut
+
+    @property
+    def rounds_stochastically(self) -> bool:
+        """Whether anything is rounded stochastically when it is stored."""
+        return any(leaf.wide is not None for leaf in self.opt_leaves) or any(
+            leaf.trained and leaf.updated.dtype != leaf.update_dtype for leaf in self.leaves
+        )
+
+    @property
+    def plain(self) -> ZeroPlan:
+        """The same plan for the plain state: masters in place of parameters, the user's own optimizer state."""
+        leaves = tuple(dataclasses.replace(leaf, param=leaf.updated, master=None) for leaf in self.leaves)
+        return dataclasses.replace(
+            self, leaves=leaves, opt_leaves=self.inner_leaves, opt_treedef=self.inner_treedef, closed_over=()
+        )
+
+    @property
+    def params(self) -> PyTree:
+        """`PartitionSpec` of each stored parameter."""
+        return self.params_treedef.unflatten([leaf.param.spec(self.config.axis) for leaf in self.leaves])
+
+    @property
+    def grads(self) -> PyTree:
+        """`PartitionSpec` of each gradient."""
+        return self.params_treedef.unflatten([leaf.grad.spec(self.config.axis) for leaf in self.leaves])
+
+    @property
+    def opt_state(self) -> PyTree:
+        """`PartitionSpec` of each leaf of the optimizer state."""
+        return self.opt_treedef.unflatten([leaf.spec(self.config.axis) for leaf in self.opt_leaves])
+
+    @property
+    def padding(self) -> PyTree:
+        """Elements that padding adds to each stored parameter, over all devices."""
+        return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
+
+    @property
+    def waiting(self) -> PyTree:
+        """The layout of what waits for the next step, a `PendingUpdate`; `None` unless `Offload.delay` is 1."""
+        return self.opt_treedef.unflatten(self.opt_leaves).pending if self.config.offload.delay else None
+
+    def sharding(self, leaf: StateLeaf) -> NamedSharding:
+        """Returns the sharding of one leaf's stored array, in the memory where it lies between steps."""
+        sharding = self.device_sharding(leaf)
+        return sharding.with_memory_kind(HOST_MEMORY) if leaf.on_host and self.names_host_memory else sharding
+
+    @functools.cached_property
+    def names_host_memory(self) -> bool:
+        """Whether programs can tell host memory from the devices' own; those for compile-only GPUs cannot."""
+        if not isinstance(self.mesh, Mesh):
+            return True
+        here = self.mesh.local_devices or list(self.mesh.devices.flat)
+        return HOST_MEMORY in memory_kinds(here[0])
+
+    @functools.cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """The sharding of arrays of the batch: cut on their first dimension."""
+        return NamedSharding(self.mesh, PartitionSpec(batch_axes(self.config)))
+
+    @functools.cached_property
+    def whole_sharding(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
+        """Returns the sharding of one leaf's stored array while it is on the devices."""
+        return NamedSharding(self.mesh, leaf.spec(self.config.axis))
+
+    @functools.cached_property
+    def keys(self) -> frozenset[int]:
+        """Indices of the parameters that are random keys."""
+        return frozenset(i for i, leaf in enumerate(self.leaves) if is_key(leaf.param.dtype))
+
+    @functools.cached_property
+    def hosted(self) -> frozenset[int]:
+        """Indices of the trained parameters that lie on the host, or whose master or optimizer state does."""
+        own = {i for i, x in enumerate(self.leaves) if x.trained and (x.param.on_host or x.updated.on_host)}
+        owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
+        return frozenset(own | owners)
+
+    @functools.cached_property
+    def wholly_hosted(self) -> frozenset[int]:
+        """Indices of the trained parameters that lie on the host with all optimizer state of their shape."""
+        near = {
+            x.owner
+            for x in self.inner_leaves
+            if x.owner is not None and not x.on_host and x.shape == self.leaves[x.owner].param.shape
+        }
+        return frozenset(i for i in self.hosted if self.leaves[i].param.on_host) - near
+
+    @functools.cached_property
+    def host_bytes_per_device(self) -> BytesPerDevice:
+        """Bytes that one device has in the memory of its host, by term, padding included.
+
+        Gradients that wait (`Offload.delay`) are optimizer state.
+        """
+        return BytesPerDevice(
+            params=self._sum_bytes(self._all_params, on_host=True),
+            grads=0,
+            opt_state=self._sum_bytes(self.opt_leaves, on_host=True),
+        )
+
+    @functools.cached_property
+    def bytes_per_device(self) -> BytesPerDevice:
+        """Bytes in the memory of one device, by term, padding included; `host_bytes_per_device` has the host's.
+
+        Gradients count at their most: whole at stages 0 and 1, since stage 1 sums whole local gradients where there
+        is more than one micro-batch, cut at stages 2 and 3.
+        """
+        grads = [leaf.grad for leaf in self.leaves if leaf.trained]
+        if self.config.stage < 2:
+            grads = [dataclasses.replace(leaf, cut=None) for leaf in grads]
+        return BytesPerDevice(
+            params=self._sum_bytes(self._all_params),
+            grads=self._sum_bytes(grads),
+            opt_state=self._sum_bytes(self.opt_leaves),
+        )
+
+    @functools.cached_property
+    def replicated_bytes(self) -> BytesPerDevice:
+        """The same terms for replicated training (stage 0), to compare with."""
+        return BytesPerDevice(
+            *(
+                sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+                for leaves in (
+                    self._all_params,
+                    [leaf.grad for leaf in self.leaves if leaf.trained],
+                    self.opt_leaves,
+                )
+            )
+        )
+
+    @property
+    def _all_params(self) -> list[StateLeaf]:
+        """Every parameter as stored, trained or not."""
+        return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
+
+    def _sum_bytes(self, leaves: Sequence[StateLeaf], *, on_host: bool = False) -> int:
+        axis = self.config.axis
+        return sum(leaf.bytes_per_device(self.mesh, axis) for leaf in leaves if leaf.on_host == on_host)
+
+    @functools.cached_property
+    def gathered_bytes(self) -> int:
+        """Bytes of whole parameters that one training step gathers.
+
+        Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`,
+        again for the backward pass; parameters that stay whole are gathered once, after their update.
+        A parameter that the loss uses more than once is gathered once per use, which a plan cannot know.
+        """
+        passes = 2 if self.config.reshard_after_forward else 1
+        total = 0
+        for leaf in self.leaves:
+            times = passes if leaf.param.cut else int(leaf.trained and leaf.grad.cut is not None)
+            total += times * leaf.param.size * itemsize(leaf.compute_dtype)
+        frozen = [leaf for leaf in self.other_leaves if leaf.is_param and leaf.cut]
+        return total + passes * sum(leaf.size * itemsize(leaf.compute_dtype) for leaf in frozen)
+
+    @functools.cached_property
+    def replicated(self) -> tuple[WholeLeaf, ...]:
+        """Every leaf that stays whole on each device of the ZeRO axis, with the reason."""
+        return tuple(self._replicated())
+
+    def _replicated(self) -> Iterator[WholeLeaf]:
+        params = [leaf.param for leaf in self.leaves]
+        terms: list[tuple[Term, Sequence[StateLeaf]]] = [
+            ("params", params),
+            ("grads", [leaf.grad for leaf in self.leaves if leaf.trained]),
+            ("opt_state", self.opt_leaves),
+            ("other", (*self.other_leaves, *self.closed_over)),
+        ]
+        for term, leaves in terms:
+            for leaf in leaves:
+                if leaf.cut is None:
+                    num_bytes = leaf.bytes_per_device(self.mesh, self.config.axis)
+                    yield WholeLeaf(term, leaf.path, leaf.shape, num_bytes, leaf.reason)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, max_rows: int | None = 40) -> str:
+        """Returns the plan as text: bytes by term, one row per parameter, what stays whole.
+
+        Args:
+          max_rows: Rows per section; the rest is counted. `None` for all.
+        """
+        return format_plan(self, max_rows=max_rows)
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON: bytes by term, one row per parameter, what stays whole."""
+        return json.dumps(plan_as_dict(self), indent=2, ensure_ascii=False)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element, extended dtypes (PRNG keys) included."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(key.shape) * int(key.dtype.itemsize)
+    return int(dtype.itemsize)

@@ -1,0 +1,484 @@
+"""Makes a plan from a train state: which leaves there are, who follows whom, where each is cut."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero._text import key_names, path_str
+from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
+from jzero.config.zero import LeafRule, ZeroConfig
+from jzero.plan.layout import choose_cut, choose_even_cut, find_scan_dims
+from jzero.plan.mesh import AnyMesh, axis_size, check_host_memory, check_mesh
+from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
+from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
+from jzero.plan.trainable import find_frozen
+
+__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
+
+PyTree = Any
+
+
+def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+    """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
+
+    Args:
+      state: Anything with the fields of Flax's `TrainState`; plain, without what a precision policy adds.
+      tx: Its optax transformation, unwrapped.
+      config: What to partition.
+      mesh: Over what; may be abstract.
+    """
+    check_mesh(mesh, config)
+    check_arrays(state)
+    offload = config.offload
+    if offload.optimizer == offload.params == "none":
+        return _make_plan(state, tx, config, mesh, ())
+    check_host_memory(mesh)
+    if offload.optimizer == "none":
+        return _make_plan(state, tx, config, mesh, ())
+    if offload.ratio == 1 and offload.device_budget_bytes is None:  # whether a parameter is trained does not matter
+        order, _, _ = _offload_order(state.params, config, [True] * len(jax.tree.leaves(state.params)))
+        return _make_plan(state, tx, config, mesh, order)
+    near = _make_plan(state, tx, config, mesh, ())
+    order, sizes, least = _offload_order(state.params, config, [leaf.trained for leaf in near.leaves])
+    if offload.device_budget_bytes is None:
+        wanted = offload.ratio * sum(leaf.param.size for leaf in near.leaves if leaf.trained)
+        sums = itertools.accumulate(sizes, initial=0)
+        count = next((k for k, moved in enumerate(sums) if moved >= wanted), len(order))
+        return _make_plan(state, tx, config, mesh, order[: max(count, least)])
+    budget = offload.device_budget_bytes
+
+    def excess(count: int) -> int:
+        num_bytes = _make_plan(state, tx, config, mesh, order[:count]).bytes_per_device
+        return num_bytes.params + num_bytes.opt_state - budget
+
+    too_much = excess(len(order))
+    if too_much > 0:
+        raise ValueError(
+            f"`Offload.device_budget_bytes={budget}` cannot be met: with the optimizer state of "
+            f"every parameter on the host that may go there, parameters and the rest still take {too_much} bytes more "
+            "on each device. Raise the budget, use more devices or a higher stage."
+        )
+    count = bisect.bisect_left(range(len(order)), True, lo=least, key=lambda count: excess(count) <= 0)
+    return _make_plan(state, tx, config, mesh, order[:count])
+
+
+def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) -> tuple[list[int], list[int], int]:
+    """Returns which parameters' optimizer state may go to the host, in the order in which it does, and their sizes.
+
+    First come those that a rule sends there, whose number is returned as well, then the largest. Numbers are never
+    worth the way.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
+    pairs = zip(leaves, trained, strict=True)
+    sizes = [
+        math.prod(np.shape(x)) if np.ndim(x) and is_trained and not is_key(jax.dtypes.result_type(x)) else 0
+        for (_, x), is_trained in pairs
+    ]
+    able = [i for i, (rule, size) in enumerate(zip(rules, sizes, strict=True)) if rule is not False and size]
+    order = sorted(able, key=lambda i: (rules[i] is None, -sizes[i]))
+    return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)
+
+
+def _make_plan(
+    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, hosted: Sequence[int]
+) -> ZeroPlan:
+    others = other_fields(state)
+    leaves = _plan_params(state.params, config, mesh, frozenset(hosted))
+    frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
+    trees = (state.params, *frozen_trees)
+    _check_rules_match(
+        config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    )
+    seen = jax.tree.structure(state.params).unflatten(
+        [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
+    )
+    made = jax.eval_shape(tx.init, seen)
+    made_dtypes = {path_str(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(made)}
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
+    _check_opt_state(jax.tree_util.tree_leaves_with_path(made), paths, values)
+    owners = _owners(tx, state.params, state.opt_state, paths)
+    shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
+    frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
+    given = [_dtype_of(x) for x in jax.tree.leaves(state.params)]
+    leaves = [_freeze(leaf, dtype) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
+    inner = [
+        _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
+        for path, x, owner in zip(paths, values, owners, strict=True)
+    ]
+    shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in hosted and leaf.trained}
+    inner = [dataclasses.replace(x, on_host=x.owner is not None and shaped_like.get(x.owner) == x.shape) for x in inner]
+    params_treedef = jax.tree.structure(state.params)
+    other_leaves: list[StateLeaf] = []
+    for name, value in others.items():
+        if name in getattr(state, "frozen_fields", ()):
+            other_leaves += _plan_frozen(name, value, config, mesh)
+        else:
+            other_leaves += _plan_other(name, value, params_treedef, leaves, config, mesh)
+    inner_treedef = jax.tree.structure(state.opt_state)
+    plan = ZeroPlan(
+        config, mesh, tuple(leaves), tuple(inner), tuple(other_leaves), params_treedef, inner_treedef, inner_treedef
+    )
+    return _first_of_equal(_with_own_state(plan))
+
+
+_PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.WeakKeyDictionary()
+
+
+def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
+    """Returns the plan that was made first of those that are equal: jax compares plans in each call of a step."""
+    first = _PLANS.get(plan)
+    known = None if first is None else first()
+    if known is None:
+        _PLANS[plan] = weakref.ref(plan)
+    return known or plan
+
+
+def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
+    """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
+    grads = [
+        dataclasses.replace(leaf.grad, dtype=wide_dtype(leaf.grad.dtype), on_host=i in plan.hosted)
+        for i, leaf in enumerate(plan.leaves)
+    ]
+    own = own_opt_state(plan, [leaf.master for leaf in plan.leaves], grads)
+    if own is None:
+        return plan
+    prefix = jax.tree_util.GetAttrKey("inner")
+    wrapped = dataclasses.replace(own, inner=plan.opt_treedef.unflatten(plan.opt_leaves))
+    leaves = []
+    for path, x in jax.tree_util.tree_leaves_with_path(wrapped):
+        if isinstance(x, StateLeaf):
+            leaves.append(dataclasses.replace(x, path=path_str(path)) if path[0] != prefix else x)
+        else:
+            leaves.append(StateLeaf(path_str(path), np.shape(x), np.asarray(x).dtype, reason="kept by jzero"))
+    return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
+
+
+def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) -> ZeroOptState | None:
+    """Returns what jzero keeps beside the optimizer's own state, at its start; `None` if nothing.
+
+    Args:
+      plan: The plan.
+      masters: Per parameter leaf what stands for its master copy; only used where there is one.
+      grads: Per parameter leaf what stands for a gradient that waits; only used where updates are delayed.
+    """
+    dynamic = plan.config.policy.loss_scale
+    has_masters = any(leaf.master is not None for leaf in plan.leaves)
+    delays = bool(plan.config.offload.delay)
+    if not (has_masters or plan.rounds_stochastically or isinstance(dynamic, DynamicLossScale) or delays):
+        return None
+    waiting = [x if leaf.trained else None for x, leaf in zip(grads, plan.leaves, strict=True)]
+    kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
+    return ZeroOptState(
+        inner=None,
+        masters=plan.params_treedef.unflatten(kept),
+        loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
+        num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
+        pending=PendingUpdate(plan.params_treedef.unflatten(waiting), host_array(False, np.bool_)) if delays else None,
+    )
+
+
+def zero_grads(plan: ZeroPlan, *, in_trace: bool = True) -> list[Any]:
+    """Returns a zero for each gradient that may wait, in natural shape; outside of a trace without its memory."""
+    if not plan.config.offload.delay:
+        return [None] * len(plan.leaves)
+    made = jnp.zeros if in_trace else _zero_view
+    return [made(leaf.param.shape, wide_dtype(leaf.grad.dtype)) for leaf in plan.leaves]
+
+
+def _zero_view(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def other_fields(state: Any) -> dict[str, PyTree]:
+    """Returns the fields of a train state that hold arrays, other than params and opt_state, in order of name."""
+    return {
+        f.name: getattr(state, f.name)
+        for f in sorted(dataclasses.fields(state), key=lambda f: f.name)
+        if f.metadata.get("pytree_node", True) and not f.metadata.get("static", False)
+        if f.name not in ("params", "opt_state", "tx", "apply_fn")
+    }
+
+
+def check_arrays(state: Any) -> None:
+    """Raises a `TypeError` that lists every leaf of a train state which is neither an array nor a number."""
+    bad = []
+    trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
+    for name, tree in trees.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(tree):
+            is_number = isinstance(x, bool | int | float | complex | np.generic)
+            is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
+            if not is_number and not is_array:
+                bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
+    if bad:
+        raise TypeError(
+            "Every leaf of a train state must be an array or a number; these are not:\n"
+            + "\n".join(bad)
+            + "\nMake them static (`flax.struct.field(pytree_node=False)`) or turn them into arrays."
+        )
+
+
+def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+    """A leaf as it comes in: natural shape, dtype, and the spec of other mesh axes."""
+    shape = tuple(getattr(x, "shape", ()))
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    ours = {config.axis, config.replica_axis}
+
+    def keep(names: Any) -> Any:
+        names = names if isinstance(names, tuple) else (names,)
+        kept = tuple(n for n in names if n in mesh.axis_names and n not in ours)
+        return None if not kept else kept[0] if len(kept) == 1 else kept
+
+    entries = [keep(names) for names in spec]
+    base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
+    return StateLeaf(path_str(path), shape, _dtype_of(x), base)
+
+
+def _dtype_of(x: Any) -> Any:
+    """Returns the dtype that an array or a number has on the device, where NumPy's float64 becomes float32."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _taken(leaf: StateLeaf) -> frozenset[int]:
+    return frozenset(d for d, names in enumerate(leaf.base) if names is not None)
+
+
+def _plan_params(
+    params: PyTree, config: ZeroConfig, mesh: AnyMesh, hosted: frozenset[int] = frozenset()
+) -> list[LeafPlan]:
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(params))
+    described = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    rules = [config.rule_for(leaf.path) for leaf in described]
+    _check_rules(config, described, rules)
+    scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
+    persistent = _persistent(described, rules, config)
+    plans = []
+    for i, (leaf, rule, scan_dim, keep) in enumerate(zip(described, rules, scan_dims, persistent, strict=True)):
+        if config.stage == 0 or rule.replicated or is_key(leaf.dtype):
+            cut, reason = None, "by rule" if rule.replicated else "random keys" if config.stage else "stage 0"
+        else:
+            cut, reason = choose_cut(
+                leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
+            )
+        grad = dataclasses.replace(leaf, cut=cut, reason=reason)
+        why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
+        # Vectors, also those of a scanned layer, are not worth the way; nor could TPUs slice 16-bit stacks of them.
+        is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
+        away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
+        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
+        plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
+        plans.append(_with_dtypes(plan, rule, config, i in hosted))
+    return plans
+
+
+def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: bool) -> LeafPlan:
+    """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
+    policy, given = config.policy, plan.param.dtype
+    if is_key(given):  # whose gradient and update nobody sees
+        grad = dataclasses.replace(plan.grad, dtype=jnp.dtype(jnp.float32))
+        return dataclasses.replace(plan, grad=grad, update_dtype=grad.dtype)
+    compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
+    kept = cast_dtype(given, policy.master)
+    if policy.master is not None and itemsize(compute) > itemsize(kept):
+        kept = compute  # a rule asks for more than the master's dtype
+    update = cast_dtype(given, jnp.promote_types(kept, jnp.float32) if policy.master is not None else None)
+    grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
+    # What every device holds whole is held as the loss sees it; the copy that is updated is then cut. So is what has
+    # that copy on the host.
+    separate = (plan.param.cut is None or hosted) and compute != kept
+    master = dataclasses.replace(plan.grad, dtype=kept, on_host=hosted) if separate else None
+    param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
+    return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
+
+
+def _freeze(plan: LeafPlan, given: Any) -> LeafPlan:
+    """Returns the plan of a parameter that is not trained: no gradient, no master, kept in the dtype that it has."""
+    param = dataclasses.replace(plan.param, dtype=given)
+    grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
+    update = grad.dtype if is_key(given) else given
+    return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)
+
+
+def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequence[LeafRule]) -> None:
+    bad = []
+    for leaf, rule in zip(leaves, rules, strict=True):
+        for name in ("dim", "scan_dim"):
+            value = getattr(rule, name)
+            if value is not None and value >= len(leaf.shape):
+                bad.append(f"  {leaf.path}: shape {leaf.shape}, but the rule has {name}={value}")
+        if rule.dim is not None and rule.dim in _taken(leaf):
+            bad.append(f"  {leaf.path}: the rule has dim={rule.dim}, which {leaf.base} shards already")
+    if bad:
+        raise ValueError("`rules` must name free dimensions of the leaves that they match:\n" + "\n".join(bad))
+
+
+def _check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
+    """Raises if a rule decides nothing about any parameter, trained or not."""
+    unused = [p for p in config.rules if not any(config.rule_for(path) is config.rules[p] for path in paths)]
+    if unused:
+        some = ", ".join(map(repr, paths[:5]))
+        raise ValueError(
+            f"`rules` patterns {unused} decide nothing: each must match the whole path of a parameter that no earlier "
+            f"pattern matches. The first paths are {some}."
+        )
+
+
+def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
+    """Returns why each parameter stays whole at stage 3; an empty string if it does not."""
+    reasons = ["by rule" if rule.persistent else "" for rule in rules]
+    kept = 0
+    for i in sorted(range(len(leaves)), key=lambda i: leaves[i].size):
+        size, rule = leaves[i].size, rules[i]
+        if rule.persistent is not None or size > config.persistence_threshold:
+            continue
+        kept += size
+        if config.model_persistence_threshold is not None and kept > config.model_persistence_threshold:
+            break
+        reasons[i] = f"up to {config.persistence_threshold} elements (persistence_threshold)"
+    return reasons
+
+
+class _Owned:
+    """An optimizer leaf with the index of the parameter that it belongs to. Not a pytree, so a leaf."""
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner = owner
+
+
+def _plan_opt_leaf(
+    leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+) -> StateLeaf:
+    """Returns the layout of an optimizer leaf; `made` is the dtype in which the optimizer makes it."""
+    policy = config.policy
+    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
+    if owner is not None and leaf.shape == plans[owner].param.shape:
+        stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
+        dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
+        leaf = dataclasses.replace(leaf, dtype=dtype, wide=leaf.dtype if dtype != leaf.dtype else None)
+    if config.stage == 0:
+        return dataclasses.replace(leaf, reason="stage 0")
+    if owner is None:
+        return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else "belongs to no parameter")
+    grad = plans[owner].grad
+    if leaf.shape == grad.shape:
+        return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
+    free = [d for d in range(len(leaf.shape)) if d not in _taken(leaf)]
+    cut = choose_even_cut(leaf.shape, axis_size(mesh, config), free) if grad.cut else None
+    return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
+
+
+def _check_opt_state(
+    made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
+) -> None:
+    """Raises unless `opt_state` is what the optimizer makes for `params`; lists every leaf that is not."""
+    want = {path_str(path): tuple(x.shape) for path, x in made}
+    have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
+    bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
+    bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
+    bad += [
+        f"  {path}: shape {have[path]}, but {want[path]} is needed"
+        for path in want
+        if path in have and have[path] != want[path]
+    ]
+    if bad:
+        raise ValueError(
+            "`opt_state` does not belong to `params`: `tx.init(params)` gives another tree.\n"
+            + "\n".join(bad)
+            + "\nMake it again with `tx.init(params)`."
+        )
+
+
+def _owners(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Returns for each optimizer leaf the index of its parameter, found by structure."""
+    indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
+
+    def masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    try:
+        owned = optax.tree_utils.tree_map_params(
+            tx,
+            lambda x, i: x if masked(x) else _Owned(i),
+            opt_state,
+            indices,
+            transform_non_params=lambda x: x if masked(x) else _Owned(None),
+            is_leaf=masked,
+        )
+        owners = [x.owner for x in jax.tree.leaves(owned)]
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
+        return _owners_by_path(params, opt_state, paths)
+    return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
+
+
+def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """Owners in subtrees of the structure of `params`; elsewhere the parameter whose key path ends the leaf's."""
+    treedef = jax.tree.structure(params)
+    index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+
+    def is_copy(node: Any) -> bool:
+        return jax.tree.structure(node) == treedef
+
+    def by_tail(path: tuple[Any, ...]) -> int | None:
+        tails = (path[start:] for start in range(1, len(path)))
+        return next((index[tail] for tail in tails if tail in index), None)
+
+    owners: list[int | None] = []
+    for node in jax.tree.leaves(opt_state, is_leaf=is_copy):
+        owners += range(treedef.num_leaves) if is_copy(node) else [by_tail(paths[len(owners)])]
+    return owners
+
+
+def _plan_other(
+    name: str, value: PyTree, params_treedef: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+) -> list[StateLeaf]:
+    """A copy of the parameters (such as a moving average) is laid out like them; all else stays whole."""
+    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
+    prefix = jax.tree_util.GetAttrKey(name)
+    leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    follows = jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == [
+        p.param.shape for p in plans
+    ]
+    if follows and leaves:
+        return [
+            dataclasses.replace(x, base=p.param.base, cut=p.param.cut, reason=p.param.reason, owner=i)
+            for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
+        ]
+    return [
+        dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params")
+        for x in leaves
+    ]
+
+
+def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:
+    """Parameters that no optimizer knows, in a field of their own: laid out like parameters, without a gradient."""
+    prefix = jax.tree_util.GetAttrKey(name)
+    return [
+        dataclasses.replace(
+            _freeze(plan, _dtype_of(x)).param,
+            path=f"{path_str((prefix,))}/{plan.path}",
+            is_param=True,
+            compute_dtype=plan.compute_dtype,
+        )
+        for x, plan in zip(jax.tree.leaves(value), _plan_params(value, config, mesh), strict=True)
+    ]
+
+
+def _unzip(pairs: Sequence[tuple[tuple[Any, ...], Any]]) -> tuple[list[tuple[Any, ...]], list[Any]]:
+    return [path for path, _ in pairs], [x for _, x in pairs]

@@ -1,0 +1,145 @@
+"""A plan as a text table, and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jzero.plan.mesh import batch_axes
+
+if TYPE_CHECKING:
+    from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+
+__all__ = ["format_bytes", "format_plan", "plan_as_dict"]
+
+Row = Sequence[str]
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes with a binary unit, e.g. `'1.50 MiB'`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
+    """Returns `plan` as text, see `ZeroPlan.table`."""
+    config = plan.config
+    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
+    head = (
+        f"ZeRO stage {config.stage} over {config.axis!r} (N={plan.num_shards}), mesh ({axes}), "
+        f"batch over {batch_axes(config)}"
+    )
+    idle = _idle_axes(plan)
+    if idle:
+        head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
+    ours, whole = plan.bytes_per_device, plan.replicated_bytes
+    memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
+    memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
+    if any(plan.host_bytes_per_device):
+        host = plan.host_bytes_per_device
+        memory += [("on the host", *map(format_bytes, (*host, host.total)))]
+    memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
+    params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
+    params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
+    params += [
+        (x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "", "") for x in _frozen(plan)
+    ]
+    if not plan.hosted:
+        params = [row[:-1] for row in params]
+    told = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
+    params = [[row[i] for i in told] for row in params]
+    kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
+    kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
+    sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
+    if len(kept) > 1:
+        sections.append(_columns(_cap(kept, max_rows)))
+    sections.append(f"gathered per step: {format_bytes(plan.gathered_bytes)}")
+    return "\n\n".join(sections)
+
+
+def _idle_axes(plan: ZeroPlan) -> list[str]:
+    """The mesh axes that nothing is split over, unless the loss shards activations."""
+    leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
+    used = {*batch_axes(plan.config), *jax.tree.leaves([tuple(x.base) for x in leaves])}
+    return [f"{name!r} ({size})" for name, size in plan.mesh.shape.items() if size > 1 and name not in used]
+
+
+def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
+    """The parameters that no optimizer knows."""
+    return [leaf for leaf in plan.other_leaves if leaf.is_param]
+
+
+def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
+    axis = plan.config.axis
+    scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
+    grad = _placement(leaf.grad, axis) if leaf.trained else "none: not trained"
+    master = "" if leaf.master is None else _placement(leaf.master, axis)
+    where = sorted({"host" if x.on_host else "device" for x in plan.inner_leaves if x.owner == index})
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), grad, master, scan, ", ".join(where))
+
+
+def _placement(leaf: StateLeaf, axis: str) -> str:
+    where = ", on the host" if leaf.on_host else ""
+    if leaf.cut is None:
+        return f"{leaf.dtype} whole" + (f" over {axis}, {leaf.base}" if any(leaf.base) else "") + where
+    text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
+    padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
+    return f"{leaf.dtype} cut on {text}{padding}{where}"
+
+
+def _cap(rows: list[Row], max_rows: int | None) -> list[Row]:
+    if max_rows is None or len(rows) - 1 <= max_rows:
+        return rows
+    hidden = len(rows) - 1 - max_rows
+    return [*rows[: max_rows + 1], (f"... {hidden} more (plan.table(max_rows=None))", *[""] * (len(rows[0]) - 1))]
+
+
+def _columns(rows: Sequence[Row]) -> str:
+    widths = [max(len(row[i]) for row in rows if len(row[i]) < 60 or i == 0) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+
+
+def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
+    """Returns `plan` as what JSON can hold, see `ZeroPlan.to_json`."""
+    config, ours, whole = plan.config, plan.bytes_per_device, plan.replicated_bytes
+    return {
+        "stage": config.stage,
+        "axis": config.axis,
+        "num_shards": plan.num_shards,
+        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
+        "persistence_threshold": config.persistence_threshold,
+        "bytes_per_device": {**ours._asdict(), "total": ours.total},
+        "host_bytes_per_device": {
+            **plan.host_bytes_per_device._asdict(),
+            "total": plan.host_bytes_per_device.total,
+        },
+        "bytes_replicated": {**whole._asdict(), "total": whole.total},
+        "gathered_bytes": plan.gathered_bytes,
+        "parameters": [
+            *(
+                {**_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained), "offloaded": i in plan.hosted}
+                for i, leaf in enumerate(plan.leaves)
+            ),
+            *(_as_dict(leaf, config.axis, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
+        ],
+        "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
+    }
+
+
+def _as_dict(leaf: StateLeaf, axis: str, compute_dtype: Any, trained: bool) -> dict[str, Any]:
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "compute_dtype": str(compute_dtype),
+        "trained": trained,
+        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(axis)],
+        "stored_shape": list(leaf.stored_shape),
+        "padding": 0 if leaf.cut is None else leaf.cut.padding,
+    }

@@ -1,0 +1,217 @@
+"""Which parameters an optimizer trains.
+
+[Note: Frozen parameters]
+A parameter is frozen if its optimizer never reads its gradient and always returns a zero update:
+`optax.set_to_zero` in `multi_transform`, or behind `masked`. Both are read off the jaxpr of the update: a zero is a
+literal zero and what cheap operations make of zeros; a gradient is read if any other output depends on it. An
+optimizer that clips by the norm of all gradients before it freezes some of them does read these, so they are
+computed, and its numbers stay what they are on one device. An update that cannot be traced without further arguments
+(`value=`, `obj_fn=`) tells nothing: its parameters count as trained, as the plan shows. `trainable=` freezes whatever
+the optimizer: that is then handed the trained parameters alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jzero import _compat
+from jzero._text import path_str
+from jzero.config.precision import is_key
+
+__all__ = ["PartlyTrained", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PartlyTrained:
+    """An optax transformation that sees some of the parameters and leaves the others as they are. A frozen value.
+
+    Attributes:
+      inner: The transformation of the trained parameters.
+      mask: For each parameter leaf, whether it is trained.
+    """
+
+    inner: Any
+    mask: tuple[bool, ...]
+
+    def init(self, params: PyTree) -> PyTree:
+        """Returns the state of the inner transformation, without frozen parameters."""
+        return self._masked(params).init(params)
+
+    def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
+        """Returns the updates of the trained parameters, zeros for the others, and the new state."""
+        updates, state = self._masked(updates).update(updates, state, params, **extra_args)
+        leaves, treedef = jax.tree.flatten(updates)
+        leaves = [x if trained else jnp.zeros_like(x) for x, trained in zip(leaves, self.mask, strict=True)]
+        return treedef.unflatten(leaves), state
+
+    def _masked(self, tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        return optax.masked(self.inner, jax.tree.structure(tree).unflatten(self.mask))
+
+
+def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
+    """Returns for each parameter leaf whether `trainable` asks for it.
+
+    Args:
+      trainable: A regular expression over whole key paths, or a tree of booleans of which the structure of
+        `params` is a refinement.
+      params: The parameters.
+
+    Raises:
+      ValueError: It is neither, or selects nothing.
+    """
+    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    if isinstance(trainable, str):
+        try:
+            mask = [re.fullmatch(trainable, path) is not None for path in paths]
+        except re.error as error:
+            raise ValueError(f"`trainable` {trainable!r} is not a regular expression: {error}.") from error
+    else:
+        bad = [
+            f"  {path_str(path)}: {x!r:.60}"
+            for path, x in jax.tree_util.tree_leaves_with_path(trainable)
+            if not isinstance(x, bool) and (np.shape(x) != () or getattr(x, "dtype", None) != np.dtype(bool))
+        ]
+        if bad:
+            raise ValueError(
+                "`trainable` must be a regular expression over whole paths or a tree of booleans; these leaves are "
+                "neither:\n" + "\n".join(bad[:10])
+            )
+        try:
+            tree = jax.tree.map(lambda on, below: jax.tree.map(lambda _: bool(on), below), trainable, params)
+        except ValueError as error:
+            raise ValueError(f"`trainable` must have the structure of the parameters: {error}") from error
+        mask = jax.tree.leaves(tree)
+    if not any(mask):
+        some = ", ".join(map(repr, paths[:5]))
+        raise ValueError(f"`trainable` selects no parameter. The first paths are {some}.")
+    return tuple(mask)
+
+
+def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
+    """Returns `tx`, or what `trainable=` makes of it. Random keys among the parameters are never trained.
+
+    Raises:
+      ValueError: `trainable` is malformed, or `tx` already leaves other parameters out.
+    """
+    numbers = [not is_key(jax.dtypes.result_type(x)) for x in jax.tree.leaves(params)]
+    if trainable is None and (all(numbers) or isinstance(tx, PartlyTrained)):
+        return tx
+    chosen = numbers if trainable is None else trainable_mask(trainable, params)
+    mask = tuple(a and b for a, b in zip(chosen, numbers, strict=True))
+    if isinstance(tx, PartlyTrained):
+        if tx.mask != mask:
+            raise ValueError(
+                "`trainable` differs from what this state was sharded with, and its optimizer keeps no state for the "
+                "parameters that were frozen. Make a new state for the new choice."
+            )
+        return tx
+    return tx if all(mask) else PartlyTrained(tx, mask)
+
+
+def restrict_opt_state(tx: PartlyTrained, params: PyTree, opt_state: PyTree) -> PyTree:
+    """Returns the state of `tx` made from the state of its inner transformation for all parameters.
+
+    Every leaf that `tx` needs is taken over from `opt_state` by its key path.
+    """
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
+    wanted = jax.eval_shape(tx.init, abstract)
+    have = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted.inner_state)]
+    missing = [path for path in paths if path not in have]
+    if missing:
+        raise ValueError(
+            f"`opt_state` lacks what the optimizer needs for the trained parameters: {missing[:5]}. Make it with "
+            "`tx.init(params)` for all parameters."
+        )
+    return jax.tree.unflatten(jax.tree.structure(wanted), [have[path] for path in paths])
+
+
+def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[bool]) -> list[bool]:
+    """Returns for each parameter leaf whether it is frozen, see [Note: Frozen parameters]. Touches no device.
+
+    Args:
+      tx: The optax transformation.
+      params: The parameters as the optimizer sees them, as shapes.
+      opt_state: Its state, as shapes.
+      has_state: For each parameter leaf, whether the optimizer keeps state of its shape: these are trained.
+    """
+    num = len(has_state)
+    if all(has_state):
+        return [False] * num
+    if isinstance(tx, PartlyTrained):
+        return [not trained for trained in tx.mask]
+    try:
+        jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
+    except Exception:  # asks for further arguments, in whatever way: nothing can be said
+        return [False] * num
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    zero = _zeros(jaxpr, {})
+    candidates = [
+        not has and (_compat.is_literal(v) or v in zero) for has, v in zip(has_state, jaxpr.outvars[:num], strict=True)
+    ]
+    others = [
+        v for v, is_zero in zip(jaxpr.outvars, candidates + [False] * len(jaxpr.outvars), strict=False) if not is_zero
+    ]
+    live = _live(jaxpr, others)
+    params_start = len(jaxpr.invars) - num
+    return [
+        zero_update and jaxpr.invars[i] not in live and jaxpr.invars[params_start + i] not in live
+        for i, zero_update in enumerate(candidates)
+    ]
+
+
+def _live(jaxpr: Any, outvars: Sequence[Any]) -> set[Any]:
+    """Returns the variables that `outvars` depend on."""
+    live = {v for v in outvars if not _compat.is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in live for v in eqn.outvars):
+            live.update(v for v in eqn.invars if not _compat.is_literal(v))
+    return live
+
+
+KEEPS_ZERO = frozenset(
+    "broadcast_in_dim convert_element_type reshape transpose neg copy squeeze expand_dims slice abs sign "
+    "reduce_precision stop_gradient sharding_constraint".split()
+)
+NEED_ALL = frozenset("add sub select_n add_any".split())
+
+
+def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
+    """Returns the variables that are zero whatever the inputs; `known` tells inputs that are."""
+    zero = {v for v, is_zero in known.items() if is_zero}
+
+    def is_zero(atom: Any) -> bool:
+        return not np.any(atom.val) if _compat.is_literal(atom) else atom in zero
+
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inputs = [is_zero(v) for v in eqn.invars]
+        if name in ("jit", "pjit"):
+            inner, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+            below = _zeros(inner, dict(zip(inner.invars, inputs, strict=True)))
+            outputs = [not np.any(v.val) if _compat.is_literal(v) else v in below for v in inner.outvars]
+            zero.update(v for v, z in zip(eqn.outvars, outputs, strict=True) if z)
+        elif (
+            (name in KEEPS_ZERO and inputs[0])
+            or (name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs))
+            or (name in NEED_ALL and all(inputs[1:] if name == "select_n" else inputs))
+        ):
+            zero.update(eqn.outvars)
+    return zero
+
+
+def _finite_elsewhere(eqn: Any, is_zero: Sequence[bool]) -> bool:
+    """Whether the factors beside a zero are literals, which are finite: zero times anything else may be NaN."""
+    return all(
+        z or (_compat.is_literal(v) and np.all(np.isfinite(v.val))) for v, z in zip(eqn.invars, is_zero, strict=True)
+    )

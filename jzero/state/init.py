@@ -1,0 +1,264 @@
+"""Train states that are born sharded.
+
+[Note: One leaf at a time]
+A compiler that sees all initialisers at once may start them all and hold the random bits of the whole model. The key of
+each equation that draws a large array is therefore combined with a zero computed from the array drawn before. (An
+optimization barrier would say it better, but compilers drop it before they schedule.) One scalar per array crosses
+devices for that. GPT of 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
+
+[Note: Birth on the host]
+Programs make arrays on the devices before they can leave for the host. One that makes all of a state holds more there
+than training ever does, so leaves that go to the host are made by programs of their own, about an eighth of them each,
+at least one; parameters together with the masters that they are rounded from.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jzero import _compat
+from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
+from jzero.arrays.placement import check_names_host_memory, place_array, stored_leaf, strong
+from jzero.arrays.processes import PROGRAM, agree, check_wait
+from jzero.config.settings import KEYS, check
+from jzero.config.zero import ZeroConfig
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.planner import check_arrays, make_plan
+from jzero.plan.trainable import restrict_opt_state
+from jzero.state.shard import resolve_config, resolve_mesh, restrict
+from jzero.state.train_state import Adapted, adapt, map_state, stored_state
+from jzero.update.transformation import ZeroTransformation
+
+__all__ = ["init_train_state", "lower_init"]
+
+State = Any
+
+LARGE = 1024
+"""Elements from which on drawing an array counts as an initialiser."""
+
+
+def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
+    make_state: Callable[[jax.Array], State],
+    key: jax.Array,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: Mesh | None = None,
+    trainable: Any = None,
+    check_processes: bool | float = True,
+) -> State:
+    """Makes a train state that is born sharded: no device ever holds the whole model.
+
+    `make_state` is traced once and compiled as one program whose outputs are the shards; what goes to the host is made
+    by programs of its own, a few leaves each. The values are the same on any mesh.
+
+    Args:
+      make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes.
+      key: The key.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how.
+      mesh: Over which devices; all of them by default.
+      trainable: Which parameters are trained, as for `shard_train_state`.
+      check_processes: Whether several processes make sure that they make the same state from the same key. A number
+        says how many seconds they wait for each other, 300 by default.
+
+    Returns:
+      The state, as `shard_train_state(make_state(key), ...)` would place it.
+
+    Raises:
+      ValueError: `key` is no key, the configuration does not fit the mesh or the state, or processes disagree; each
+        says how.
+      TypeError: `make_state` is no function.
+
+    Example:
+      >>> make_state = lambda key: jzero.TrainState.create(
+      ...     params={"w": jax.random.normal(key, (512, 512))}, tx=optax.adam(1e-3))
+      >>> state = jzero.init_train_state(make_state, jax.random.key(0), stage=3)
+      >>> state.params["w"].addressable_shards[0].data.shape
+      (64, 512)
+
+    References:
+      DeepSpeed's `zero.Init`.
+    """
+    if not callable(make_state):
+        raise TypeError(
+            "`make_state` must be a function that takes a key and returns a train state: got "
+            f"{type(make_state).__name__}. A state that is there already goes to `shard_train_state`."
+        )
+    check("key", key, KEYS)
+    config = resolve_config(stage, config)
+    mesh = resolve_mesh(mesh, config, None)
+
+    def describe(lowered: Any) -> dict[str, str]:
+        programs, _, plan = lowered
+        return {
+            "the training state": describe_plan(plan),
+            "the key": describe_inputs((), key),
+            PROGRAM: "\n".join(map(describe_program, programs)),
+        }
+
+    programs, rebuild, _ = agree(
+        "init_train_state",
+        mesh,
+        lambda: lower_init(make_state, key, config, mesh, trainable=trainable),
+        describe,
+        wait_s=check_wait(check_processes),
+    )
+    placed = place_array(key, key.dtype, NamedSharding(mesh, PartitionSpec()))
+    return rebuild([jax.block_until_ready(program.compile()(placed)) for program in programs])
+
+
+def lower_init(
+    make_state: Callable[[jax.Array], State],
+    key: jax.Array,
+    config: ZeroConfig,
+    mesh: Mesh,
+    *,
+    trainable: Any = None,
+) -> tuple[list[Any], Callable[[list[list[jax.Array]]], State], ZeroPlan]:
+    """Returns the lowered programs of `init_train_state`, what turns their outputs into the state, and its plan."""
+    adapted: list[Adapted] = []
+
+    def call(key: jax.Array) -> Any:
+        adapted.append(adapt(make_state(key)))
+        check_arrays(adapted[-1].state)
+        return adapted[-1].state
+
+    jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
+    natural, tx = restrict(shapes, shapes.tx, trainable)
+    plan = make_plan(natural, tx, config, mesh)
+    check_names_host_memory(plan)
+    inner, consts = _compat.open_jaxpr(jaxpr)
+    treedef = jax.tree.structure(shapes)
+
+    def stored(state: Any, *, in_trace: bool = False) -> Any:
+        """The state in the structure that the plan stores, leaves handed on as they are."""
+        if tx is not shapes.tx:
+            state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
+        return stored_state(state, plan, in_trace=in_trace)
+
+    leaves: list[StateLeaf] = []
+    numbered = stored(treedef.unflatten(range(treedef.num_leaves)))
+    map_state(lambda x, leaf: leaves.append(leaf), plan, numbered)
+    made_from = [x if isinstance(x, int) else None for x in _values(plan, numbered)]
+    groups = _groups(leaves, made_from, plan)
+
+    def born(number: int, key: jax.Array) -> list[jax.Array]:
+        group = groups[number]
+        wanted = {source for k in group if (source := made_from[k]) is not None}
+        made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
+        values = _values(plan, stored(treedef.unflatten(made), in_trace=True))
+        return [stored_leaf(strong(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
+
+    def rebuild(results: list[list[jax.Array]]) -> State:
+        found = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))
+        numbers = iter(range(len(leaves)))
+        state = map_state(lambda x, leaf: found[next(numbers)], plan, numbered)
+        return adapted[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+    programs = []
+    for number, group in enumerate(groups):
+        shardings = [plan.sharding(leaves[k]) for k in group]
+        programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
+    return programs, rebuild, plan
+
+
+def _values(plan: ZeroPlan, state: Any) -> list[Any]:
+    """Returns the leaves of a stored state in the order of `map_state`."""
+    values: list[Any] = []
+    map_state(lambda x, leaf: values.append(x), plan, state)
+    return values
+
+
+def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: ZeroPlan) -> list[list[int]]:
+    """Returns which leaves each program makes, by number; see [Note: Birth on the host].
+
+    Args:
+      leaves: The layouts of all leaves.
+      made_from: For each the number of what it is made from, if anything: a parameter and its master are made from one.
+      plan: The plan.
+    """
+    units: dict[Any, list[int]] = {}
+    for k, source in enumerate(made_from):
+        units.setdefault(("nothing", k) if source is None else source, []).append(k)
+    goes = {name: any(leaves[k].on_host for k in unit) for name, unit in units.items()}
+    near = [k for name, unit in units.items() if not goes[name] for k in unit]
+    away = [unit for name, unit in units.items() if goes[name]]
+    sizes = [sum(leaves[k].bytes_per_device(plan.mesh, plan.config.axis) for k in unit) for unit in away]
+    most = max([*sizes, sum(sizes) // 8], default=0)
+    groups: list[list[int]] = [near] if near else []
+    filled = most + 1  # the first one begins a group
+    for unit, size in zip(away, sizes, strict=True):
+        if filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1] += unit
+        filled += size
+    return groups
+
+
+def _one_leaf_at_a_time(
+    jaxpr: Any, consts: Sequence[Any], key: jax.Array, wanted: Collection[int], *, side_effects: bool
+) -> list[Any]:
+    """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
+
+    Args:
+      jaxpr: It.
+      consts: Its constants.
+      key: Its argument.
+      side_effects: Whether equations with side effects run although nothing needs their outputs.
+      wanted: Which outputs are needed, by number; in place of the others zeros are returned.
+    """
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
+    needed = {v for k, v in enumerate(jaxpr.outvars) if k in wanted and not _compat.is_literal(v)}
+    used = []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars) or (side_effects and _compat.has_side_effects(eqn)):
+            used.append(eqn)
+            needed.update(v for v in eqn.invars if not _compat.is_literal(v))
+    last: Any = None
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    for eqn in reversed(used):
+        draws = _draws(eqn)
+        inputs = [read(v) for v in eqn.invars]
+        if draws and last is not None:
+            inputs = [_after(x, last) if _is_key(x) else x for x in inputs]
+        with _compat.equation_context(eqn):
+            outputs = _compat.bind(eqn, inputs)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        if draws:
+            last = outputs[0]
+    return [read(v) if k in wanted else 0 for k, v in enumerate(jaxpr.outvars)]
+
+
+def _draws(eqn: Any) -> bool:
+    """Whether an equation makes a large array from a PRNG key."""
+    out = eqn.outvars[0].aval
+    is_number = jnp.issubdtype(out.dtype, jnp.number)
+    return is_number and math.prod(out.shape) >= LARGE and any(_is_key(v.aval) for v in eqn.invars)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _after(key: jax.Array, drawn: jax.Array) -> jax.Array:
+    """Returns `key`, not before the array `drawn` is there."""
+    first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
+    bits = lax.bitcast_convert_type(first, jnp.uint32)
+    zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
+    return jax.random.wrap_key_data(jax.random.key_data(key) ^ zero, impl=jax.random.key_impl(key))

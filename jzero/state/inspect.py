@@ -1,0 +1,295 @@
+"""Single parameters, gradients and optimizer leaves, whole, by path: for debugging and for edits."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.arrays.casts import with_edits
+from jzero.arrays.fits import misfit
+from jzero.arrays.placement import gather_leaves
+from jzero.config.precision import is_key
+from jzero.plan.padded import is_padded
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.planner import other_fields
+from jzero.state.shard import place_given, write_params
+from jzero.state.train_state import adapt_sharded, check_alive
+
+__all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]
+
+PyTree = Any
+State = Any
+
+DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
+
+def get_full_param(state: State, path: str) -> jax.Array:
+    """Returns one parameter as the optimizer keeps it, whole on every device.
+
+    Peak memory per device is the shards plus this leaf. In several processes each must call it.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`, trained or frozen.
+
+    Returns:
+      The master copy where the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
+      replicated.
+
+    Raises:
+      ValueError: `path` names no parameter.
+
+    Example:
+      >>> w = jzero.get_full_param(state, "w")
+      >>> w.shape, w.sharding.is_fully_replicated
+      ((512, 512), True)
+
+    References:
+      DeepSpeed's `safe_get_full_fp32_param`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    frozen = _frozen_index(plan, path)
+    if frozen is not None:
+        return _gather(jax.tree.leaves(other_fields(train_state))[frozen], plan.other_leaves[frozen], plan)
+    i = _index(plan, path)
+    leaf = plan.leaves[i]
+    param = plan.flat_params(train_state.params)[i]
+    if leaf.master is None:
+        return _gather(param, leaf.param, plan)
+    master = plan.flat_params(train_state.opt_state.masters)[i]
+    return with_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
+
+
+def set_full_param(state: State, path: str, *, value: Any) -> State:
+    """Replaces one parameter, its master copy included. The optimizer state stays as it is.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, trained or frozen.
+      value: Its new value in its natural shape, cast to the dtype of the master; in several processes each must pass
+        the same.
+
+    Returns:
+      The new state, which shares its other arrays with `state`.
+
+    Raises:
+      ValueError: `path` names no parameter, or `value` has another shape, or numbers that the dtype does not hold.
+      TypeError: `value` is no array of numbers.
+
+    Example:
+      >>> zeroed = jzero.set_full_param(state, "w", value=np.zeros((512, 512)))
+      >>> float(jzero.get_full_param(zeroed, "w").max())
+      0.0
+
+    References:
+      DeepSpeed's `safe_set_full_fp32_param`.
+    """
+    adapted = adapt_sharded(state)
+    plan = adapted.state.tx.plan
+    frozen = _frozen_index(plan, path)
+    if frozen is not None:
+        check_alive(adapted.state)
+        leaf = plan.other_leaves[frozen]
+        leaves, treedef = jax.tree.flatten(other_fields(adapted.state), is_leaf=is_padded)
+        (placed,) = place_given([(_as_leaf(value, leaf), leaf)], plan)
+        leaves[frozen] = leaf.boxed(placed)
+        return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
+    i = _index(plan, path)
+    check_alive(adapted.state)
+    # First to the master's dtype: a parameter that is not the rounded master counts as edited.
+    value = _as_leaf(value, plan.leaves[i].updated)
+    return adapted.rebuild(write_params(adapted.state, {i: value}, [i == j for j in range(len(plan.leaves))]))
+
+
+def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
+    """Returns what the optimizer keeps for one parameter under a name, whole on every device.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+      name: The key before the path of the parameter: "mu" and "nu" for Adam, "trace" for momentum. Where a chain has
+        it twice, more of the keys: "0/mu". DeepSpeed's "exp_avg" and "exp_avg_sq" stand for "mu" and "nu".
+
+    Returns:
+      The leaf in its natural shape, in the dtype that the optimizer computes in, replicated.
+
+    Raises:
+      ValueError: `path` names no parameter, the optimizer keeps nothing of that name for it, or several things; the
+        message lists the names.
+
+    Example:
+      >>> mu = jzero.get_full_opt_state(state, "w", name="mu")
+      >>> mu.shape, mu.sharding.is_fully_replicated
+      ((512, 512), True)
+
+    References:
+      DeepSpeed's `safe_get_full_optimizer_state`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    i = _opt_index(plan, path, name)
+    leaf = plan.inner_leaves[i]
+    whole = _gather(plan.inner_treedef.flatten_up_to(_inner(train_state, plan))[i], leaf, plan)
+    return whole if leaf.wide is None else whole.astype(leaf.wide)
+
+
+def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
+    """Replaces what the optimizer keeps for one parameter under a name.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter.
+      name: As for `get_full_opt_state`.
+      value: Its new value in its natural shape, cast (rounded to nearest) to the dtype that it is stored in; in several
+        processes each must pass the same.
+
+    Returns:
+      The new state, which shares its other arrays with `state`.
+
+    Raises:
+      ValueError: As for `get_full_opt_state`, or `value` has another shape, or numbers that the dtype does not hold.
+      TypeError: `value` is no array of numbers.
+
+    Example:
+      >>> ones = jzero.set_full_opt_state(state, "w", name="mu", value=jnp.ones((512, 512)))
+      >>> float(jzero.get_full_opt_state(ones, "w", name="mu").min())
+      1.0
+
+    References:
+      DeepSpeed's `safe_set_full_optimizer_state`.
+    """
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    i = _opt_index(plan, path, name)
+    check_alive(train_state)
+    leaf = plan.inner_leaves[i]
+    leaves = plan.inner_treedef.flatten_up_to(_inner(train_state, plan))
+    (leaves[i],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
+    inner = plan.inner_treedef.unflatten(leaves)
+    opt_state = dataclasses.replace(train_state.opt_state, inner=inner) if plan.has_opt_state else inner
+    return adapted.rebuild(train_state.replace(opt_state=opt_state))
+
+
+def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
+    """Returns the gradient of one parameter, reduced over all devices, whole on every device.
+
+    Args:
+      state: A sharded train state.
+      path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
+      grads: The gradients that `jzero.value_and_grad` returned for `state`.
+
+    Returns:
+      The gradient in the natural shape of the parameter, in float32 or wider, replicated.
+
+    Raises:
+      ValueError: `path` names no parameter or one that is not trained, or `grads` are not those of `state`.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> _, grads = jzero.value_and_grad(loss_fn)(state, jnp.ones((8, 512)))
+      >>> jzero.get_full_grad(state, "w", grads=grads).shape
+      (512, 512)
+
+    References:
+      DeepSpeed's `safe_get_full_grad`.
+    """
+    plan = adapt_sharded(state).state.tx.plan
+    i = _index(plan, path)
+    if not plan.leaves[i].trained:
+        raise ValueError(f"{path!r} is not trained: it has no gradient.")
+    leaves = jax.tree.leaves(grads)
+    if len(leaves) != len(plan.leaves):
+        raise ValueError(
+            f"`grads` has {len(leaves)} leaves, but the state has {len(plan.leaves)} parameters: hand over what "
+            "`jzero.value_and_grad` returned for this state."
+        )
+    leaf = plan.leaves[i].grad
+    if tuple(leaves[i].shape) != leaf.stored_shape:
+        raise ValueError(
+            f"The gradient of {path!r} has shape {tuple(leaves[i].shape)}, but the plan stores it as "
+            f"{leaf.stored_shape}: hand over what `jzero.value_and_grad` returned for this state."
+        )
+    whole = _gather(leaves[i], leaf, plan)
+    return whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+
+
+def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
+    """Returns which leaf beside `params` is the parameter with this path, with or without the field it lies in."""
+    if any(leaf.path == path for leaf in plan.leaves):
+        return None
+    return next(
+        (i for i, x in enumerate(plan.other_leaves) if x.is_param and path in (x.path, x.path.partition("/")[2])), None
+    )
+
+
+def _index(plan: ZeroPlan, path: str) -> int:
+    """Returns which parameter has this path."""
+    paths = [leaf.path for leaf in plan.leaves]
+    if _frozen_index(plan, path) is not None:
+        raise ValueError(f"{path!r} is not trained: it has no gradient and no optimizer state.")
+    if path not in paths:
+        near = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
+        listed = f"The nearest are {near}." if near else f"The first paths are {paths[:5]}."
+        raise ValueError(f"`path` {path!r} names no parameter: it must be a whole key path. {listed}")
+    return paths.index(path)
+
+
+def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
+    """Returns which leaf of the optimizer's own state follows a parameter under a name."""
+    owner = _index(plan, path)
+    names = {
+        leaf.path.removesuffix(path).removesuffix("/"): i
+        for i, leaf in enumerate(plan.inner_leaves)
+        if leaf.owner == owner
+    }
+    if not names:
+        why = "" if plan.leaves[owner].trained else ", which is not trained"
+        raise ValueError(f"The optimizer keeps nothing for {path!r}{why}.")
+    *front, last = name.split("/")
+    found = _matching(name, names) or _matching("/".join([*front, DEEPSPEED_NAMES.get(last, last)]), names)
+    if not found:
+        raise ValueError(f"The optimizer keeps no {name!r} for {path!r}: it has {list(names)}.")
+    if len(found) > 1:
+        raise ValueError(f"`name` {name!r} stands for several things that the optimizer keeps for {path!r}: {found}.")
+    return names[found[0]]
+
+
+def _matching(name: str, names: dict[str, int]) -> list[str]:
+    """Returns the names that `name` is, or else those that end with it."""
+    return [name] if name in names else [full for full in names if full.endswith(f"/{name}")]
+
+
+def _inner(train_state: Any, plan: ZeroPlan) -> PyTree:
+    return train_state.opt_state.inner if plan.has_opt_state else train_state.opt_state
+
+
+def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    check_alive(x)
+    return gather_leaves([x], [leaf], plan.mesh)[0]
+
+
+def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
+    """Returns a value in the dtype of a leaf; raises unless it has its natural shape, and numbers that fit."""
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`value` must be an array of shape {leaf.shape} for {leaf.path!r}: got {value!r:.100}."
+        ) from error
+    if array.dtype == np.dtype(object):
+        raise TypeError(
+            f"`value` must be an array of numbers for {leaf.path!r}, which is {leaf.dtype}: got {value!r:.100}."
+        )
+    if array.shape != leaf.shape:
+        raise ValueError(f"`value` has shape {array.shape}, but {leaf.path!r} has shape {leaf.shape}.")
+    if is_key(leaf.dtype) and array.dtype != leaf.dtype:
+        raise ValueError(f"{leaf.path!r} holds random keys, {leaf.dtype}: `value` is {array.dtype}.")
+    if why := misfit(array, leaf.dtype):
+        raise ValueError(f"`value` cannot be written to {leaf.path!r}: it holds {why}. Cast or clip it first.")
+    return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)

@@ -1,0 +1,113 @@
+"""The parameters of a model of any library, and how many its largest layer has."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero._text import key_names
+from jzero.config.zero import LeafRule
+from jzero.plan.layout import find_scan_dims
+from jzero.state.train_state import adapt, load_integrations, map_state
+from jzero.update.transformation import ZeroTransformation
+
+__all__ = ["Params", "count_params", "register_model_view", "state_params"]
+
+PyTree = Any
+Params = Mapping[tuple[str, ...], Any]
+"""Parameters by key path; a shared one is the same object under each of its paths."""
+
+ModelView = Callable[[Any], "Params | None"]
+_MODEL_VIEWS: list[ModelView] = []
+
+
+def register_model_view(view: ModelView) -> None:
+    """Registers how the parameters of another library's models are found.
+
+    Args:
+      view: Takes an object; returns its parameters by key path, or `None` if it is none of its kind. A shared parameter
+        is the same object under each of its paths.
+    """
+    _MODEL_VIEWS.append(view)
+
+
+def state_params(state: Any) -> Params:
+    """Returns the parameters of a train state by key path, frozen ones too; those of a sharded one as their shapes."""
+    if isinstance(state.tx, ZeroTransformation):
+        state = map_state(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state)
+    fields = ("params", *getattr(state, "frozen_fields", ()))
+    return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
+
+
+def _tree_params(tree: PyTree) -> Params:
+    def is_box(x: Any) -> bool:  # Linen wraps leaves that carry axis names
+        return hasattr(x, "replace_boxed")
+
+    found: dict[tuple[str, ...], Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
+        found[key_names(path)] = jax.tree.leaves(x)[0] if is_box(x) else x
+    return found
+
+
+def _params(model: Any) -> Params:
+    load_integrations()
+    for view in _MODEL_VIEWS:
+        params = view(model)
+        if params is not None:
+            return params
+    if hasattr(model, "params") and hasattr(model, "opt_state"):
+        return state_params(adapt(model).state)
+    is_variables = isinstance(model, Mapping) and isinstance(model.get("params"), Mapping)
+    return _tree_params(model["params"] if is_variables else model)
+
+
+def count_params(model: Any) -> tuple[int, int]:
+    """Returns the parameters of a model, and those of its largest layer."""
+    params = _params(model)
+    _check_leaves(params)
+    total: dict[Any, int] = {}
+    layers: dict[tuple[str, ...], dict[Any, int]] = {}
+    shapes = [tuple(getattr(x, "shape", ())) for x in params.values()]
+    for (path, x), shape, in_stack in zip(params.items(), shapes, _in_stack(list(params), shapes), strict=True):
+        # Shapes and numbers have no identity: what looks like one object may be two parameters.
+        key = path if isinstance(x, jax.ShapeDtypeStruct | numbers.Number) else id(x)
+        total[key] = math.prod(shape)
+        layers.setdefault(path[:-1], {})[key] = math.prod(shape) // max(1, shape[0]) if in_stack else math.prod(shape)
+    return sum(total.values()), max(sum(layer.values()) for layer in layers.values())
+
+
+def _in_stack(paths: list[tuple[str, ...]], shapes: list[tuple[int, ...]]) -> list[bool]:
+    """Returns for each leaf whether it stacks the layers of a scan.
+
+    `find_scan_dims` also takes a leaf alone for a stack if its leading dimension is not its largest, which costs a
+    layout little. Here it would divide convolutions and projections of attention, so siblings have to bear it out.
+    """
+    dims = find_scan_dims(paths, shapes, [LeafRule()] * len(paths))
+    below: dict[tuple[str, ...], list[int | None]] = {}
+    for path, shape, dim in zip(paths, shapes, dims, strict=True):
+        for depth in range(len(path)):
+            below.setdefault(path[:depth], []).append(None if dim is None else shape[dim])
+    stacks = {prefix for prefix, sizes in below.items() if len(sizes) > 1 and None not in sizes and len({*sizes}) == 1}
+    return [any(path[:depth] in stacks for depth in range(len(path))) for path in paths]
+
+
+def _check_leaves(params: Params) -> None:
+    if not params:
+        raise ValueError("`model` must have parameters: got none.")
+    bad = []
+    for path, x in params.items():
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
+        if not is_array and not isinstance(x, numbers.Number):
+            bad.append(f"  {'/'.join(path) or 'model'}: {type(x).__name__}")
+    if bad:
+        raise TypeError(
+            "Every leaf of `model` must be an array or its shape; these are not:\n"
+            + "\n".join(bad)
+            + "\nOf a Linen module pass the variables, e.g. `jax.eval_shape(module.init, key, inputs)`; of an Equinox "
+            "module the arrays, `eqx.filter(module, eqx.is_array)`."
+        )

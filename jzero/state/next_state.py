@@ -1,0 +1,250 @@
+"""What a train step makes of its gradients: the next state, at once or one step later.
+
+[Note: Delayed updates]
+With `Offload(delay=1)` a step hands the gradients of the step before to the optimizer and keeps its own in the state,
+reduced, unscaled, clipped, in fp32 or wider, in the memory where the parameter's optimizer state is. Its update then
+depends on nothing that the step computes, so the compiler may run it on the host beside the loss and its gradients. The
+first step has nothing to apply: it changes no parameter and does not count in `state.step`. A step whose gradients are
+not finite leaves nothing to apply to the next one. What the loss changes itself, such as batch statistics, and the loss
+scale change at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero.arrays.placement import is_on_host, stored_leaf, strong
+from jzero.arrays.streamed import Update, source, stream
+from jzero.config.precision import times
+from jzero.plan.mesh import mesh_platform
+from jzero.plan.opt_state import PendingUpdate
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.state.train_state import adapt_sharded, check_alive, map_state
+from jzero.update.leaf import NO_ELEMENTS
+from jzero.update.transformation import InStep, keep_unless, with_next_loss_scale
+
+__all__ = ["StepGrads", "apply_pending", "next_state", "settled_step"]
+
+State = Any
+
+
+class StepGrads(NamedTuple):
+    """The gradients of one step.
+
+    Attributes:
+      grads: One per parameter leaf, as the plan lays them out, in fp32 or wider; without elements where `reduced` is in
+        host memory.
+      reduced: The same before they were multiplied with `factors`.
+      factors: The loss scale, clipping.
+      applied: Whether they are to be applied, a 0-d boolean; `None` if in any case.
+      weighs: Whether the batch had any weight, a 0-d boolean; `None` if in any case.
+      overflowed: One boolean per parameter leaf, where the precision policy asks.
+    """
+
+    grads: list[jax.Array]
+    reduced: list[jax.Array]
+    factors: tuple[jax.Array, ...]
+    applied: jax.Array | None
+    weighs: jax.Array | None
+    overflowed: jax.Array
+
+
+def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
+    """Returns the state after a step, as the plan stores it, inside of `jit`.
+
+    Gradients that are not applied change nothing but the loss scale, and without weight not even that.
+
+    Args:
+      state: The state before.
+      found: The step's gradients.
+      changed: What the loss changed of the state's other fields, by name.
+    """
+    plan = state.tx.plan
+    carried = _with_changed(state, changed)
+    if found.applied is not None and carried is not state:
+        carried = keep_unless(found.applied, carried, state)
+    if plan.config.offload.delay:
+        new = _with_pending(_pending_applied(carried), found)
+    else:
+        new = _unless_skipped(found.applied, _updated(carried, found), carried)
+    if found.applied is not None and plan.has_opt_state:
+        scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
+        scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
+        new = new.replace(opt_state=scaled)
+    return _stored(new, plan)
+
+
+def _stored(state: Any, plan: ZeroPlan) -> Any:
+    def stored(x: Any, leaf: StateLeaf) -> jax.Array:
+        return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
+
+    return map_state(stored, plan, state)
+
+
+def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
+    if not jax.tree.leaves(changed):
+        return state
+    return state.absorb(state.as_stored(changed)) if hasattr(state, "absorb") else state.replace(**changed)
+
+
+def _updated(state: Any, found: StepGrads) -> Any:
+    """Returns the state after its own `apply_gradients`.
+
+    What the update makes anew takes no part in optax's sums: something without elements stands for each such parameter.
+    """
+    tx, plan = state.tx, state.tx.plan
+    params = plan.flat_params(state.params)
+    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
+    new_params: dict[int, jax.Array] = {}
+    cls = type(state)
+    if (away or plan.config.offload.delay) and _has_own_update(state):
+        option, what = ("params='host'", "parameters") if away else ("delay=1", "gradients")
+        raise TypeError(
+            f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
+            f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "
+            "that option."
+        )
+    pairs = zip(found.grads, found.reduced, strict=True)
+    direct = _made_anew(state) | away | plan.keys  # nothing can be added to random keys
+    reduced = {id(g): (raw, found.factors) for g, raw in pairs}
+    step = InStep(found.applied, reduced, new_params, state.params, direct)
+    seen = plan.stored_params([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])
+    before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
+    new = before.apply_gradients(grads=plan.params_treedef.unflatten(found.grads))
+    after = plan.flat_params(new.params)
+    kept = [new_params.get(i, params[i]) if i in direct else x for i, x in enumerate(after)]
+    return new.replace(tx=tx, params=plan.stored_params(kept))
+
+
+def _has_own_update(state: Any) -> bool:
+    """Whether a state's class has an `apply_gradients`, or a `replace` that it would call, of its own."""
+    methods = [getattr(type(state), name, None) for name in ("apply_gradients", "replace")]
+    # Where a function was defined: `functools.wraps` copies `__module__`, but not this.
+    defined = [getattr(method, "__globals__", {}).get("__name__", "") for method in methods]
+    return not all(name.startswith(("jzero.", "flax.")) for name in defined)
+
+
+def _made_anew(state: Any) -> frozenset[int]:
+    """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut, which nobody else sees."""
+    plan = state.tx.plan
+    if mesh_platform(plan.mesh) == "tpu":
+        return frozenset()
+    found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
+    return frozenset() if _has_own_update(state) else frozenset(found - plan.hosted)
+
+
+def _pending_applied(state: Any) -> Any:
+    """Returns the state after the update that was put off; as it is if there was none."""
+    plan = state.tx.plan
+    pending = state.opt_state.pending
+    kept = plan.flat_params(pending.grads)
+    kept = [jnp.zeros((), leaf.grad.dtype) if x is None else x for x, leaf in zip(kept, plan.leaves, strict=True)]
+    # As many objects as gradients: each is known by its identity.
+    grads = [jnp.zeros((0,), x.dtype) if i in plan.hosted else x for i, x in enumerate(kept)]
+    found = StepGrads(grads, kept, (), pending.ready, None, jnp.zeros((0,), jnp.bool_))
+    return _unless_skipped(pending.ready, _updated(state, found), state)
+
+
+def _unless_skipped(applied: jax.Array | None, new: Any, old: Any) -> Any:
+    """Returns `new` if the step is applied, else `old`; parameters that were made anew know already."""
+    if applied is None:
+        return new
+    plan, kept, anew = new.tx.plan, keep_unless(applied, new, old), _made_anew(new)
+    pairs = zip(*(plan.flat_params(x.params) for x in (new, kept)), strict=True)
+    return kept.replace(params=plan.stored_params([x if i in anew else y for i, (x, y) in enumerate(pairs)]))
+
+
+def _with_pending(state: Any, found: StepGrads) -> Any:
+    """Returns the state with a step's gradients in place of those that were put off before."""
+    plan = state.tx.plan
+    old = plan.flat_params(state.opt_state.pending.grads)
+    leaves = plan.flat_params(plan.waiting.grads)
+
+    def kept(i: int, leaf: StateLeaf | None) -> Any:
+        grad, raw = found.grads[i], found.reduced[i]
+        if leaf is None:
+            return None
+        if not is_on_host(raw):
+            return stored_leaf(grad.astype(leaf.dtype), leaf, plan)
+        value = source(raw, leaf, leaf.shape).map(times, *found.factors)
+        (new,), _ = stream(plan, Update(leaf, [value], [old[i]], lambda position, values, old: (values, None)))
+        return new
+
+    grads = plan.params_treedef.unflatten([kept(i, leaf) for i, leaf in enumerate(leaves)])
+    ready = jnp.ones((), jnp.bool_) if found.applied is None else found.applied
+    return state.replace(opt_state=dataclasses.replace(state.opt_state, pending=PendingUpdate(grads, ready)))
+
+
+def apply_pending(state: State, *, donate: bool = False) -> State:
+    """Applies the gradients that `Offload(delay=1)` put off, so that none is lost when training ends.
+
+    Saving a checkpoint, laying a state out anew, editing parameters and `unshard_train_state` do so by themselves;
+    reading parameters does not, and restoring others drops what waits. Training may go on from the result: its first
+    step then has nothing to apply, so the numbers after it are not those of a run that went on. Works inside of
+    `jax.jit`.
+
+    Args:
+      state: A sharded train state.
+      donate: Whether the memory of `state` may be reused, so that it cannot be used afterwards; otherwise both states
+        are there for a while.
+
+    Returns:
+      The state without gradients that wait; `state` itself if there were none.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+      RuntimeError: The state was consumed by a step.
+
+    Example:
+      >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
+      >>> late = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> late, _ = step(late, jnp.ones((8, 512)))
+      >>> int(late.step), int(jzero.apply_pending(late).step)
+      (0, 1)
+    """
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    pending = train_state.opt_state.pending if plan.has_opt_state else None
+    if pending is None or not isinstance(pending.ready, jax.Array):
+        return state
+    if isinstance(pending.ready, jax.core.Tracer):
+        return adapted.rebuild(_settled(train_state))
+    check_alive(train_state)
+    if not bool(pending.ready):
+        return state
+    near = map_state(functools.partial(_in_place, plan), plan, train_state)
+    return adapted.rebuild(_apply(plan, jax.tree.structure(near), donate)(near))
+
+
+def _in_place(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
+    """Returns a leaf where the plan has it; one that `offload_train_state` moved is copied."""
+    return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
+
+
+@jax.named_scope("zero_update")
+def _settled(state: Any) -> Any:
+    """Returns the state with what waits applied, as the plan stores it, inside of `jit`."""
+    new = _pending_applied(state)
+    pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
+    return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
+
+
+def settled_step(state: Any) -> int:
+    """Returns the `step` that a sharded train state has once the gradients that wait are applied."""
+    check_alive(state)
+    pending = state.opt_state.pending if state.tx.plan.has_opt_state else None
+    return int(state.step) + (pending is not None and bool(pending.ready))
+
+
+@functools.lru_cache(maxsize=8)
+def _apply(plan: ZeroPlan, treedef: Any, donate: bool) -> Any:
+    shapes = treedef.unflatten(range(treedef.num_leaves))
+    shardings = map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes)
+    return jax.jit(_settled, donate_argnums=(0,) if donate else (), out_shardings=shardings)

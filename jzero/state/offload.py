@@ -1,0 +1,111 @@
+"""Moves of a state's arrays between device and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+
+from jzero.plan.mesh import HOST_MEMORY, check_host_memory
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.planner import other_fields
+from jzero.state.train_state import adapt_sharded, check_alive, map_state
+
+__all__ = ["offload_train_state", "reload_train_state"]
+
+State = Any
+
+
+def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
+    """Moves parts of a state to host memory, to make room on the devices: for evaluation, generation, another model.
+
+    Each array goes to pinned memory of its device's host, sharded as before, and leaves the device at once, so the
+    input cannot be used afterwards. Training steps refuse such a state until `reload_train_state` brings it back, to
+    the bit; checkpoints of it can be saved, which takes one leaf at a time to the device. Peak device memory is what
+    was there.
+
+    Args:
+      state: A sharded train state.
+      include: Fields to move: `"params"` (with frozen ones), `"opt_state"` (with masters), or other fields by name.
+
+    Returns:
+      The state, with these arrays on the host.
+
+    Raises:
+      ValueError: A field is not there, or the devices have no pinned host memory; the message says what they have.
+      RuntimeError: An array stayed on the device although it was told to leave it.
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> away = jzero.offload_train_state(jzero.shard_train_state(plain_state, stage=3), include=["opt_state"])
+      >>> away.opt_state[0].mu["w"].sharding.memory_kind, away.params["w"].sharding.memory_kind
+      ('pinned_host', 'device')
+      >>> jzero.reload_train_state(away).opt_state[0].mu["w"].sharding.memory_kind
+      'device'
+
+    References:
+      DeepSpeed's `engine.offload_states` and `engine.reload_states`.
+    """
+    adapted = adapt_sharded(state)
+    train_state = adapted.state
+    plan: ZeroPlan = train_state.tx.plan
+    check_alive(train_state)
+    chosen = _chosen_fields(train_state, include)
+    check_host_memory(plan.mesh)
+    return adapted.rebuild(_moved(train_state, plan, chosen, HOST_MEMORY))
+
+
+def reload_train_state(state: State) -> State:
+    """Brings everything that `offload_train_state` moved to the host back to the devices. The input is consumed.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      The state with every array on the devices, where and what it was, to the bit.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> away = jzero.offload_train_state(jzero.shard_train_state(plain_state, stage=3))
+      >>> back = jzero.reload_train_state(away)
+      >>> bool((jzero.get_full_param(back, "w") == plain_state.params["w"]).all())
+      True
+    """
+    adapted = adapt_sharded(state)
+    plan = adapted.state.tx.plan
+    check_alive(adapted.state)
+    return adapted.rebuild(_moved(adapted.state, plan, None, None))
+
+
+def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]:
+    others = other_fields(train_state)
+    known = {"params", "opt_state", *others}
+    if isinstance(include, str) or not set(include) <= known:
+        raise ValueError(f"`include` must name fields of the state, a collection of {sorted(known)}: got {include!r}.")
+    frozen = getattr(train_state, "frozen_fields", ()) if "params" in include else ()
+    return frozenset({*include, *frozen})
+
+
+def _moved(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:
+    """Returns the state with the arrays of some fields (`None` for all) in a kind of memory; consumes what it moves."""
+    counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
+    fields = [name for name, count in counts.items() for _ in range(count)]
+    fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
+    remaining = iter(fields)
+
+    def move(x: jax.Array, leaf: StateLeaf) -> jax.Array:
+        name = next(remaining)
+        target = plan.sharding(leaf) if kind is None else plan.device_sharding(leaf).with_memory_kind(kind)
+        wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
+        if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
+            return x
+        moved = jax.block_until_ready(jax.device_put(x, target))  # one at a time, so that none is there twice for long
+        if moved.sharding.memory_kind != wanted:
+            raise RuntimeError(f"{leaf.path} was to be in {wanted!r} memory, but is in {moved.sharding.memory_kind!r}.")
+        x.delete()
+        return moved
+
+    return map_state(move, plan, train_state)

@@ -1,0 +1,530 @@
+"""Plan, shard, unshard, gather and update train states."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jzero._text import path_str
+from jzero.arrays.casts import with_edits
+from jzero.arrays.fingerprints import describe_plan, describe_value
+from jzero.arrays.placement import Look, gather_leaves, place_leaf, strong
+from jzero.arrays.processes import agree, check_wait
+from jzero.config.zero import ZeroConfig
+from jzero.plan.mesh import AnyMesh, make_mesh
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.planner import make_plan
+from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
+from jzero.state.next_state import apply_pending
+from jzero.state.train_state import adapt, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero.update.transformation import ZeroTransformation
+
+__all__ = [
+    "abstract_train_state",
+    "gather_params",
+    "natural_params",
+    "place_given",
+    "plan_train_state",
+    "resolve_config",
+    "resolve_mesh",
+    "restrict",
+    "shard_train_state",
+    "unshard_train_state",
+    "update_params",
+    "write_params",
+]
+
+PyTree = Any
+State = Any
+
+
+def plan_train_state(
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: AnyMesh | None = None,
+    trainable: PyTree | str | None = None,
+) -> ZeroPlan:
+    """Returns where every leaf of a train state would live. Pure: places nothing.
+
+    Args:
+      state: A train state in natural shapes, concrete or abstract (`jax.ShapeDtypeStruct` leaves), or one
+        already sharded by jzero.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how. By default as a state that is sharded already.
+      mesh: Over which devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
+        machine that is not there.
+      trainable: Which parameters are trained, as for `shard_train_state`.
+
+    Returns:
+      A `ZeroPlan`; `print` it for a table.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state.
+      TypeError: The state holds leaves that are no arrays; the message lists them.
+
+    Example:
+      >>> mesh = jax.sharding.AbstractMesh((512,), ("data",))
+      >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
+      512
+    """
+    config = resolve_config(stage, config, state)
+    natural, tx, _ = _natural(adapt(state).state)
+    mesh = resolve_mesh(mesh, config, state)
+    return make_plan(*restrict(natural, tx, trainable), config, mesh)
+
+
+def shard_train_state(  # noqa: PLR0913  # what to place, how and where
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: Mesh | None = None,
+    trainable: PyTree | str | None = None,
+    donate: bool = False,
+    check_processes: bool | float = True,
+) -> State:
+    """Places a train state over the devices as ZeRO's stage says. Values do not change.
+
+    With a precision policy parameters and optimizer state take the dtypes that it gives them, and `opt_state`
+    becomes a `ZeroOptState` that holds the optimizer's own state (`inner`) and the masters.
+
+    Args:
+      state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
+        `jzero.TrainState`. One that jzero has sharded before is laid out anew.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how. By default as a state that is sharded already.
+      mesh: Over which devices. By default all of them, or those of an already sharded state.
+      trainable: Which parameters are trained: a tree of booleans of the structure of `params` (or of its upper
+        part), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
+        gradient, no master copy and no optimizer state. By default those that the optimizer updates. Random keys are
+        never trained.
+      donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
+      check_processes: Whether several processes make sure that they have the same configuration, leaves and values. A
+        number says how many seconds they wait for each other, 300 by default.
+
+    Returns:
+      A state of the caller's own class: every leaf a committed `jax.Array` on the mesh, in its stored
+      shape; its `tx` carries the plan. It shares no buffer with the input.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state, or processes disagree; each says how.
+      TypeError: The state holds leaves that are no arrays.
+
+    Example:
+      >>> state = jzero.shard_train_state(plain_state, stage=3)
+      >>> jzero.plan_of(state).config.stage
+      3
+
+    References:
+      Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
+    """
+    config = resolve_config(stage, config, state)
+    adapted = adapt(state)
+    _check_concrete(adapted.state)
+    check_alive(adapted.state)
+    natural, tx, old = _natural(adapted.state)
+    mesh = resolve_mesh(mesh, config, state)
+    natural, new_tx = restrict(natural, tx, trainable)
+    wait_s = check_wait(check_processes)
+    plan = agree(
+        "shard_train_state",
+        mesh,
+        lambda: make_plan(natural, new_tx, config, mesh),
+        lambda plan: {"the training state": describe_plan(plan)},
+        wait_s=wait_s,
+    )
+    if old is not None:
+        adapted = adapt(apply_pending(state, donate=donate))
+    values: list[str] = []
+    placed = agree(
+        "shard_train_state",
+        mesh,
+        lambda: _placed(adapted.state, old, plan, new_tx, donate=donate, values=None if wait_s is None else values),
+        lambda _: {"the initial values": "\n".join(values)},
+        wait_s=wait_s,
+    )
+    return adapted.rebuild(placed)
+
+
+def _placed(
+    train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
+) -> Any:
+    """Returns a state, laid out as `old` says, as `plan` stores it; notes what values this process supplies."""
+    arrays, before = _to_place(train_state, old, plan, tx)
+    uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
+
+    def place(x: Any, leaf: StateLeaf) -> jax.Array:
+        was = next(before, None)
+        whole = x
+        if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
+            (whole,) = gather_leaves([x], [was], old.mesh)
+        placed = place_leaf(whole, leaf, plan, look=_noter(values, leaf))
+        uses[id(x)] -= 1
+        if old is not None or donate:  # one leaf at a time, so that at most one is held whole
+            jax.block_until_ready(placed)
+        if donate and isinstance(x, jax.Array) and not uses[id(x)]:
+            x.delete()
+        return placed
+
+    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan))
+    if donate:  # what the new state has no use for
+        for x in jax.tree.leaves(train_state):
+            if isinstance(x, jax.Array) and not x.is_deleted():
+                x.delete()
+    return placed
+
+
+def abstract_train_state(
+    state: State,
+    *,
+    stage: int | None = None,
+    config: ZeroConfig | None = None,
+    mesh: AnyMesh | None = None,
+    trainable: PyTree | str | None = None,
+) -> State:
+    """Returns what `shard_train_state` would return, as shapes with shardings: to restore into, or to lower steps with.
+
+    Places nothing, so it costs no device memory.
+
+    Args:
+      state: A train state, plain or sharded before, concrete or abstract (`jax.eval_shape(make_state, key)`).
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
+      config: What to partition, and how. By default as a state that is sharded already.
+      mesh: Over which devices; they may be of a machine that is not there.
+      trainable: Which parameters are trained, as for `shard_train_state`.
+
+    Returns:
+      A state of the caller's own class with `jax.ShapeDtypeStruct` leaves; its `tx` carries the plan.
+
+    Raises:
+      ValueError: The configuration does not fit the mesh or the state.
+      TypeError: The state holds leaves that are no arrays; the message lists them.
+
+    Example:
+      >>> like = jzero.abstract_train_state(plain_state, stage=3)
+      >>> like.params["w"].sharding.shard_shape(like.params["w"].shape)
+      (64, 512)
+    """
+    config = resolve_config(stage, config, state)
+    adapted = adapt(state)
+    natural, tx, _ = _natural(adapted.state)
+    mesh = resolve_mesh(mesh, config, state)
+    natural, tx = restrict(natural, tx, trainable)
+    plan = make_plan(natural, tx, config, mesh)
+
+    def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=plan.sharding(leaf))
+
+    return adapted.rebuild(map_state(shape, plan, stored_state(natural, plan), tx=ZeroTransformation(tx, plan)))
+
+
+def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
+    """Returns a plain state and its optimizer for the trained parameters alone."""
+    new_tx = restrict_optimizer(tx, trainable, state.params)
+    if new_tx is tx:
+        return state, tx
+    return state.replace(opt_state=restrict_opt_state(new_tx, state.params, state.opt_state)), new_tx
+
+
+def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
+    """Returns the state in the structure that `plan` stores, and the layouts that its leaves had before, in order."""
+
+    def arranged(plain: Any, old_tx: Any, before: Any = None) -> Any:
+        if tx is not old_tx:
+            shapes = plan.params_treedef.unflatten(
+                [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
+            )
+            plain = plain.replace(opt_state=restrict_opt_state(tx, shapes, plain.opt_state))
+        return stored_state(plain, plan, before)
+
+    if old is None:
+        return arranged(train_state, train_state.tx), iter(())
+    before, old_tx = train_state.opt_state, train_state.tx.inner
+    plain = plain_state(train_state, old, take_edits=True)
+    order: list[Any] = []
+    layouts = arranged(map_state(lambda x, leaf: leaf, old.plain, plain), old_tx, before)
+    map_state(lambda x, leaf: order.append(x), plan, layouts)
+    return arranged(plain, old_tx, before), iter(order)
+
+
+def unshard_train_state(state: State) -> State:
+    """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
+
+    Peak memory per device is the shards plus the whole state. Of a precision policy the masters remain, as parameters,
+    and the optimizer's own state in its own dtypes; the loss scale does not. Frozen parameters have no master: they
+    come back in the dtype that they are stored in.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
+      True
+    """
+    check_alive(adapt_sharded(state).state)
+    adapted = adapt_sharded(apply_pending(state))
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    stored: list[jax.Array] = []
+    plain, layout = plain_state(train_state, plan), plan.plain
+    map_state(lambda x, leaf: stored.append(x), layout, plain)
+    gathered = gather_leaves(stored, _all_leaves(layout), plan.mesh)
+    params = plan.flat_params(train_state.params)
+    for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
+        if leaf.master is not None:
+            gathered[i] = with_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
+    whole = iter(gathered)
+
+    def natural(x: Any, leaf: StateLeaf) -> jax.Array:
+        return strong(next(whole), leaf.wide or leaf.dtype)
+
+    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
+
+
+def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
+    """Returns whole parameters, in their natural shapes, replicated on every device.
+
+    Peak memory per device is the shards plus the leaves asked for.
+
+    Args:
+      state: A sharded train state.
+      paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
+        match come back as `None`. All leaves by default.
+      masters: Whether to return the master copies that the optimizer updates in place of 16-bit parameters.
+
+    Returns:
+      A tree of `jax.Array` with the structure of `state.params`: shape as the model declares it, without
+      padding; dtype as stored (at stage 3 of a precision policy that of the masters anyway, but for
+      persistent leaves).
+
+    Raises:
+      ValueError: `paths` matches no leaf.
+
+    Example:
+      >>> jzero.gather_params(state, paths="w")["w"].shape == plain_state.params["w"].shape
+      True
+
+    References:
+      DeepSpeed's `GatheredParameters`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    check_alive(train_state)
+    chosen = _match(plan, paths)
+    params = plan.flat_params(train_state.params)
+    source, layout = (plain_state(train_state, plan), plan.plain) if masters else (train_state, plan)
+    stored = plan.flat_params(source.params)
+    taken = [i for i, take in enumerate(chosen) if take]
+    whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
+    gathered = iter(
+        with_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
+        if masters and plan.leaves[i].master is not None
+        else x
+        for i, x in zip(taken, whole, strict=True)
+    )
+    return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
+
+
+def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
+    """Edits whole parameters and writes them back sharded, masters included. The optimizer state stays as it is.
+
+    The result shares the arrays that were not edited with `state`: a step consumes both.
+
+    Args:
+      state: A sharded train state.
+      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns and returns it with new
+        values; shapes and dtypes must stay. In several processes each must return the same values.
+      paths: Which leaves to gather, as in `gather_params`; the others stay as they are.
+
+    Returns:
+      The state with the new parameters.
+
+    Raises:
+      ValueError: `paths` matches no leaf, or `fn` changed a shape, a dtype or the structure.
+
+    Example:
+      >>> zeroed = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="w")
+      >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
+      0.0
+    """
+    state = apply_pending(state)
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    chosen = _match(plan, paths)
+    edited = fn(gather_params(state, paths=paths, masters=True))
+    try:
+        new = plan.flat_params(edited)
+    except ValueError as error:
+        raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
+    bad = [
+        f"  {leaf.path}: {getattr(y, 'dtype', type(y).__name__)}{list(np.shape(y))}, but it is "
+        f"{leaf.updated.dtype}{list(leaf.param.shape)}"
+        for y, leaf, take in zip(new, plan.leaves, chosen, strict=True)
+        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.updated.dtype)
+    ]
+    if bad:
+        raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
+    return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
+
+
+def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
+    """Returns the train state with whole values written to the chosen parameters and their masters."""
+    plan = train_state.tx.plan
+    params = plan.flat_params(train_state.params)
+    masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
+    masters = list(masters)
+    taken = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
+    with_master = [(i, leaf) for i, leaf in taken if leaf.master is not None]
+    placed = place_given(
+        [(values[i], leaf.param) for i, leaf in taken] + [(values[i], leaf.master) for i, leaf in with_master], plan
+    )
+    for i, _ in taken:
+        params[i] = next(placed)
+    for i, _ in with_master:
+        masters[i] = next(placed)
+    new = train_state.replace(params=plan.stored_params(params))
+    if not plan.has_opt_state:
+        return new
+    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
+    return new.replace(opt_state=own)
+
+
+def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
+    """Returns whole values, which all processes must give alike, as the plan stores them."""
+    noted: list[str] = []
+    placed = agree(
+        "the new values of a state",
+        plan.mesh,
+        lambda: [place_leaf(x, leaf, plan, look=_noter(noted, leaf)) for x, leaf in values],
+        lambda _: {"the new values": "\n".join(noted)},
+    )
+    return iter(placed)
+
+
+def _noter(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
+    """Returns what notes the value of a leaf that this process supplies."""
+    return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
+
+
+def natural_params(state: State) -> PyTree:
+    """Returns the parameters in their natural shapes. Pure, differentiable, for use inside `jax.jit`.
+
+    For plain `jax.jit` steps that call `jax.grad` themselves; the gradients go to `state.apply_gradients`.
+    Outside `jit` the result is whole on every device (`gather_params`), since jax keeps no uneven shards.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A tree with the structure of `state.params`, in the dtypes that the loss sees.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> loss = lambda params: jnp.square(params["w"]).mean()
+      >>> step = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss)(jzero.natural_params(s))))
+      >>> int(step(state).step)
+      1
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
+        return train_state.tx.natural_params(train_state.params)
+    whole = plan.flat_params(gather_params(state))
+    return plan.params_treedef.unflatten(
+        [strong(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+    )
+
+
+def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
+    chosen = [paths is None or re.fullmatch(paths, leaf.path) is not None for leaf in plan.leaves]
+    if plan.leaves and not any(chosen):
+        some = ", ".join(repr(leaf.path) for leaf in plan.leaves[:5])
+        raise ValueError(
+            f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
+        )
+    return chosen
+
+
+def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
+    """Returns the configuration that `stage=` or `config=` asks for, or else that of an already sharded state."""
+    if config is None:
+        if stage is None:
+            plan = _plan_if_any(state)
+            if plan is not None:
+                return plan.config
+            raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
+        return ZeroConfig(stage=stage)  # type: ignore[arg-type]  # checked by ZeroConfig
+    if not isinstance(config, ZeroConfig):
+        raise TypeError(f"`config` must be a `jzero.ZeroConfig`: got {type(config).__name__}.")
+    if stage is not None and stage != config.stage:
+        raise ValueError(f"`stage={stage}` contradicts `config.stage={config.stage}`: pass one of them.")
+    return config
+
+
+def _plan_if_any(state: Any) -> ZeroPlan | None:
+    tx = None if state is None else adapt(state).state.tx
+    return tx.plan if isinstance(tx, ZeroTransformation) else None
+
+
+def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
+    """Returns the mesh given, or that of an already sharded state, or one of all devices."""
+    if mesh is not None:
+        return mesh
+    plan = _plan_if_any(state)
+    if plan is not None:
+        return plan.mesh
+    if config.replica_axis is not None:
+        raise ValueError(
+            f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "
+            f"`mesh=jzero.make_mesh({config.replica_axis}=..., {config.axis}=...)`."
+        )
+    sizes: dict[str, Any] = {config.axis: -1}
+    return make_mesh(**sizes)
+
+
+def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
+    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
+    if not isinstance(train_state.tx, ZeroTransformation):
+        return train_state, train_state.tx, None
+    old, stored = train_state.tx.plan, train_state.tx.plan
+    train_state, old = plain_state(train_state, stored), stored.plain
+
+    def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
+
+    return map_state(abstract, old, train_state), train_state.tx.inner, stored
+
+
+def _all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
+    """All leaves in the order in which `map_state` visits them."""
+    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
+
+
+def _check_concrete(train_state: Any) -> None:
+    abstract = [
+        path_str(path)
+        for path, x in jax.tree_util.tree_leaves_with_path(train_state)
+        if isinstance(x, jax.ShapeDtypeStruct | jax.core.Tracer)
+    ]
+    if abstract:
+        raise TypeError(
+            f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; "
+            "plan an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
+        )

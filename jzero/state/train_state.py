@@ -1,0 +1,279 @@
+"""The train state for plain pytrees, and how states of other libraries are seen as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jzero.arrays.placement import is_on_host
+from jzero.config.precision import is_key
+from jzero.plan.opt_state import ZeroOptState
+from jzero.plan.padded import is_padded, unboxed
+from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.planner import other_fields, own_opt_state, zero_grads
+from jzero.update.transformation import ZeroTransformation, edited_master
+
+__all__ = [
+    "Adapted",
+    "TrainState",
+    "adapt",
+    "adapt_sharded",
+    "check_alive",
+    "check_in_place",
+    "load_integrations",
+    "map_state",
+    "plain_state",
+    "plan_of",
+    "register_adapter",
+    "stored_state",
+]
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """A train state for plain pytrees: Equinox, Haiku, hand-written models. Fields as in Flax's `TrainState`.
+
+    Attributes:
+      step: Number of steps taken, an `int32` scalar.
+      params: Any pytree of arrays.
+      opt_state: The optimizer's state for `params`.
+      tx: The optax transformation; static.
+      apply_fn: Anything callable that the training loop wants at hand; static.
+
+    Example:
+      >>> state = jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=optax.sgd(0.1))
+      >>> int(state.apply_gradients(grads=state.params).step)
+      1
+    """
+
+    step: jax.Array | int
+    params: PyTree
+    opt_state: PyTree
+    tx: Any = dataclasses.field(metadata={"static": True})
+    apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, *, params: PyTree, tx: optax.GradientTransformation, apply_fn: Callable[..., Any] | None = None
+    ) -> TrainState:
+        """Returns the state before the first step.
+
+        Args:
+          params: Any pytree of arrays.
+          tx: An optax transformation.
+          apply_fn: Kept as it is.
+        """
+        return cls(
+            step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn
+        )
+
+    def apply_gradients(self, *, grads: PyTree) -> TrainState:
+        """Returns the state after one optimizer step with `grads`."""
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
+        params = jax.tree.map(_moved, self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Returns a copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _moved(param: Any, update: Any) -> Any:
+    """Returns a parameter after its update, as optax adds the two; random keys stay, to which it cannot add."""
+    return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
+
+
+class Adapted(NamedTuple):
+    """An object of some library, seen as a train state.
+
+    Attributes:
+      state: The train state: a dataclass pytree with `params`, `opt_state`, `tx`, `replace` and `apply_gradients`. It
+        may have a method `bind_loss(loss_fn, axes)`, see `_train_step`.
+      rebuild: Turns a train state of the same structure back into such an object.
+      wrap_grads: Turns a tree of gradients into what the library's own `update` takes.
+      absorb: Takes the state that the loss changed in the model (batch statistics …) by name.
+      ties: Returns the further names (keys joined by dots) of each parameter that a model holds in several places.
+    """
+
+    state: Any
+    rebuild: Callable[[Any], Any] = lambda state: state
+    wrap_grads: Callable[[PyTree], PyTree] = lambda grads: grads
+    absorb: Callable[[dict[str, PyTree]], None] = lambda changed: None
+    ties: Callable[[], dict[str, tuple[str, ...]]] = dict
+
+
+Adapter = Callable[[Any], "Adapted | None"]
+_ADAPTERS: list[Adapter] = []
+_TRAIN_STATES: set[type] = set()  # dataclasses that no adapter wanted: each call of a step asks
+_INTEGRATIONS = {"flax.nnx": "jzero.integrations.nnx"}  # by the package that makes the objects
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Registers how the objects of another library are seen as train states.
+
+    Args:
+      adapter: Takes an object; returns `None` if it is none of its kind.
+    """
+    _ADAPTERS.append(adapter)
+
+
+def load_integrations() -> None:
+    """Imports the bridges to libraries that this program uses: an object of a library cannot be there before it is."""
+    for package, module in _INTEGRATIONS.items():
+        if package in sys.modules:
+            importlib.import_module(module)
+
+
+def adapt(state: Any) -> Adapted:
+    """Returns anything that jzero can train as a train state."""
+    if type(state) in _TRAIN_STATES:
+        return Adapted(state)
+    load_integrations()
+    for adapter in _ADAPTERS:
+        adapted = adapter(state)
+        if adapted is not None:
+            return adapted
+    missing = [name for name in ("params", "opt_state", "tx", "replace", "apply_gradients") if not hasattr(state, name)]
+    if missing or not dataclasses.is_dataclass(state):
+        raise TypeError(
+            f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
+            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
+            "use `jzero.TrainState.create(params=..., tx=...)`."
+        )
+    _TRAIN_STATES.add(type(state))
+    return Adapted(state)
+
+
+def plan_of(state: Any) -> ZeroPlan:
+    """Returns the plan that a sharded train state carries.
+
+    Args:
+      state: A state returned by `shard_train_state` or `init_train_state`, or by a step.
+
+    Returns:
+      Its `ZeroPlan`; `print` it for a table.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.plan_of(state).config.stage
+      3
+    """
+    return adapt_sharded(state).state.tx.plan
+
+
+def adapt_sharded(state: Any) -> Adapted:
+    """Returns a state that carries a plan, as a train state; raises a `TypeError` for any other."""
+    adapted = adapt(state)
+    if not isinstance(adapted.state.tx, ZeroTransformation):
+        raise TypeError(
+            f"This {type(state).__name__} has no ZeRO plan: its optimizer is not wrapped. Call "
+            "`state = jzero.shard_train_state(state, stage=...)` first."
+        )
+    return adapted
+
+
+def check_alive(tree: Any) -> None:
+    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
+    leaves = jax.tree.leaves(tree)
+    # Each call of a step comes here: types are fewer than leaves, and a list is made twice as fast as it is generated.
+    concrete = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # tracers say no
+    if any([x.is_deleted() for x in leaves if type(x) in concrete]):  # noqa: C419
+        raise RuntimeError(
+            "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
+            "state that the step returned (`state, metrics = step(state, batch)`)."
+        )
+
+
+def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
+    """Raises unless the arrays of a traced state are in the memory where the plan has them.
+
+    Args:
+      state: A sharded train state, whose arrays are tracers.
+      plan: Its plan.
+      with_opt_state: Whether the optimizer state is looked at, too.
+    """
+    away: list[StateLeaf] = []
+    near: list[StateLeaf] = []
+
+    def check(x: Any, leaf: StateLeaf) -> Any:
+        on_host = leaf.on_host and plan.names_host_memory
+        if isinstance(x, jax.Array) and is_on_host(x) != on_host:
+            (near if on_host else away).append(leaf)
+        return x
+
+    map_state(check, plan, state)
+    wrong = [leaf.path for leaf in (*away, *near) if with_opt_state or leaf not in plan.opt_leaves]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        where = "are in host memory" if away else "are on the devices, but the plan keeps them in host memory"
+        raise RuntimeError(
+            f"Parts of this state {where}: {wrong[:3]}{more}. Bring everything back to its place with "
+            "`state = jzero.reload_train_state(state)`."
+        )
+
+
+def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
+    """Returns a stored state with masters in place of parameters and the user's own optimizer state: `plan.plain`.
+
+    Args:
+      state: The stored state.
+      plan: Its plan.
+      take_edits: Whether to take over into the masters what was edited in the parameters, as the optimizer would.
+    """
+    if not plan.has_opt_state:
+        return state
+    own = state.opt_state
+    params = plan.flat_params(state.params)
+    masters = plan.flat_params(own.masters)
+    kept = [
+        x if leaf.master is None else edited_master(leaf, plan, x, m) if take_edits else m
+        for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
+    ]
+    return state.replace(params=plan.stored_params(kept), opt_state=own.inner)
+
+
+def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
+    """Returns a plain state with what the precision policy adds; leaves are handed on as they are.
+
+    Args:
+      state: A state laid out as `plan.plain`.
+      plan: The plan.
+      before: The optimizer state of an earlier layout, whose loss scale and counter go on.
+      in_trace: Whether zeros cost nothing, since they are traced.
+    """
+    params = plan.flat_params(state.params)
+    own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
+    if own is None:
+        return state
+    if isinstance(before, ZeroOptState):
+        going_on = {name: getattr(before, name) for name in ("loss_scale", "num_updates")}
+        own = dataclasses.replace(
+            own, **{k: x for k, x in going_on.items() if x is not None and getattr(own, k) is not None}
+        )
+    return state.replace(opt_state=dataclasses.replace(own, inner=state.opt_state))
+
+
+def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
+    """Returns `state` with `fn(leaf, leaf_plan)` in place of every array, and `tx` in place of its own if given."""
+    params = [fn(x, leaf.param) for x, leaf in zip(plan.flat_params(state.params), plan.leaves, strict=True)]
+    opt = [
+        fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)
+    ]
+    others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
+    changed = treedef.unflatten(
+        [leaf.boxed(fn(unboxed(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
+    )
+    if tx is not None:
+        changed["tx"] = tx
+    return state.replace(params=plan.stored_params(params), opt_state=plan.opt_treedef.unflatten(opt), **changed)

@@ -1,0 +1,79 @@
+"""That processes agree on what a step is about to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program, name_of
+from jzero.arrays.processes import PROGRAM, agree, are_several, check_wait
+from jzero.step.inputs import optional_rng
+
+__all__ = ["StepAgreement"]
+
+PyTree = Any
+Placed = tuple[PyTree, Any, bool]
+
+
+class StepAgreement:
+    """What processes compare before a step first runs a program, and what they have agreed on.
+
+    Attributes:
+      where: What made the step, from what.
+      settings: The arguments that it was made with, by name.
+    """
+
+    def __init__(self, maker: str, fn: Any, check_processes: bool | float, settings: Mapping[str, Any]) -> None:
+        self.where = f"{maker}({name_of(fn)})"
+        self.settings = dict(settings)
+        self._wait_s = check_wait(check_processes)
+        self._agreed: set[Any] = set()
+
+    def placed(self, place: Callable[[], Placed], jitted: Any, state: Any, batch: PyTree, rng: Any) -> Placed:
+        """Returns what `place` makes of batch and rng, once processes agree on the program that runs on them.
+
+        Args:
+          place: Checks batch and rng and puts them on the mesh.
+          jitted: What is called with them next. It compiles what is traced and lowered here.
+          state: The train state.
+          batch: As it was given.
+          rng: Likewise.
+        """
+        plan = state.tx.plan
+        if self._wait_s is None or not are_several(plan.mesh):
+            return place()
+        leaves, structure = jax.tree.flatten((batch, rng))
+        key = (jitted, structure, *map(_kind, leaves))
+        if key in self._agreed:
+            return place()
+        given = {
+            "the training state": describe_plan(plan),
+            "the settings of the step": "\n".join(f"{name}={_listed(x)}" for name, x in self.settings.items()),
+            "the batch": describe_inputs(batch, rng),
+        }
+        agree(self.where, plan.mesh, lambda: None, lambda _: given, wait_s=self._wait_s)
+
+        def lower() -> tuple[Placed, Any]:
+            placed = place()
+            return placed, jitted.trace(state, placed[0], **optional_rng(placed[1])).lower()
+
+        placed, _ = agree(
+            self.where, plan.mesh, lower, lambda x: {PROGRAM: describe_program(x[1])}, wait_s=self._wait_s
+        )
+        self._agreed.add(key)
+        return placed
+
+    def clear(self) -> None:
+        """Forgets what was agreed on."""
+        self._agreed.clear()
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """Returns what decides whether a program is traced anew for an input."""
+    return getattr(x, "shape", None), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
+
+
+def _listed(x: Any) -> Any:
+    return sorted(x.items()) if isinstance(x, Mapping) else x

@@ -1,0 +1,231 @@
+"""What goes into a jitted step: checked, on the mesh, or as shapes; and what its loss returns, checked."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero import _compat
+from jzero._text import path_str
+from jzero.arrays.placement import place_array
+from jzero.config.settings import ONE_KEY, check, optional
+from jzero.engine.outputs import Weighted, check_aux
+from jzero.engine.trace import TracedLoss
+from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.plan import StateLeaf, ZeroPlan, itemsize
+from jzero.state.train_state import map_state
+
+__all__ = [
+    "InputKind",
+    "abstract_inputs",
+    "are_like",
+    "check_batch",
+    "check_donated",
+    "check_loss",
+    "check_rng",
+    "check_stored",
+    "closed_over",
+    "in_trace",
+    "kinds_of",
+    "optional_rng",
+    "place_inputs",
+    "warn_closed_over",
+]
+
+PyTree = Any
+
+InputKind: TypeAlias = tuple[Any, Any]
+"""Type and sharding of an array. Of another shape `jax.jit` traces again, and the trace looks at it."""
+
+
+def optional_rng(rng: Any) -> dict[str, Any]:
+    """Leaves `rng` out where there is none, so that a compiled step is called as it was lowered."""
+    return {} if rng is None else {"rng": rng}
+
+
+def in_trace(leaves: Sequence[Any]) -> bool:
+    """Whether any of these is traced."""
+    return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
+
+
+def check_stored(state: Any, plan: ZeroPlan) -> None:
+    """Raises if the state's arrays do not have the shapes that the plan stores."""
+    bad: list[str] = []
+
+    def check(x: Any, leaf: StateLeaf) -> Any:
+        if tuple(x.shape) != leaf.stored_shape:
+            bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
+        elif leaf in params and x.dtype != leaf.dtype:
+            bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
+        return x
+
+    params = {leaf.param for leaf in plan.leaves}
+    map_state(check, plan, state)
+    if bad:
+        raise ValueError(
+            "These leaves are not as the plan stores them:\n"
+            + "\n".join(bad)
+            + "\nEdit parameters with `jzero.update_params`, or shard the new state: `jzero.shard_train_state`."
+        )
+
+
+def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) -> None:
+    """Raises if an array of a state that is donated is an argument as well, or is there twice: XLA may end the process.
+
+    Args:
+      state: The state.
+      leaves: Its leaves.
+      batch: The batch as it was passed.
+      rng: The key as it was passed.
+    """
+    held = set(map(id, leaves))
+    if len(held) == len(leaves) and held.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
+        return  # in each call of a step
+    names: dict[int, str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.Array) and names.setdefault(id(x), path_str(path)) != path_str(path):
+            raise ValueError(
+                f"The state holds one array twice, as {names[id(x)]!r} and as {path_str(path)!r}: a step reuses the "
+                "memory of each leaf, since the state is donated. Copy one of them with `jnp.copy`."
+            )
+    for path, x in jax.tree_util.tree_leaves_with_path({"batch": batch, "rng": rng}):
+        if id(x) in names:
+            raise ValueError(
+                f"{path_str(path)!r} is the very array that the state holds as {names[id(x)]!r}, and a step reuses its "
+                "memory. Copy it with `jnp.copy`, since the state is donated."
+            )
+
+
+def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
+    """Returns what arrays are like."""
+    return [(type(x), x.sharding) for x in inputs]
+
+
+def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
+    """Whether there are as many inputs as kinds, each of its kind."""
+    if len(inputs) != len(kinds):
+        return False
+    for x, (kind, sharding) in zip(inputs, kinds, strict=True):
+        if type(x) is not kind or (x.sharding is not sharding and x.sharding != sharding):
+            return False
+    return True
+
+
+def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:
+    """Puts batch and rng on the mesh; arrays that are there already stay. Returns them, and whether all did."""
+    leaves = check_batch(batch, plan, accumulate_steps)
+    split, whole = plan.batch_sharding, plan.whole_sharding
+    placed = [_placed(x, split if x.ndim else whole) for x in leaves]
+    in_place = all(map(operator.is_, placed, leaves))
+    if not in_place:
+        batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
+    check_rng(rng)
+    key = None if rng is None else _placed(rng, whole)
+    return batch, key, in_place and key is rng
+
+
+def check_rng(rng: Any) -> None:
+    """Raises unless this is one PRNG key or `None`."""
+    check("rng", rng, optional(ONE_KEY))
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
+        return x if x.sharding == sharding else jax.device_put(x, sharding)
+    return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
+
+
+def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
+    """The arguments as shapes with the shardings that a call would give them."""
+
+    def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        dtype = (
+            x.dtype if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+    split, whole = plan.batch_sharding, plan.whole_sharding
+    check_batch(batch, plan)
+    check_rng(rng)
+    state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
+    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
+    return state, batch, None if rng is None else shape(rng, whole)
+
+
+def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
+    """Returns the leaves of a batch of which every device gets an equal part; else lists every leaf that forbids it."""
+    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
+    leaves = jax.tree.leaves(batch)
+    are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
+    sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
+    if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
+        return leaves  # in each call of a step
+    rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
+    bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
+    if bad:
+        listed = "\n".join(f"  {path}: {type(x).__name__}" for path, x in bad)
+        raise TypeError(f"Every leaf of the batch must be an array; these are not:\n{listed}")
+    empty = [path for path, x in rows if x.ndim and not x.shape[0]]
+    if empty:
+        raise ValueError(f"These leaves of the batch have no rows: {empty}. A mean over nothing is not a number.")
+    uneven = [(path, x.shape) for path, x in rows if x.ndim and x.shape[0] % parts]
+    if uneven:
+        listed = "\n".join(f"  batch[{path!r}]: shape {tuple(shape)}" for path, shape in uneven)
+        size = uneven[0][1][0]
+        below, above = size // parts * parts, -(-size // parts) * parts
+        near = f"{below} or {above}" if below else f"{above}"
+        steps = f" x accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
+        raise ValueError(
+            f"The leading dimension of the batch must be divisible by {parts} (the size of mesh axes "
+            f"{batch_axes(plan.config)}{steps}); these leaves are not:\n{listed}\nUse a batch of {near}, or pad it and "
+            "weight the padding with zero (`jzero.Weighted`)."
+        )
+    listed = "\n".join(f"  batch[{path!r}]: shape {tuple(x.shape)}" for path, x in rows)
+    raise ValueError(f"The leaves of the batch must agree on their leading dimension; they have:\n{listed}")
+
+
+def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
+    """Raises unless the loss returned a floating scalar (or `Weighted`) and an `aux` that can be reduced."""
+    loss, (aux, _) = traced.out_shape
+    value = loss.sum if isinstance(loss, Weighted) else loss
+    if getattr(value, "shape", None) != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            "The loss must return a floating-point scalar (a mean over its examples) or `jzero.Weighted`: its "
+            f"{'sum' if isinstance(loss, Weighted) else 'loss'} is {value}. Take the mean over the batch; return "
+            "further values with `has_aux=True`."
+        )
+    if isinstance(loss, Weighted) and (
+        getattr(loss.weight, "shape", None) != () or not jnp.issubdtype(loss.weight.dtype, jnp.number)
+    ):
+        raise TypeError(f"`Weighted.weight` must be a scalar number, the sum of the local weights: got {loss.weight}.")
+    check_aux(aux, num_rows)
+
+
+def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
+    """Returns the arrays above the persistence threshold that the loss closes over."""
+    _, consts = _compat.open_jaxpr(traced.jaxpr)
+    return [
+        StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
+        for i, x in enumerate(consts)
+        if hasattr(x, "dtype") and x.size > plan.config.persistence_threshold
+    ]
+
+
+def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
+    """Warns about arrays that the loss closes over: every device holds them whole."""
+    leaves = closed_over(traced, plan)
+    if leaves:
+        listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+        num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+        warnings.warn(
+            f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
+            "them as parameters (frozen if need be) or in the batch.",
+            stacklevel=2,
+        )

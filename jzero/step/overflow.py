@@ -1,0 +1,103 @@
+"""Raises when gradients overflow at the minimum loss scale."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import numpy as np
+
+from jzero.config.precision import DynamicLossScale
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["LossScaleError", "OverflowWatch", "loss_scale_error"]
+
+LAG = 2
+"""Steps whose loss scale is remembered: one may be under way while that before it is looked at."""
+
+
+MAX_RUNS = 16
+"""Training runs that one step may drive in turns; one that is forgotten is looked at as if it were new."""
+
+
+class LossScaleError(FloatingPointError):
+    """Gradients overflowed at the minimum loss scale: the run cannot go on as it is.
+
+    Attributes:
+      state: The state after the skipped step: parameters and optimizer are those before it (with
+        `Offload(delay=1)` those that the gradients before it led to). Save it.
+      step: Its `step`.
+      leaves: Key paths of the parameters whose gradients were not finite.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     try:
+      ...         for batch in batches:
+      ...             state, metrics = step(state, batch)
+      ...     except jzero.LossScaleError as error:
+      ...         save(error.state)  # `state` itself was consumed by the step
+      ...         raise
+    """
+
+    def __init__(self, message: str, *, state: Any, step: int, leaves: list[str]) -> None:
+        super().__init__(message)
+        self.state = state
+        self.step = step
+        self.leaves = leaves
+
+
+class OverflowWatch:
+    """Follows the loss scale of one training loop from the host.
+
+    Looking at a result waits for it. So the scale of an earlier step is looked at, and only if the scale may have
+    reached its minimum since, the step just started. All processes see the same numbers and do the same.
+    """
+
+    def __init__(self) -> None:
+        # By identity of the scale that the next step will start from, which is kept so that the identity stays its own.
+        self._runs: dict[int, tuple[jax.Array, collections.deque[jax.Array]]] = {}
+
+    def is_exhausted(self, old: Any, new: Any, metrics: dict[str, Any]) -> bool:
+        """Returns whether a step overflowed at the minimum scale, with no hysteresis left.
+
+        Args:
+          old: The train state before the step; its arrays may be consumed.
+          new: The train state after the step.
+          metrics: What the step measured.
+        """
+        if "loss_scale" not in metrics:
+            return False
+        rules = new.tx.plan.config.policy.loss_scale
+        if not isinstance(rules, DynamicLossScale) or isinstance(metrics["loss_scale"], jax.core.Tracer):
+            return False
+        _, scales = self._runs.pop(id(old.opt_state.loss_scale.scale), (None, None))
+        scales = collections.deque(maxlen=LAG) if scales is None else scales
+        scales.append(metrics["loss_scale"])
+        self._runs[id(new.opt_state.loss_scale.scale)] = (new.opt_state.loss_scale.scale, scales)
+        while len(self._runs) > MAX_RUNS:
+            del self._runs[next(iter(self._runs))]
+        if float(scales[0]) > rules.minimum * 2 ** (LAG - 1):
+            return False
+        return bool(new.opt_state.loss_scale.exhausted)
+
+
+def loss_scale_error(plan: ZeroPlan, new: Any, state: Any) -> LossScaleError:
+    """Returns the error for a step that overflowed at the minimum scale; `state` is what the caller gets back."""
+    rules = plan.config.policy.loss_scale
+    assert isinstance(rules, DynamicLossScale)
+    overflowed = np.asarray(new.opt_state.loss_scale.overflowed)
+    leaves = [leaf.path for leaf, over in zip(plan.leaves, overflowed, strict=True) if over]
+    step = int(new.step)
+    listed = "\n".join(f"  {path}" for path in leaves[:20]) + (
+        f"\n  ... {len(leaves) - 20} more" if leaves[20:] else ""
+    )
+    return LossScaleError(
+        f"Step {step}: gradients are not finite at the minimum loss scale ({rules.minimum}), in {len(leaves)} of "
+        f"{len(plan.leaves)} parameters:\n{listed}\nThe step was skipped; `error.state` is the state before it. Lower "
+        'the learning rate, train in "bf16", keep these leaves in float32 (`LeafRule(compute_dtype="float32")`), or '
+        "look for the operation that makes NaN.",
+        state=state,
+        step=step,
+        leaves=leaves,
+    )

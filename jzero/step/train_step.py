@@ -1,0 +1,566 @@
+"""`value_and_grad`, `make_train_step`, `make_eval_step`: jitted functions of a sharded train state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero import _compat
+from jzero.config.precision import times
+from jzero.config.settings import FLAG, NAMES, check, number, one_of, optional, whole
+from jzero.engine.gradients import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
+from jzero.engine.outputs import PerExample, Summed, Weighted, marked_leaves, split_mutable
+from jzero.engine.recompute import Remat
+from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
+from jzero.engine.written import written_alone
+from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.plan import ZeroPlan
+from jzero.state.next_state import StepGrads, next_state
+from jzero.state.train_state import adapt_sharded, check_alive, check_in_place, map_state
+from jzero.step.agreement import StepAgreement
+from jzero.step.compiler_options import CompilerOptions, check_compiler_options
+from jzero.step.compiler_options import compiler_options as make_compiler_options
+from jzero.step.inputs import (
+    InputKind,
+    abstract_inputs,
+    are_like,
+    check_batch,
+    check_donated,
+    check_loss,
+    check_rng,
+    check_stored,
+    closed_over,
+    in_trace,
+    kinds_of,
+    optional_rng,
+    place_inputs,
+    warn_closed_over,
+)
+from jzero.step.overflow import OverflowWatch, loss_scale_error
+
+__all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
+
+PyTree = Any
+State = Any
+Loss = Callable[..., Any]
+
+REMAT = one_of(
+    None, True, False, "cheap", "offload", "as_written", says="None, True, False, 'cheap', 'offload' or 'as_written'"
+)
+
+
+def _nothing() -> None:
+    """A reference to an object that is gone."""
+
+
+class _Expected(NamedTuple):
+    """What the next call is likely to get, which then needs no look.
+
+    Attributes:
+      state: A weak reference to its state.
+      jitted: What is jitted for that.
+      inputs: What batch and rng are like, if they were taken as they came.
+    """
+
+    state: Callable[[], Any] = _nothing
+    jitted: Any = None
+    inputs: Sequence[InputKind] = ()
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
+
+
+class _Step:
+    """A function of `(state, batch, rng)`, jitted once per plan."""
+
+    def __init__(  # noqa: PLR0913  # the options of a step
+        self,
+        loss_fn: Loss,
+        *,
+        has_aux: bool,
+        mutable: Sequence[str],
+        micro: MicroBatches = WHOLE_BATCH,
+        remat: Remat | None = None,
+        compiler_options: CompilerOptions | None = None,
+        check_processes: bool | float = True,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
+        check("accumulate_steps", micro.steps, whole(1))
+        has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
+        if mutable and not has_aux:
+            raise ValueError(
+                f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
+            )
+        check("remat", remat, REMAT)
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.mutable = mutable
+        self.micro = micro
+        self.remat = remat
+        check_compiler_options(compiler_options)
+        self.compiler_options = compiler_options
+        self._agreement = StepAgreement(
+            self.maker,
+            loss_fn,
+            check_processes,
+            {
+                "has_aux": has_aux,
+                "accumulate_steps": micro.steps,
+                "reduce": "last" if micro.reduce_last else "each",
+                "remat": remat,
+                "mutable": self.mutable,
+                "compiler_options": compiler_options,
+            },
+        )
+        self._jits: dict[Any, Any] = {}
+        self._expected = _Expected()
+
+    maker: str
+    donated: tuple[int, ...] = ()
+    uses_opt_state = True
+    keeps_changes = True
+
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        raise NotImplementedError
+
+    def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
+        """Returns the jitted function for states of this plan and structure."""
+        key = (plan, jax.tree.structure(state) if structure is None else structure)
+        if key not in self._jits:
+            shardings = self._out_shardings(plan, state)
+            self._jits[key] = jax.jit(
+                self._compute,
+                donate_argnums=self.donated,
+                out_shardings=shardings,
+                compiler_options=make_compiler_options(plan, self.compiler_options),
+            )
+        return self._jits[key]
+
+    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+        return None
+
+    def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
+        leaves: list[Any] = []
+        if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
+            leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
+            expected = _Expected()
+        jitted, kinds = expected.jitted, expected.inputs
+        if jitted is None or not are_like(inputs, kinds):
+            if in_trace([*leaves, *inputs]):
+                return self._compute(state, batch, rng=rng)
+            check_alive(leaves)
+            if self.donated:
+                check_donated(state, leaves, batch, rng)
+            jitted = jitted or self._jit(plan, state, structure)
+            place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
+            batch, rng, in_place = self._agreement.placed(place, jitted, state, batch, rng)
+            kinds = kinds_of(inputs) if in_place else ()
+        try:
+            results = jitted(state, batch, **optional_rng(rng))
+        except (RuntimeError, ValueError) as error:
+            if "has been deleted" in str(error):
+                check_alive(state)
+            if "donate" in str(error):
+                check_donated(state, jax.tree.leaves(state), batch, rng)
+                raise ValueError(
+                    "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed "
+                    "with `jnp.copy`, since the state is donated."
+                ) from error
+            raise
+        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
+        return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
+
+    def _next_state(self, state: Any, results: Any) -> Any:
+        """Returns the state that the next call is likely to get."""
+        return state
+
+    def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
+        return self.trace(state, batch, rng=rng).lower()
+
+    def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **optional_rng(rng))
+
+    def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **optional_rng(rng))
+
+    def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
+        """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
+        train_state = adapt_sharded(state).state
+        return abstract_inputs(train_state.tx.plan, train_state, batch, rng)
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled."""
+        for jitted in self._jits.values():
+            jitted.clear_cache()
+        self._jits.clear()
+        self._agreement.clear()
+        self._expected = _Expected()
+
+    def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
+        """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        plan = train_state.tx.plan
+        leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
+        return dataclasses.replace(plan, closed_over=leaves)
+
+    def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
+        """Returns `remat`, or what it comes to for this plan and loss where it is `None`: "cheap" or "as_written"."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._trace_loss(train_state, train_state.tx.plan, batch, rng)[0].remat
+
+    def _trace_loss(
+        self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
+    ) -> tuple[TracedLoss, LossInputs]:
+        """Returns the traced loss and what it is evaluated on."""
+        check_rng(rng)
+        _check_third_argument(self.loss_fn, self.mutable, rng)
+        loss_fn, carried = self._bound_loss(state, plan)
+        inputs = LossInputs(state.params, carried, batch, rng)
+        check_batch(batch, plan, self.micro.steps)
+        traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
+        return written_alone(traced), inputs
+
+    def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
+        if hasattr(state, "bind_loss"):
+            if self.mutable:
+                raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
+            return state.bind_loss(self.loss_fn, batch_axes(plan.config), keeps=self.keeps_changes)
+        missing = [name for name in self.mutable if not hasattr(state, name)]
+        if missing:
+            raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
+        carried = {name: getattr(state, name) for name in self.mutable}
+        return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+        loss_fn, carried = self._loss_and_carried(state, plan)
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            result, changed = loss_fn(params, batch, *rng, **carried)
+            loss, aux = _split_aux(result, self.has_aux)
+            if self.mutable:
+                changed, aux = split_mutable(aux, carried)
+            return loss, (marked_leaves(aux), changed)
+
+        return call, carried
+
+    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+        plan = state.tx.plan
+        check_stored(state, plan)
+        check_in_place(state, plan, with_opt_state=self.uses_opt_state)
+        traced, inputs = self._trace_loss(state, plan, batch, rng)
+        parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+        check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
+        warn_closed_over(traced, plan)
+        return traced, inputs
+
+
+class ValueAndGrad(_Step):
+    """The callable that `value_and_grad` returns."""
+
+    maker = "value_and_grad"
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
+        adapted = adapt_sharded(state)
+        value, aux, changed, grads = self._call(adapted.state, batch, rng)
+        if self.mutable:
+            aux = {**aux, **changed}
+        else:
+            adapted.absorb(changed)
+        return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
+
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        plan = state.tx.plan
+        traced, inputs = self._traced(state, batch, rng)
+        inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
+        result = loss_and_grads(traced, plan, inputs)
+        aux, changed = result.aux
+        changed = state.as_stored(changed) if hasattr(state, "as_stored") else changed
+        grads = result.grads
+        if inputs.loss_scale is None:  # else 16 bits would not hold what the scale was there to save
+            grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
+        return result.loss, aux, changed, jax.tree.structure(state.params).unflatten(grads)
+
+
+class TrainStep(_Step):
+    """The callable that `make_train_step` returns."""
+
+    maker = "make_train_step"
+    donated = (0,)
+
+    def __init__(self, loss_fn: Loss, *, clip_norm: float | None, **kwargs: Any) -> None:
+        super().__init__(loss_fn, **kwargs)
+        self._watch = OverflowWatch()
+        self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
+        self._agreement.settings["clip_norm"] = clip_norm
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
+        """Returns `(state, metrics)` after one step. Consumes `state`."""
+        adapted = adapt_sharded(state)
+        new, metrics = self._call(adapted.state, batch, rng)
+        rebuilt = adapted.rebuild(new)
+        if self._watch.is_exhausted(adapted.state, new, metrics):
+            raise loss_scale_error(new.tx.plan, new, rebuilt)
+        return rebuilt, metrics
+
+    def _next_state(self, state: Any, results: Any) -> Any:
+        return results[0]
+
+    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+        # Those of the input to the letter, so that the next call finds the same types and compiles nothing.
+        return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
+
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
+        tx = state.tx
+        traced, inputs = self._traced(state, batch, rng)
+        inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
+        result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
+        weighted = isinstance(traced.out_shape[0], Weighted)
+        new, applied = self._updated(state, result, weighted=weighted)
+        applied = jnp.ones((), jnp.bool_) if applied is None else applied
+        metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
+        if inputs.loss_scale is not None:
+            metrics["loss_scale"] = inputs.loss_scale
+        return new, {**metrics, "aux": result.aux[0]} if self.has_aux else metrics
+
+    @jax.named_scope("zero_update")
+    def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
+        """Returns the state after the step, and whether its gradients were applied (`None`: in any case)."""
+        plan = state.tx.plan
+        factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
+        grads = [times(g, *factors) for g in result.grads]
+        weighs = result.weight != 0 if weighted else None  # else there is no gradient
+        applied = weighs
+        if plan.config.policy.skips:
+            finite = ~jnp.any(result.overflowed)
+            applied = finite if applied is None else finite & applied
+        found = StepGrads(grads, result.reduced, (result.factor, *factors), applied, weighs, result.overflowed)
+        return next_state(state, found, result.aux[1]), applied
+
+
+class EvalStep(_Step):
+    """The callable that `make_eval_step` returns."""
+
+    maker = "make_eval_step"
+    uses_opt_state = False
+    keeps_changes = False
+
+    def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns the metrics of the whole batch."""
+        return self._call(adapt_sharded(state).state, batch, rng)
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        metric_fn, carried = self._loss_and_carried(state, plan)
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            metrics, _ = metric_fn(params, batch, *rng, **carried)
+            ones = jnp.ones((), jnp.float32)
+            # Weighted means become two sums; the quotient is taken when they are whole.
+            return ones, (marked_leaves(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
+
+        return call, carried
+
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        traced, inputs = self._traced(state, batch, rng)
+        metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
+        return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
+
+
+def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
+    """Raises unless a key is there if and only if the loss takes one; says nothing of losses without a signature."""
+    try:
+        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
+    except (TypeError, ValueError):
+        return
+    taken = [x for x in signature.parameters.values() if x.name not in mutable]
+    positional = [x for x in taken if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+        )
+    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in taken):
+        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
+
+
+def value_and_grad(
+    loss_fn: Loss,
+    has_aux: bool = False,
+    *,
+    remat: Remat | None = None,
+    mutable: Sequence[str] = (),
+    check_processes: bool | float = True,
+) -> ValueAndGrad:
+    """Returns a function that evaluates a loss and its gradients with the collectives of the state's stage.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; for NNX states
+        `loss_fn(model, batch[, rng])`. Ordinary code over whole parameters and one device's part of the
+        batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
+      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices, reckoned in fp32 or
+        wider and returned in their own dtype; others need `Summed` (whose narrow integers come back in 32 bits) or
+        `PerExample`.
+      remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
+        convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
+        that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters
+        are gathered again (stage 3), else nothing. "as_written" leaves the loss as it is. True recomputes every pass
+        of the loss's scans (scanned layers), in place of keeping what it computed, unless the scan says itself what to
+        recompute. "offload" does so whatever the scan says, and keeps what goes from pass to pass, in place of on the
+        device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
+        `while_loop`, `custom_vjp` and `shard_map` stays as it is.
+      mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
+        keyword argument, and `aux` must be a dictionary with its new value, in the structure, shapes and dtypes that it
+        has; floating values are averaged over devices. Not for NNX states, whose model keeps what the loss writes into
+        its variables.
+      check_processes: Whether several processes make sure, before they run a program for the first time, that it is the
+        same in all of them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for
+        each other, 300 by default. Inside of another `jax.jit` nothing is compared.
+
+    Returns:
+      `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
+      outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
+      the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
+      scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
+      folded with the index of the device.
+
+    Raises:
+      ValueError: `remat` is none of these, the batch cannot be split evenly, the loss uses ZeRO's axis in a way that
+        cannot work, or processes disagree; each says how.
+      TypeError: The state is not sharded, or the loss or `aux` is of a kind that cannot be reduced.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> loss, grads = jzero.value_and_grad(loss_fn)(state, jnp.ones((8, 512)))
+      >>> int(state.apply_gradients(grads=grads).step)
+      1
+    """
+    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable, remat=remat, check_processes=check_processes)
+
+
+def make_train_step(  # noqa: PLR0913  # the options of a step
+    loss_fn: Loss,
+    has_aux: bool = False,
+    *,
+    accumulate_steps: int = 1,
+    clip_norm: float | None = None,
+    reduce: Literal["each", "last"] = "each",
+    remat: Remat | None = None,
+    mutable: Sequence[str] = (),
+    compiler_options: CompilerOptions | None = None,
+    check_processes: bool | float = True,
+) -> TrainStep:
+    """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
+
+    Args:
+      loss_fn: As for `value_and_grad`.
+      has_aux: As for `value_and_grad`.
+      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. With more than one,
+        stage 1 sums whole local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With
+        `Weighted` the result is that of one large batch; means are averaged.
+      clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
+      reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
+        communication for the memory of whole gradients. "each" reduces every micro-batch.
+      remat: As for `value_and_grad`.
+      mutable: As for `value_and_grad`; the step writes the new values into the state.
+      compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
+        to be worth their memory: on GPUs the compiler gathers scanned layers one ahead where jzero does not do so, at
+        stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12 a bf16 step, which is
+        nearly twice as fast for it, does without YNNPACK; nothing else. Not used where the step is called inside of
+        another `jax.jit`, which compiles it.
+      check_processes: As for `value_and_grad`.
+
+    Returns:
+      `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
+      `grad_norm` (before clipping, over all parameters), `step_applied`, with a loss scale `loss_scale` (what this
+      step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
+      weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
+      changes then (with `Offload(delay=1)` its gradients are dropped, and those of the step before are applied). It has
+      `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)` and
+      `recomputation(state, batch)`.
+
+    Raises:
+      ValueError: An argument is out of range.
+      TypeError: `loss_fn` is not callable.
+      LossScaleError: (when called) Gradients overflow at the minimum loss scale. The error carries the state.
+
+    Example:
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> new_state, metrics = step(jzero.shard_train_state(plain_state, stage=2), jnp.ones((8, 512)))
+      >>> bool(metrics["step_applied"])
+      True
+    """
+    check("reduce", reduce, one_of("each", "last"))
+    micro = MicroBatches(accumulate_steps, reduce_last=reduce == "last")
+    return TrainStep(
+        loss_fn,
+        has_aux=has_aux,
+        micro=micro,
+        clip_norm=clip_norm,
+        mutable=mutable,
+        remat=remat,
+        compiler_options=compiler_options,
+        check_processes=check_processes,
+    )
+
+
+def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_processes: bool | float = True) -> EvalStep:
+    """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
+
+    Args:
+      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place
+        of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed`
+        and `PerExample` say otherwise. What it changes in an NNX model is dropped.
+      mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
+      check_processes: As for `value_and_grad`.
+
+    Returns:
+      `eval_step(state, batch, *, rng=None)`, which returns the metrics of the whole batch.
+
+    Example:
+      >>> eval_step = jzero.make_eval_step(lambda params, batch: {"size": jnp.square(batch @ params["w"]).mean()})
+      >>> sorted(eval_step(state, jnp.ones((8, 512))))
+      ['size']
+    """
+    return EvalStep(metric_fn, has_aux=True, mutable=mutable, remat="as_written", check_processes=check_processes)
+
+
+def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        if isinstance(result, tuple):
+            raise TypeError("The loss returned a tuple. Say `has_aux=True` if it returns `(loss, aux)`.")
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"With `has_aux=True` the loss must return `(loss, aux)`: got {type(result).__name__}.")
+    return result
+
+
+def _clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:
+    return jnp.minimum(1, clip_norm / (norm + 1e-6))
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, Weighted | PerExample | Summed)
+
+
+def _as_sums(x: Any) -> Any:
+    return Weighted(Summed(x.sum), Summed(x.weight)) if isinstance(x, Weighted) else x  # type: ignore[arg-type]
+
+
+def _as_mean(x: Any) -> Any:
+    return x.sum / x.weight if isinstance(x, Weighted) else x

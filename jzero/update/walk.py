@@ -1,0 +1,202 @@
+"""Evaluation of an optimizer's update: what mixes elements runs on whole operands, what does not can be streamed.
+
+[Note: Optimizers that mix the elements of a matrix]
+Elementwise updates run on each device's part without communication, and reductions (norms, Adafactor's means)
+cost a scalar or a vector. A matrix product such as Muon's Newton-Schulz iteration would make GSPMD communicate in
+every product. Such equations are found in the jaxpr of the update and run in a `shard_map` over whole operands:
+each matrix is gathered once, every device computes the same, and the result is cut again for free.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero import _compat
+from jzero.arrays.placement import natural_leaf, stored_leaf
+from jzero.arrays.streamed import ELEMENTWISE, Streamed, applied, constant, same_layout, source, streamed_sum
+from jzero.plan.mesh import batch_axes
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["UpdateWalk"]
+
+MIXING = frozenset(
+    "dot_general conv_general_dilated cholesky eig eigh lu qr geqrf householder_product svd schur triangular_solve "
+    "tridiagonal_solve fft sort cumsum cumprod cummax cummin".split()
+)
+
+
+CALLS = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
+    "checkpoint": ("jaxpr",),
+}
+"""Calls, and the parameters that hold what they call."""
+
+
+class UpdateWalk:
+    """Evaluates the jaxpr of an update.
+
+    See [Note: Optimizers that mix the elements of a matrix] and, where state lies on the host, [Note: Streaming an
+    update]: inputs and outputs may then be streamed values.
+
+    Attributes:
+      brought: Paths of the parameters whose state on the host was needed as a whole.
+    """
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self.plan = plan
+        self.known: dict[int, bool] = {}
+        self.arrays: dict[int, tuple[Streamed, Any]] = {}
+        self.brought: set[str] = set()
+
+    def __call__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """Returns the outputs of a jaxpr."""
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        whole: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom.val if _compat.is_literal(atom) else env[atom]
+
+        def read_whole(atom: Any, x: Any) -> Any:
+            if _compat.is_literal(atom) or not atom.aval.shape:
+                return x
+            if atom not in whole:
+                whole[atom] = lax.with_sharding_constraint(x, NamedSharding(self.plan.mesh, PartitionSpec()))
+            return whole[atom]
+
+        for eqn in jaxpr.eqns:
+            with _compat.equation_context(eqn):
+                inputs = [read(v) for v in eqn.invars]
+                outputs = self._streamed(eqn, inputs) if self.plan.hosted else None
+                if outputs is None:
+                    inputs = [self.computed(x) for x in inputs]
+                    name = eqn.primitive.name
+                    if not self._mixes(eqn):
+                        outputs = _compat.bind(eqn, inputs)
+                    elif name in ("jit", "pjit"):
+                        outputs = self._inline(eqn.params["jaxpr"], *inputs)
+                    elif name == "cond":
+                        branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
+                        outputs = lax.switch(inputs[0], branches, *inputs[1:])
+                    else:
+                        outputs = self._on_whole(
+                            eqn, [read_whole(v, x) for v, x in zip(eqn.invars, inputs, strict=True)]
+                        )
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def computed(self, x: Any) -> Any:
+        """Returns a value as an array in its natural shape on the devices."""
+        if not isinstance(x, Streamed):
+            return x
+        if id(x) not in self.arrays:
+            if x.fn is not None:
+                array = x.fn(*(self.computed(y) for y in x.operands))
+            elif x.leaf is None:
+                array = jnp.broadcast_to(x.array, x.shape)
+            else:
+                array = natural_leaf(x.array, x.leaf, self.plan)
+                if x.on_host and self.plan.config.offload.compute == "host":
+                    raise ValueError(
+                        f"`Offload(compute='host')` updates {x.leaf.path!r} where it lies, element by element, but the "
+                        "optimizer needs more of it than elements and their sums (Muon's products, Adafactor's rows). "
+                        "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
+                    )
+                self.brought |= {x.leaf.path} if x.on_host else set()
+            self.arrays[id(x)] = (x, array)  # the value, too, since its id is the key
+        return self.arrays[id(x)][1]
+
+    def _streamed(self, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
+        """Returns the outputs of an equation that can be streamed; `None` for any other."""
+        name, shape = eqn.primitive.name, tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else ()
+        streamed = [x for x in inputs if isinstance(x, Streamed)]
+        if not streamed:
+            is_constant = name == "broadcast_in_dim" and len(inputs) == 1 and jnp.ndim(inputs[0]) == 0 and shape
+            if not is_constant:
+                return None
+            return [constant(jnp.asarray(inputs[0], eqn.outvars[0].aval.dtype), shape)]
+        if name in CALLS and not eqn.effects:
+            return self._inline(next(eqn.params[k] for k in CALLS[name] if k in eqn.params), *inputs)
+        if name == "cond" and not eqn.effects:
+            results = [self._inline(branch, *inputs[1:]) for branch in eqn.params["branches"]]
+            return [self._choose(inputs[0], values) for values in zip(*results, strict=True)]
+        if name == "optimization_barrier":
+            return [x.map(lax.optimization_barrier) if isinstance(x, Streamed) else x for x in inputs]
+        if name == "reduce_sum" and shape == () and streamed[0].on_host:
+            return [streamed_sum(self.plan, streamed[0])]
+        if name not in ELEMENTWISE or shape != streamed[0].shape:
+            return None
+        if name in ("sharding_constraint", "copy"):
+            return list(inputs)
+        operands = self._as_streamed(inputs, shape)
+        return None if operands is None else [applied(functools.partial(_bind_one, eqn), operands)]
+
+    def _as_streamed(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:
+        """Returns values for one loop, numbers as they are; `None` if they do not fit together."""
+        streamed = [x for x in values if isinstance(x, Streamed)]
+        leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
+        arrays = [x for x in values if not isinstance(x, Streamed) and jnp.ndim(x)]
+        if any(x.shape != shape for x in (*streamed, *arrays)) or not same_layout(streamed):
+            return None
+        if leaf is None:
+            return None if arrays else list(values)
+
+        def as_streamed(x: Any) -> Any:
+            if isinstance(x, Streamed) or not jnp.ndim(x):
+                return x
+            return source(stored_leaf(x, leaf, self.plan), leaf, shape)
+
+        return [as_streamed(x) for x in values]
+
+    def _choose(self, index: Any, values: Sequence[Any]) -> Any:
+        """Returns what a branch gave; all were evaluated."""
+        streamed = [x for x in values if isinstance(x, Streamed)]
+        operands = self._as_streamed(values, streamed[0].shape) if streamed else None
+        if operands is None:
+            return lax.select_n(index, *map(self.computed, values))
+        return applied(lax.select_n, [index, *operands])
+
+    def _branch(self, jaxpr: Any, *inputs: Any) -> list[Any]:
+        return [self.computed(x) for x in self._inline(jaxpr, *inputs)]
+
+    def _inline(self, jaxpr: Any, *inputs: Any) -> list[Any]:
+        return self(*_compat.open_jaxpr(jaxpr), inputs)
+
+    def _on_whole(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+        fn = jax.shard_map(
+            lambda *xs: tuple(_compat.bind(eqn, xs)),
+            mesh=self.plan.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(batch_axes(self.plan.config)),
+            check_vma=False,
+        )
+        return list(fn(*inputs))
+
+    def _mixes(self, eqn: Any) -> bool:
+        if eqn.primitive.name in MIXING:
+            # Inner products give a scalar, which costs a scalar; of nothing there is nothing to gather.
+            return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
+        return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
+
+    def mixes(self, jaxpr: Any) -> bool:
+        """Whether an open jaxpr has equations that need whole operands."""
+        if id(jaxpr) not in self.known:
+            self.known[id(jaxpr)] = any(self._mixes(eqn) for eqn in jaxpr.eqns)
+        return self.known[id(jaxpr)]
+
+
+def _bind_one(eqn: Any, *inputs: Any) -> Any:
+    with _compat.equation_context(eqn):
+        return _compat.bind(eqn, inputs)[0]
