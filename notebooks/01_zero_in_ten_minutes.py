@@ -255,7 +255,7 @@ odd, _ = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["
     odd, jnp.ones((NUM_DEVICES, 131))
 )
 
-stored, natural = odd.params["w"], jzero.natural_params(odd)["w"]
+(stored,), natural = jax.tree.leaves(odd.params), jzero.natural_params(odd)["w"]
 assert natural.shape == (131, 127)
 assert stored.size - natural.size == jzero.plan_of(odd).padding["w"] < 0.125 * natural.size
 np.testing.assert_allclose(natural, 0.9, rtol=1e-5)  # Adam's first step moves each weight by the learning rate

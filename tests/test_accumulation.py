@@ -151,7 +151,7 @@ def test_a_batch_that_does_not_divide_says_which_sizes_would_do():
 
 @pytest.mark.parametrize("reduce", ["never", None, True])
 def test_bad_reduce(reduce):
-    with pytest.raises(ValueError, match="'each' or 'last'"):
+    with pytest.raises(ValueError, match="'each', 'last'"):
         jzero.make_train_step(models.mlp_loss, reduce=reduce)
 
 

@@ -8,8 +8,9 @@ function of `jax.numpy`, Linen's and NNX's layers. The natural array is a slice 
 comes back padded with zeros, in the same node. What a transformation makes of the stored array (a slice in a scan, a
 stack) is natural too where its cut dimension is still whole; else it is an error that names the leaf.
 
-Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays. Their sums and norms are right,
-since padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
+Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over those:
+trees of their shardings, dtypes and bytes are as they would be without padding. Their sums and norms are right, since
+padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
 """
 
 from __future__ import annotations
@@ -97,10 +98,11 @@ class Padded:
         return (self.stored,), _Layout(self.cut, self.path)
 
     @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> Padded:
-        """Returns a node made of what was flattened."""
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        """Returns a node made of what was flattened; what is no number, such as a sharding, as it is."""
         (stored,) = children
-        return cls(stored, aux.path, aux.cut)
+        is_number = hasattr(stored, "dtype") or isinstance(stored, float | complex)
+        return cls(stored, aux.path, aux.cut) if is_number else stored
 
     def _cut(self) -> Cut:
         """The cut of what is stored here: a slice of the leaf, or a stack of such."""
