@@ -8,9 +8,9 @@ function of `jax.numpy`, Linen's and NNX's layers. The natural array is a slice 
 comes back padded with zeros, in the same node. What a transformation makes of the stored array (a slice in a scan, a
 stack) is natural too where its cut dimension is still whole; else it is an error that names the leaf.
 
-Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over those:
-trees of their shardings, dtypes and bytes are as they would be without padding. Their sums and norms are right, since
-padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
+Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over
+those: trees of their shardings, dtypes and bytes are as they would be without padding. Their sums and norms are right,
+since padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
 """
 
 from __future__ import annotations
