@@ -73,7 +73,7 @@ MUTANTS = [
     Mutant(
         "gathered_along_other_axes",
         "arrays/collectives.py",
-        "    if not cut.further:\n",
+        "    if not cut.other_axes:\n",
         "    if True:\n",
         "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
         "of_its_transpose",
@@ -243,7 +243,7 @@ MUTANTS = [
     Mutant(
         "gathers_wide",
         "engine/lazy.py",
-        "gather_param(narrow_for_good(on_device(self.shard), self.wire_dtype), self.cut, self.wire)",
+        "gather_param(round_without_derivative(on_device(self.shard), self.wire_dtype), self.cut, self.wire)",
         "gather_param(on_device(self.shard), self.cut, self.wire)",
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
         "None and True",
@@ -413,7 +413,7 @@ MUTANTS = [
         '(name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs))',
         '(name == "mul" and any(inputs))',
         "test_trained.py::test_what_is_not_frozen_is_trained",
-        "times",
+        "scale_by",
     ),
     Mutant(
         "skipped_step_applied",
@@ -449,7 +449,7 @@ MUTANTS = [
     Mutant(
         "edits_ignored",
         "arrays/casts.py",
-        "return lax.select(_same_bits(narrow_for_good(master, param.dtype), param), master, edited)",
+        "return lax.select(_same_bits(round_without_derivative(master, param.dtype), param), master, edited)",
         "return master",
         "test_precision.py::test_an_edit_by_replace_is_taken_over",
         "[0-bf16]",

@@ -309,18 +309,18 @@ def test_moved_by_hand_and_back():
 def test_part_of_it():
     by_size = ["layer_1/kernel", "layer_0/kernel", "layer_2/kernel", "layer_0/bias", "layer_1/bias", "layer_2/bias"]
 
-    def hosted(offload, **options):
+    def offloaded(offload, **options):
         plan = jzero.plan_of(mlp_state(3, offload=offload, **options))
-        return {plan.leaves[i].path for i in plan.hosted}
+        return {plan.leaves[i].path for i in plan.offloaded}
 
     sizes = {x.path: x.param.size for x in jzero.plan_of(mlp_state(3)).leaves}
     assert sorted(sizes, key=lambda path: -sizes[path]) == by_size
-    assert hosted(jzero.Offload(optimizer="host", ratio=0.0)) == set()
-    assert hosted(jzero.Offload(optimizer="host", ratio=0.5)) == set(by_size[:1])
-    assert hosted(jzero.Offload(optimizer="host", ratio=0.7)) == set(by_size[:2])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0)) == set()
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.5)) == set(by_size[:1])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.7)) == set(by_size[:2])
     rules = {".*bias": jzero.LeafRule(offload=False), "layer_2/kernel": jzero.LeafRule(offload=True)}
-    assert hosted(HOST, rules=rules) == set(by_size[:3])
-    assert hosted(jzero.Offload(optimizer="host", ratio=0.0), rules=rules) == {"layer_2/kernel"}
+    assert offloaded(HOST, rules=rules) == set(by_size[:3])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0), rules=rules) == {"layer_2/kernel"}
     expected, _ = train(mlp_state(3, offload=jzero.Offload()))
     found, _ = train(mlp_state(3, offload=jzero.Offload(optimizer="host", ratio=0.5), rules=rules))
     assert_close(whole(found), whole(expected), ulps=2)
@@ -333,7 +333,7 @@ def test_frozen_parameters_do_not_count():
     state = jzero.TrainState.create(params=params, tx=tx)
     for ratio, expected in ((0.5, {"a"}), (0.9, {"a", "b"}), (0.0, set())):
         plan = jzero.plan_train_state(state, config=config(3, offload=jzero.Offload(optimizer="host", ratio=ratio)))
-        assert {plan.leaves[i].path for i in plan.hosted} == expected
+        assert {plan.leaves[i].path for i in plan.offloaded} == expected
 
 
 @pytest.mark.parametrize("offload", [jzero.Offload(), HOST])
@@ -378,14 +378,14 @@ def test_a_budget_moves_no_more_than_it_must():
 
     everything = jzero.plan_of(mlp_state(3, offload=jzero.Offload())).bytes_per_device
     full = everything.params + everything.opt_state
-    assert not plan(full).hosted
+    assert not plan(full).offloaded
     one = plan(full - 1)
-    assert [one.leaves[i].path for i in one.hosted] == ["layer_1/kernel"]
+    assert [one.leaves[i].path for i in one.offloaded] == ["layer_1/kernel"]
     kernel = 61 * 128 // 8 * 4  # 127 rows padded to 128
     assert one.bytes_per_device.opt_state == everything.opt_state - 2 * kernel
     assert one.host_bytes_per_device == (0, 0, 2 * kernel)
     least = jzero.plan_of(mlp_state(3)).bytes_per_device
-    assert len(plan(least.params + least.opt_state).hosted) == 6
+    assert len(plan(least.params + least.opt_state).offloaded) == 6
     with pytest.raises(ValueError, match=r"`Offload.device_budget_bytes=100` cannot be met: .* bytes more"):
         plan(100)
 

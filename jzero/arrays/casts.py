@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["narrow", "narrow_for_good", "round_stochastically", "with_edits"]
+__all__ = ["round_stochastically", "round_to", "round_without_derivative", "with_edits"]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Casts `x`, so that the compiler neither skips the rounding nor moves the cast behind what comes next.
 
     Compilers may keep more precision than asked for, and may swap a cast and a gather (jax issue 23543).
     """
-    return narrow_for_good(x, dtype)
+    return round_without_derivative(x, dtype)
 
 
-def narrow_for_good(x: jax.Array, dtype: Any) -> jax.Array:
+def round_without_derivative(x: jax.Array, dtype: Any) -> jax.Array:
     """The same where nothing is differentiated any more."""
     if x.dtype == dtype:
         return x
@@ -33,10 +33,10 @@ def narrow_for_good(x: jax.Array, dtype: Any) -> jax.Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-@narrow.defjvp
-def _narrow_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@round_to.defjvp
+def _round_to_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # The bits of fp16 have no derivative; the cast does.
-    return narrow(*primals, dtype), tangents[0].astype(dtype)
+    return round_to(*primals, dtype), tangents[0].astype(dtype)
 
 
 def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
 def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns `master`, with the elements of `param` where that is no longer the rounded master."""
     edited = lax.convert_element_type(param, master.dtype)
-    return lax.select(_same_bits(narrow_for_good(master, param.dtype), param), master, edited)
+    return lax.select(_same_bits(round_without_derivative(master, param.dtype), param), master, edited)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -104,10 +104,10 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
 
 def _on_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
     """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
-    if not cut.further:
+    if not cut.other_axes:
         return collective(x)
-    spec = PartitionSpec(*cut.further[: x.ndim])
-    axes = {name for names in cut.further for name in names or ()}
+    spec = PartitionSpec(*cut.other_axes[: x.ndim])
+    axes = {name for names in cut.other_axes for name in names or ()}
     return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.casts import round_without_derivative
 
 __all__ = ["misfit"]
 
@@ -107,5 +107,5 @@ def _bounds_on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 @functools.partial(jax.jit, static_argnums=1)
 def _lost_on_device(x: jax.Array, dtype: Any) -> jax.Array:
     x = x.astype(jnp.float32) if _is(x.dtype, np.integer) else x
-    lost = jnp.isfinite(x) & ~jnp.isfinite(narrow_for_good(x, dtype))
+    lost = jnp.isfinite(x) & ~jnp.isfinite(round_without_derivative(x, dtype))
     return jnp.max(jnp.where(lost, jnp.abs(x).astype(jnp.float32), 0))

@@ -30,7 +30,7 @@ __all__ = [
     "place_array",
     "place_leaf",
     "stored_leaf",
-    "strong",
+    "strongly_typed",
 ]
 
 Look: TypeAlias = Callable[[np.ndarray], None]
@@ -105,7 +105,7 @@ def device_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def strong(x: Any, dtype: Any) -> jax.Array:
+def strongly_typed(x: Any, dtype: Any) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
     is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
     return x if is_plain else lax.convert_element_type(x, dtype)
@@ -140,7 +140,7 @@ def place_array(
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array):
-        x = strong(x, dtype)
+        x = strongly_typed(x, dtype)
         if not x.is_fully_addressable:
             near = _relayout(on_device(x), device_sharding(sharding), cut)
             return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near

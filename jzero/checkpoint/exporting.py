@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jzero.arrays.casts import narrow
+from jzero.arrays.casts import round_to
 from jzero.arrays.fits import misfit
 from jzero.arrays.placement import gather_leaves, on_device
 from jzero.checkpoint.checksum import host_checksum
@@ -287,7 +287,7 @@ def _whole(x: jax.Array, wanted: Wanted, spec: TensorSpec, mesh: Any) -> np.ndar
 @functools.partial(jax.jit, static_argnums=1)
 def _cast_copy(x: jax.Array, dtype: Any) -> jax.Array:
     """Returns a copy, since an array that is converted to numpy's keeps on the host what it was converted to."""
-    return narrow(x.copy(), dtype)
+    return round_to(x.copy(), dtype)
 
 
 def read_whole(contents: Contents, leaf: StoredLeaf) -> np.ndarray:

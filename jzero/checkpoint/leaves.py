@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jzero._text import key_names
-from jzero.arrays.casts import narrow, with_edits
+from jzero.arrays.casts import round_to, with_edits
 from jzero.arrays.placement import (
     device_sharding,
     is_on_host,
@@ -197,7 +197,7 @@ def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedS
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
-    natural = narrow(x if cut is None else to_natural(x, cut), leaf.dtype)
+    natural = round_to(x if cut is None else to_natural(x, cut), leaf.dtype)
     new = leaf.cut
     return lax.with_sharding_constraint(
         natural if new is None or new.is_stored_naturally else to_stored(natural, new), sharding

@@ -22,7 +22,7 @@ __all__ = [
     "is_float8",
     "is_key",
     "resolve_precision",
-    "times",
+    "scale_by",
     "wide_dtype",
     "widen",
 ]
@@ -207,7 +207,7 @@ def wide_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if is_float8(dtype) else jnp.promote_types(dtype, jnp.float32)
 
 
-def times(grad: jax.Array, *factors: jax.Array) -> jax.Array:
+def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
     """Returns a gradient in fp32 or wider, multiplied with one factor after the other; integers as they are."""
     grad = widen(grad)
     for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():

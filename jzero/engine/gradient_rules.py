@@ -50,7 +50,7 @@ def _constraint(search: Search, eqn: Equation, leaving: Reduction) -> OnShards |
         return None
     axes = {n: 1 if n in leaving.wire.batch_axes else size for n, size in mesh.items()}
     cut = leaving.cut.beside(sharding.spec, axes)
-    return _same(search, eqn, dataclasses.replace(leaving, cut=cut) if cut.further else leaving)
+    return _same(search, eqn, dataclasses.replace(leaving, cut=cut) if cut.other_axes else leaving)
 
 
 def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, batch_index, sum_over
 from jzero.arrays.placement import is_on_host
-from jzero.config.precision import cast_dtype, times, widen
+from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiated
 from jzero.engine.lazy import Lazy, is_lazy
 from jzero.engine.norms import grad_norm
@@ -236,7 +236,7 @@ class _LocalStep:
         with jax.named_scope("zero_update"):
             norm, overflowed = grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
             grads = [
-                jnp.zeros((0,), x.dtype) if is_on_host(x) else times(x, unscale) if i in local else x
+                jnp.zeros((0,), x.dtype) if is_on_host(x) else scale_by(x, unscale) if i in local else x
                 for i, x in enumerate(reduced)
             ]
         loss = sum_over(total, wire) * inverse
@@ -247,8 +247,8 @@ class _LocalStep:
         """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
         if leaf is None:
             return x
-        cut, dtype = leaf.travelling(self.plan.mesh), leaf.compute_dtype
-        return narrow_for_good(x, dtype) if cut is None else Lazy(x, None, cut, self.wire, dtype, dtype)
+        cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
+        return round_without_derivative(x, dtype) if cut is None else Lazy(x, None, cut, self.wire, dtype, dtype)
 
     def _walked(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, gather_param
 from jzero.arrays.placement import on_device
 from jzero.plan.layout import Cut
@@ -119,7 +119,7 @@ class Lazy:
             assert self.whole is not None
             return self.whole
         # A shard in host memory is brought here, where it is needed.
-        return gather_param(narrow_for_good(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
+        return gather_param(round_without_derivative(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
 
 
 class Operation(NamedTuple):

@@ -62,8 +62,10 @@ class Reduction:
     def of(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
         """Returns the same of an array of another shape; `dims` says which dimension each of its own was."""
         old, dims = self.cut, list(range(len(shape)) if dims is None else dims)
-        further = [old.further[d] if old.further and shape[i] == old.shape[d] else None for i, d in enumerate(dims)]
-        kept = tuple(further) if any(further) else ()
+        other_axes = [
+            old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
+        ]
+        kept = tuple(other_axes) if any(other_axes) else ()
         cut = Cut(dims.index(old.dim), tuple(shape), old.num_shards, old.flat, kept)
         return dataclasses.replace(self, cut=cut)
 

@@ -16,7 +16,7 @@ from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.arrays.streamed import is_tiled
-from jzero.config.precision import times
+from jzero.config.precision import scale_by
 from jzero.plan.plan import ZeroPlan
 
 __all__ = ["grad_norm"]
@@ -50,7 +50,7 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
 
 @jax.jit  # traced once for all parameters of a shape, and of `lax`, which is traced three times as fast as `jnp`
 def _sums(x: jax.Array, factors: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    x = times(x, *factors)
+    x = scale_by(x, *factors)
     parts = [lax.real(x), lax.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
     square = functools.reduce(lax.add, map(lax.square, parts))
     is_finite = functools.reduce(lax.bitwise_and, map(lax.is_finite, parts))

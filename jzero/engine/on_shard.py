@@ -46,13 +46,13 @@ def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     """
     if not isinstance(x, Lazy) or is_on_host(x.shard):
         return x
-    before = [*x.cut.further, *[None] * len(x.shape)]
+    before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
     cut = x.cut.beside(entries, dict(jax.sharding.get_abstract_mesh().shape))
-    if not cut.further or cut == x.cut:
+    if not cut.other_axes or cut == x.cut:
         return x
     assert x.shard is not None
-    shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.further[: x.shard.ndim]))
+    shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.other_axes[: x.shard.ndim]))
     whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
     return dataclasses.replace(x, shard=shard, whole=whole, cut=cut)
 
@@ -132,7 +132,9 @@ def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -
     `untouched` for the cut one. The result is of `shape`; `dims` are the dimensions that it had before.
     """
     old = lazy.cut
-    further = [old.further[d] if old.further and shape[i] == old.shape[d] else None for i, d in enumerate(dims)]
+    other_axes = [
+        old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
+    ]
 
     def for_shard(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
@@ -144,7 +146,9 @@ def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -
         lazy,
         shard=None if lazy.shard is None else fn(lazy.shard, for_shard),
         whole=None if lazy.whole is None else fn(lazy.whole, for_whole),
-        cut=Cut(list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(further) if any(further) else ()),
+        cut=Cut(
+            list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(other_axes) if any(other_axes) else ()
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.casts import narrow_for_good
+from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, reduce_shard, reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.lazy import Lazy
@@ -78,7 +78,7 @@ class Parameter:
     def leaving(self) -> Leaving | None:
         """How its gradient leaves in the walk; `None` if that is all-reduced."""
         is_held_cut, is_cut, as_made = self.role.value
-        cut = self.leaf.grad.travelling(self.mesh)
+        cut = self.leaf.grad.for_collectives(self.mesh)
         if not is_cut or cut is None:
             return None
         # At stage 3 parameters that stay whole are small: to wait for a norm beside the head exposes communication.
@@ -102,15 +102,15 @@ class Parameter:
 
     def value(self, stored: jax.Array) -> Any:
         """Returns the parameter as the walk takes it."""
-        cut = self.leaf.param.travelling(self.mesh)
+        cut = self.leaf.param.for_collectives(self.mesh)
         if cut is None:  # stored as the loss sees it, but for parameters that are not trained
-            return narrow_for_good(stored, self.leaf.compute_dtype)
+            return round_without_derivative(stored, self.leaf.compute_dtype)
         dtype = jnp.dtype(self.leaf.compute_dtype)
         return Lazy(stored, None, cut, self.wire, dtype, dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient that the walk made, reduced over all devices, in the plan's layout."""
-        cut = self.leaf.grad.travelling(self.mesh)
+        cut = self.leaf.grad.for_collectives(self.mesh)
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         if isinstance(self.leaving, Reduction):

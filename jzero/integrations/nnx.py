@@ -15,7 +15,7 @@ from jax import lax
 
 from jzero._text import path_str
 from jzero.arrays.casts import with_edits
-from jzero.arrays.placement import stored_leaf, strong
+from jzero.arrays.placement import stored_leaf, strongly_typed
 from jzero.engine.trace import FROZEN
 from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
 from jzero.state.model_size import Params, register_model_view, state_params
@@ -143,7 +143,7 @@ def _overwritten(x: jax.Array, new: jax.Array) -> jax.Array:
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x  # of the devices' keys, see `_fold`, the state has no use
     if x.dtype == new.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(new.dtype, jnp.floating):
-        return strong(new, x.dtype)
+        return strongly_typed(new, x.dtype)
     return with_edits(x, new)
 
 

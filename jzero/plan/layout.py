@@ -50,14 +50,14 @@ class Cut:
       shape: The natural shape of the leaf.
       num_shards: N.
       flat: Dimensions `dim` and up are stored as one.
-      further: The further mesh axes that each dimension lies over, where collectives have to know; empty for none.
+      other_axes: The further mesh axes that each dimension lies over, where collectives have to know; empty for none.
     """
 
     dim: int
     shape: tuple[int, ...]
     num_shards: int
     flat: bool = False
-    further: tuple[Any, ...] = ()
+    other_axes: tuple[Any, ...] = ()
 
     @property
     def natural_size(self) -> int:
@@ -99,13 +99,13 @@ class Cut:
     def drop_leading(self) -> Cut:
         """Returns the cut of one slice of a stack (one step of a scan over dimension 0)."""
         assert self.dim > 0
-        further = self.further[1:] if any(self.further[1:]) else ()
-        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], further=further)
+        other_axes = self.other_axes[1:] if any(self.other_axes[1:]) else ()
+        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], other_axes=other_axes)
 
     def add_leading(self, size: int) -> Cut:
         """Returns the cut of a stack of so many."""
-        further = (None, *self.further) if self.further else ()
-        return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), further=further)
+        other_axes = (None, *self.other_axes) if self.other_axes else ()
+        return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), other_axes=other_axes)
 
     def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that also lies over further mesh axes.
@@ -123,8 +123,8 @@ class Cut:
             return names if names and self.shape[d] % math.prod(sizes[n] for n in names) == 0 else None
 
         entries = [*spec, *[None] * len(self.shape)][: len(self.shape)]
-        further = tuple(kept(d, names) for d, names in enumerate(entries))
-        return dataclasses.replace(self, further=further if any(further) else ())
+        other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
+        return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
     def spec(self, base: PartitionSpec, axis: str) -> PartitionSpec:
         """Returns the spec of the stored array: `base` plus the ZeRO axis on the cut dimension."""

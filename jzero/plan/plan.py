@@ -73,7 +73,7 @@ class StateLeaf:
         """Returns an array in the shape in which this leaf is stored as one of its natural shape."""
         return boxed(x, self.path, self.shape, self.cut)
 
-    def travelling(self, mesh: AnyMesh) -> Cut | None:
+    def for_collectives(self, mesh: AnyMesh) -> Cut | None:
         """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
 
@@ -283,7 +283,7 @@ class ZeroPlan:
         return frozenset(i for i, leaf in enumerate(self.leaves) if is_key(leaf.param.dtype))
 
     @functools.cached_property
-    def hosted(self) -> frozenset[int]:
+    def offloaded(self) -> frozenset[int]:
         """Indices of the trained parameters that lie on the host, or whose master or optimizer state does."""
         own = {i for i, x in enumerate(self.leaves) if x.trained and (x.param.on_host or x.updated.on_host)}
         owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
@@ -297,7 +297,7 @@ class ZeroPlan:
             for x in self.inner_leaves
             if x.owner is not None and not x.on_host and x.shape == self.leaves[x.owner].param.shape
         }
-        return frozenset(i for i in self.hosted if self.leaves[i].param.on_host) - near
+        return frozenset(i for i in self.offloaded if self.leaves[i].param.on_host) - near
 
     @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:

@@ -93,10 +93,10 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
 
 
 def _make_plan(
-    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, hosted: Sequence[int]
+    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]
 ) -> ZeroPlan:
     others = other_fields(state)
-    leaves = _plan_params(state.params, config, mesh, frozenset(hosted))
+    leaves = _plan_params(state.params, config, mesh, frozenset(offloaded))
     frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
     trees = (state.params, *frozen_trees)
     _check_rules_match(
@@ -118,7 +118,7 @@ def _make_plan(
         _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
-    shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in hosted and leaf.trained}
+    shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
     inner = [dataclasses.replace(x, on_host=x.owner is not None and shaped_like.get(x.owner) == x.shape) for x in inner]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
@@ -149,7 +149,7 @@ def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
     grads = [
-        dataclasses.replace(leaf.grad, dtype=wide_dtype(leaf.grad.dtype), on_host=i in plan.hosted)
+        dataclasses.replace(leaf.grad, dtype=wide_dtype(leaf.grad.dtype), on_host=i in plan.offloaded)
         for i, leaf in enumerate(plan.leaves)
     ]
     own = own_opt_state(plan, [leaf.master for leaf in plan.leaves], grads)
@@ -258,7 +258,7 @@ def _taken(leaf: StateLeaf) -> frozenset[int]:
 
 
 def _plan_params(
-    params: PyTree, config: ZeroConfig, mesh: AnyMesh, hosted: frozenset[int] = frozenset()
+    params: PyTree, config: ZeroConfig, mesh: AnyMesh, offloaded: frozenset[int] = frozenset()
 ) -> list[LeafPlan]:
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(params))
     described = [_describe(path, x, config, mesh) for path, x in zip(paths, values, strict=True)]
@@ -281,11 +281,11 @@ def _plan_params(
         away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
-        plans.append(_with_dtypes(plan, rule, config, i in hosted))
+        plans.append(_with_dtypes(plan, rule, config, i in offloaded))
     return plans
 
 
-def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: bool) -> LeafPlan:
+def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
     policy, given = config.policy, plan.param.dtype
     if is_key(given):  # whose gradient and update nobody sees
@@ -299,8 +299,8 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, hosted: boo
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
     # What every device holds whole is held as the loss sees it; the copy that is updated is then cut. So is what has
     # that copy on the host.
-    separate = (plan.param.cut is None or hosted) and compute != kept
-    master = dataclasses.replace(plan.grad, dtype=kept, on_host=hosted) if separate else None
+    separate = (plan.param.cut is None or offloaded) and compute != kept
+    master = dataclasses.replace(plan.grad, dtype=kept, on_host=offloaded) if separate else None
     param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 

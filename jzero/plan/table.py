@@ -49,7 +49,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     params += [
         (x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "", "") for x in _frozen(plan)
     ]
-    if not plan.hosted:
+    if not plan.offloaded:
         params = [row[:-1] for row in params]
     told = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
     params = [[row[i] for i in told] for row in params]
@@ -123,7 +123,10 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         "gathered_bytes": plan.gathered_bytes,
         "parameters": [
             *(
-                {**_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained), "offloaded": i in plan.hosted}
+                {
+                    **_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained),
+                    "offloaded": i in plan.offloaded,
+                }
                 for i, leaf in enumerate(plan.leaves)
             ),
             *(_as_dict(leaf, config.axis, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),

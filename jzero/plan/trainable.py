@@ -26,13 +26,13 @@ from jzero import _compat
 from jzero._text import path_str
 from jzero.config.precision import is_key
 
-__all__ = ["PartlyTrained", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
+__all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class PartlyTrained:
+class MaskedTransformation:
     """An optax transformation that sees some of the parameters and leaves the others as they are. A frozen value.
 
     Attributes:
@@ -104,21 +104,21 @@ def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
       ValueError: `trainable` is malformed, or `tx` already leaves other parameters out.
     """
     numbers = [not is_key(jax.dtypes.result_type(x)) for x in jax.tree.leaves(params)]
-    if trainable is None and (all(numbers) or isinstance(tx, PartlyTrained)):
+    if trainable is None and (all(numbers) or isinstance(tx, MaskedTransformation)):
         return tx
     chosen = numbers if trainable is None else trainable_mask(trainable, params)
     mask = tuple(a and b for a, b in zip(chosen, numbers, strict=True))
-    if isinstance(tx, PartlyTrained):
+    if isinstance(tx, MaskedTransformation):
         if tx.mask != mask:
             raise ValueError(
                 "`trainable` differs from what this state was sharded with, and its optimizer keeps no state for the "
                 "parameters that were frozen. Make a new state for the new choice."
             )
         return tx
-    return tx if all(mask) else PartlyTrained(tx, mask)
+    return tx if all(mask) else MaskedTransformation(tx, mask)
 
 
-def restrict_opt_state(tx: PartlyTrained, params: PyTree, opt_state: PyTree) -> PyTree:
+def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTree) -> PyTree:
     """Returns the state of `tx` made from the state of its inner transformation for all parameters.
 
     Every leaf that `tx` needs is taken over from `opt_state` by its key path.
@@ -148,7 +148,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
     num = len(has_state)
     if all(has_state):
         return [False] * num
-    if isinstance(tx, PartlyTrained):
+    if isinstance(tx, MaskedTransformation):
         return [not trained for trained in tx.mask]
     try:
         jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)

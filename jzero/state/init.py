@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
-from jzero.arrays.placement import check_names_host_memory, place_array, stored_leaf, strong
+from jzero.arrays.placement import check_names_host_memory, place_array, stored_leaf, strongly_typed
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
@@ -157,7 +157,7 @@ def lower_init(
         wanted = {source for k in group if (source := made_from[k]) is not None}
         made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
         values = _values(plan, stored(treedef.unflatten(made), in_trace=True))
-        return [stored_leaf(strong(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
+        return [stored_leaf(strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
 
     def rebuild(results: list[list[jax.Array]]) -> State:
         found = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import is_on_host, stored_leaf, strong
+from jzero.arrays.placement import is_on_host, stored_leaf, strongly_typed
 from jzero.arrays.streamed import Update, source, stream
-from jzero.config.precision import times
+from jzero.config.precision import scale_by
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.opt_state import PendingUpdate
 from jzero.plan.plan import StateLeaf, ZeroPlan
@@ -82,7 +82,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
 
 def _stored(state: Any, plan: ZeroPlan) -> Any:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
-        return x if is_on_host(x) else stored_leaf(strong(x, leaf.dtype), leaf, plan)
+        return x if is_on_host(x) else stored_leaf(strongly_typed(x, leaf.dtype), leaf, plan)
 
     return map_state(stored, plan, state)
 
@@ -136,7 +136,7 @@ def _made_anew(state: Any) -> frozenset[int]:
     if mesh_platform(plan.mesh) == "tpu":
         return frozenset()
     found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
-    return frozenset() if _has_own_update(state) else frozenset(found - plan.hosted)
+    return frozenset() if _has_own_update(state) else frozenset(found - plan.offloaded)
 
 
 def _pending_applied(state: Any) -> Any:
@@ -146,7 +146,7 @@ def _pending_applied(state: Any) -> Any:
     kept = plan.flat_params(pending.grads)
     kept = [jnp.zeros((), leaf.grad.dtype) if x is None else x for x, leaf in zip(kept, plan.leaves, strict=True)]
     # As many objects as gradients: each is known by its identity.
-    grads = [jnp.zeros((0,), x.dtype) if i in plan.hosted else x for i, x in enumerate(kept)]
+    grads = [jnp.zeros((0,), x.dtype) if i in plan.offloaded else x for i, x in enumerate(kept)]
     found = StepGrads(grads, kept, (), pending.ready, None, jnp.zeros((0,), jnp.bool_))
     return _unless_skipped(pending.ready, _updated(state, found), state)
 
@@ -172,7 +172,7 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
             return None
         if not is_on_host(raw):
             return stored_leaf(grad.astype(leaf.dtype), leaf, plan)
-        value = source(raw, leaf, leaf.shape).map(times, *found.factors)
+        value = source(raw, leaf, leaf.shape).map(scale_by, *found.factors)
         (new,), _ = stream(plan, Update(leaf, [value], [old[i]], lambda position, values, old: (values, None)))
         return new
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jzero._text import path_str
 from jzero.arrays.casts import with_edits
 from jzero.arrays.fingerprints import describe_plan, describe_value
-from jzero.arrays.placement import Look, gather_leaves, place_leaf, strong
+from jzero.arrays.placement import Look, gather_leaves, place_leaf, strongly_typed
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import AnyMesh, make_mesh
@@ -290,7 +290,7 @@ def unshard_train_state(state: State) -> State:
     whole = iter(gathered)
 
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
-        return strong(next(whole), leaf.wide or leaf.dtype)
+        return strongly_typed(next(whole), leaf.wide or leaf.dtype)
 
     return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
 
@@ -447,7 +447,7 @@ def natural_params(state: State) -> PyTree:
         return train_state.tx.natural_params(train_state.params)
     whole = plan.flat_params(gather_params(state))
     return plan.params_treedef.unflatten(
-        [strong(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+        [strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
-from jzero.arrays.casts import narrow
+from jzero.arrays.casts import round_to
 from jzero.arrays.placement import place_array
 from jzero.config.zero import ZeroConfig
 from jzero.engine.meshes import MeshFacts
@@ -328,7 +328,7 @@ class _Reference:
     ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
-        seen = [narrow(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
+        seen = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
         _, carried = self._bind(state)
         trained = self._trained(seen)
         (_, (total, weight, changed)), found = jax.shard_map(
@@ -409,7 +409,7 @@ class _Reference:
         bound, carried = state.bind_loss(self.loss_fn, self.axes)
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
-        seen = [x if leaf is None else narrow(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]
+        seen = [x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]
         carried = treedef.unflatten(seen)
 
         def call(*args: Any, **kwargs: Any) -> Any:

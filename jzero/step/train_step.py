@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.config.precision import times
+from jzero.config.precision import scale_by
 from jzero.config.settings import FLAG, NAMES, check, number, one_of, optional, whole
 from jzero.engine.gradients import WHOLE_BATCH, LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.outputs import PerExample, Summed, Weighted, marked_leaves, split_mutable
@@ -345,7 +345,7 @@ class TrainStep(_Step):
         """Returns the state after the step, and whether its gradients were applied (`None`: in any case)."""
         plan = state.tx.plan
         factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
-        grads = [times(g, *factors) for g in result.grads]
+        grads = [scale_by(g, *factors) for g in result.grads]
         weighs = result.weight != 0 if weighted else None  # else there is no gradient
         applied = weighs
         if plan.config.policy.skips:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
-from jzero.arrays.casts import narrow, round_stochastically
+from jzero.arrays.casts import round_stochastically, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.arrays.streamed import Streamed, Update, source, sources_of, stream
 from jzero.config.precision import holds, is_key
@@ -34,7 +34,7 @@ from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
 
 __all__ = [
     "NO_ELEMENTS",
-    "Around",
+    "LeafUpdate",
     "Moments",
     "check_params_stored",
     "new_param",
@@ -68,7 +68,7 @@ def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
     return source(stored_leaf(x, leaf.grad, plan), leaf.grad, leaf.param.shape)
 
 
-class Around(NamedTuple):
+class LeafUpdate(NamedTuple):
     """What an update knows of one parameter. Of one whose state lies on the host, all but arrays as stored is streamed.
 
     Attributes:
@@ -97,7 +97,7 @@ class Around(NamedTuple):
 
 
 def new_param(
-    plan: ZeroPlan, x: Around, key: jax.Array | None, applied: jax.Array | None
+    plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a parameter's new value and its new master, both as stored; see [Note: Parameters made anew].
 
@@ -115,7 +115,7 @@ def new_param(
     return stored_leaf(rounded, leaf.param, plan), kept
 
 
-def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, Any]:
+def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[Any, Any]:
     """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
     leaf = x.leaf
     if leaf.param.on_host or is_key(leaf.param.dtype):
@@ -129,16 +129,16 @@ def update_leaf(plan: ZeroPlan, x: Around, key: jax.Array | None) -> tuple[Any, 
     return _change(x, stored_leaf(rounded, leaf.param, plan)), kept
 
 
-def _rounded(x: Around, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
     """Returns a new parameter, and its new master if it has one, from what the optimizer made of them."""
     leaf = x.leaf
     if leaf.master is None:
         return _round(moved, leaf.param.dtype, key, x.number), None
     master = _round(moved, leaf.master.dtype, key, x.number)
-    return narrow(master, leaf.param.dtype), master
+    return round_to(master, leaf.param.dtype), master
 
 
-def _change(x: Around, rounded: jax.Array) -> jax.Array:
+def _change(x: LeafUpdate, rounded: jax.Array) -> jax.Array:
     """Returns what `optax.apply_updates` has to add to a stored parameter to arrive at its new value."""
     new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
     return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
@@ -164,7 +164,7 @@ class Moments(NamedTuple):
 
 
 def streamed_update(
-    plan: ZeroPlan, x: Around, moments: Sequence[Moments], key: jax.Array | None, applied: jax.Array | None
+    plan: ZeroPlan, x: LeafUpdate, moments: Sequence[Moments], key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[Any, Any, Any, list[jax.Array]]:
     """The update of a parameter that lies on the host, or has a master or optimizer state there.
 
@@ -220,7 +220,7 @@ def streamed_update(
     master = new.pop(0) if has_master else x.old_master
     if near is None:
         return (NO_ELEMENTS if moves_param else None), master, param, new
-    near = stored_leaf(natural_leaf(narrow(near, dtype), leaf.grad, plan), leaf.param, plan)
+    near = stored_leaf(natural_leaf(round_to(near, dtype), leaf.grad, plan), leaf.param, plan)
     return (_change(x, near) if x.is_rounded else near), master, None, new
 
 
@@ -234,5 +234,5 @@ def _round(x: jax.Array, dtype: Any, key: jax.Array | None, index: int) -> jax.A
     if x.dtype == dtype:
         return x
     if key is None or dtype != jnp.bfloat16:
-        return narrow(x, dtype)
+        return round_to(x, dtype)
     return round_stochastically(x, jax.random.fold_in(key, index))

@@ -14,17 +14,17 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.arrays.casts import narrow, with_edits
-from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf, strong
+from jzero.arrays.casts import round_to, with_edits
+from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf, strongly_typed
 from jzero.arrays.streamed import Streamed, source
-from jzero.config.precision import DynamicLossScale, Precision, is_float8, is_key, times
+from jzero.config.precision import DynamicLossScale, Precision, is_float8, is_key, scale_by
 from jzero.plan.opt_state import ZeroOptState, next_loss_scale
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
 from jzero.update.leaf import (
     NO_ELEMENTS,
-    Around,
+    LeafUpdate,
     Moments,
     check_params_stored,
     new_param,
@@ -128,7 +128,7 @@ class ZeroTransformation:
         """Returns stored parameters in their natural shapes, in the dtype that the loss sees."""
         leaves = self.plan.flat_params(self.as_planned(params))
         natural = [
-            natural_leaf(narrow(x, leaf.compute_dtype), leaf.param, self.plan)
+            natural_leaf(round_to(x, leaf.compute_dtype), leaf.param, self.plan)
             for x, leaf in zip(leaves, self.plan.leaves, strict=True)
         ]
         return self.plan.params_treedef.unflatten(natural)
@@ -218,12 +218,12 @@ def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = Mappi
     def like_grad(x: Any, i: int, leaf: LeafPlan) -> Any:
         if not leaf.trained:  # never read, see `_trained`
             return jnp.zeros(leaf.param.shape, leaf.update_dtype)
-        if i not in plan.hosted:
+        if i not in plan.offloaded:
             x = natural_leaf(x, leaf.grad, plan)
         else:
             raw, factors = reduced.get(id(x), (x, ()))
             x = source(raw, leaf.grad, leaf.param.shape) if is_on_host(raw) else streamed_source(raw, leaf, plan)
-            x = x.map(times, *factors) if factors else x
+            x = x.map(scale_by, *factors) if factors else x
         # Gradients are fp32 or wider, and so is what optax makes of them and parameters, but for those of 8 bits.
         as_it_is = plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
         return x if as_it_is else _cast(x, leaf.update_dtype)
@@ -250,7 +250,7 @@ def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
 
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
-        if i in plan.hosted:
+        if i in plan.offloaded:
             cut = (
                 source(param, leaf.grad, leaf.param.shape) if leaf.param.on_host else streamed_source(param, leaf, plan)
             )
@@ -321,8 +321,8 @@ def _next_state(
     stored: list[Any] = []
     kept: list[Any] = []
     for i, leaf in enumerate(plan.leaves):
-        around = Around(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
-        if i in plan.hosted:
+        around = LeafUpdate(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
+        if i in plan.offloaded:
             moments = [
                 Moments(j, old_inner[j], inner[j])
                 for j, x in enumerate(plan.inner_leaves)
@@ -341,7 +341,7 @@ def _next_state(
         stored.append(change)
         kept.append(master)
     inner = [
-        x if leaf.on_host else stored_leaf(strong(rounded_inner(plan, j, x, key), leaf.dtype), leaf, plan)
+        x if leaf.on_host else stored_leaf(strongly_typed(rounded_inner(plan, j, x, key), leaf.dtype), leaf, plan)
         for j, (x, leaf) in enumerate(zip(inner, plan.inner_leaves, strict=True))
     ]
     new_own = dataclasses.replace(
@@ -380,28 +380,28 @@ def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: di
     def call(grads: PyTree, opt_state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
         return tx.inner.update(grads, opt_state, params, **arrays, **functions)
 
-    if tx.plan.num_shards == 1 and not tx.plan.hosted:
+    if tx.plan.num_shards == 1 and not tx.plan.offloaded:
         return call(*args)
     leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Streamed))
     shapes = treedef.unflatten([x.aval() if isinstance(x, Streamed) else x for x in leaves])
     traced = jax.jit(call).trace(*shapes)
     opened, consts = _compat.open_jaxpr(traced.jaxpr)
     walk, out = UpdateWalk(tx.plan), traced.out_info
-    if not tx.plan.hosted and not walk.mixes(opened):  # then it is one call, which is traced already
+    if not tx.plan.offloaded and not walk.mixes(opened):  # then it is one call, which is traced already
         return jax.jit(call)(*args)
     outputs = walk(opened, consts, leaves)
     plan = tx.plan
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
-    updates = [x if i in plan.hosted else walk.computed(x) for i, x in enumerate(plan.flat_params(new_updates))]
+    updates = [x if i in plan.offloaded else walk.computed(x) for i, x in enumerate(plan.flat_params(new_updates))]
     inner = [
         x if leaf.on_host else walk.computed(x)
         for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)
     ]
-    if walk.brought:
+    if walk.fetched_whole:
         warnings.warn(
             "The optimizer needs more than single elements, or their sum, of what is on the host, so each step brings "
-            f"these leaves to the devices as a whole: {sorted(walk.brought)}. Their memory is needed once more there; "
-            "keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
+            f"these leaves to the devices as a whole: {sorted(walk.fetched_whole)}. Their memory is needed once more "
+            "there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
             stacklevel=2,
         )
     return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)

@@ -51,14 +51,14 @@ class UpdateWalk:
     update]: inputs and outputs may then be streamed values.
 
     Attributes:
-      brought: Paths of the parameters whose state on the host was needed as a whole.
+      fetched_whole: Paths of the parameters whose state on the host was needed as a whole.
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
         self.known: dict[int, bool] = {}
         self.arrays: dict[int, tuple[Streamed, Any]] = {}
-        self.brought: set[str] = set()
+        self.fetched_whole: set[str] = set()
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a jaxpr."""
@@ -78,7 +78,7 @@ class UpdateWalk:
         for eqn in jaxpr.eqns:
             with _compat.equation_context(eqn):
                 inputs = [read(v) for v in eqn.invars]
-                outputs = self._streamed(eqn, inputs) if self.plan.hosted else None
+                outputs = self._streamed(eqn, inputs) if self.plan.offloaded else None
                 if outputs is None:
                     inputs = [self.computed(x) for x in inputs]
                     name = eqn.primitive.name
@@ -113,7 +113,7 @@ class UpdateWalk:
                         "optimizer needs more of it than elements and their sums (Muon's products, Adafactor's rows). "
                         "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
                     )
-                self.brought |= {x.leaf.path} if x.on_host else set()
+                self.fetched_whole |= {x.leaf.path} if x.on_host else set()
             self.arrays[id(x)] = (x, array)  # the value, too, since its id is the key
         return self.arrays[id(x)][1]
 
