@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from jzero.plan.mesh import make_mesh as make_mesh
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
+    from jzero.state.gather import gather_params as gather_params
+    from jzero.state.gather import natural_params as natural_params
+    from jzero.state.gather import unshard_train_state as unshard_train_state
+    from jzero.state.gather import update_params as update_params
     from jzero.state.init import init_train_state as init_train_state
     from jzero.state.inspect import get_full_grad as get_full_grad
     from jzero.state.inspect import get_full_opt_state as get_full_opt_state
@@ -72,12 +76,8 @@ if TYPE_CHECKING:
     from jzero.state.offload import offload_train_state as offload_train_state
     from jzero.state.offload import reload_train_state as reload_train_state
     from jzero.state.shard import abstract_train_state as abstract_train_state
-    from jzero.state.shard import gather_params as gather_params
-    from jzero.state.shard import natural_params as natural_params
     from jzero.state.shard import plan_train_state as plan_train_state
     from jzero.state.shard import shard_train_state as shard_train_state
-    from jzero.state.shard import unshard_train_state as unshard_train_state
-    from jzero.state.shard import update_params as update_params
     from jzero.state.train_state import TrainState as TrainState
     from jzero.state.train_state import plan_of as plan_of
     from jzero.step.equivalence import EquivalenceReport as EquivalenceReport
@@ -178,15 +178,8 @@ _HOMES = {
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
     "jzero.state.train_state": ("TrainState", "plan_of"),
     "jzero.state.next_state": ("apply_pending",),
-    "jzero.state.shard": (
-        "abstract_train_state",
-        "gather_params",
-        "natural_params",
-        "plan_train_state",
-        "shard_train_state",
-        "unshard_train_state",
-        "update_params",
-    ),
+    "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),
+    "jzero.state.shard": ("abstract_train_state", "plan_train_state", "shard_train_state"),
     "jzero.step.train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
     "jzero.analysis.analyze": ("analyze",),
     "jzero.analysis.candidates": ("Fit",),

@@ -33,7 +33,7 @@ from typing import Any, Literal
 import jax
 
 from jzero import _compat
-from jzero.plan.plan import itemsize
+from jzero.plan.leaves import itemsize
 
 __all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "bytes_of", "trace_program"]
 

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec
 from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import TRIVIAL, Array, Computation, Instruction, Program, dtype_bits
 from jzero.analysis.memory import Memory
+from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
-from jzero.plan.plan import LeafPlan, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 
 __all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
 

@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.arrays.fits import misfit
 from jzero.plan.layout import Cut
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero.plan.padded import to_natural, to_stored
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 
 __all__ = [
     "Look",

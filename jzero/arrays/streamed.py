@@ -33,8 +33,9 @@ from jzero import _compat
 from jzero.arrays.chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 
 __all__ = [
     "ELEMENTWISE",

@@ -34,8 +34,9 @@ from jzero.arrays.placement import (
     stored_leaf,
 )
 from jzero.plan.layout import Cut
+from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.padded import to_natural, to_stored
-from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
 from jzero.update.transformation import edited_master
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import Wanted
-from jzero.plan.plan import StateLeaf
+from jzero.plan.leaves import StateLeaf
 
 __all__ = ["RestoreReport", "match", "renamed_paths"]
 

@@ -30,8 +30,9 @@ from jzero.engine.recompute import recomputed
 from jzero.engine.roles import Parameter
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.walk import Walk
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, mesh_platform, num_batch_shards
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 
 __all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
 

@@ -24,8 +24,8 @@ from jzero.arrays.collectives import Wire, reduce_shard, reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.lazy import Lazy
 from jzero.engine.leaving import Leaving, Part, Reduction
+from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
-from jzero.plan.plan import LeafPlan
 
 __all__ = ["Parameter", "Role"]
 

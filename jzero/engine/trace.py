@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.engine.recompute import Remat, has_parts_to_recompute
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.padded import is_padded, unboxed
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 
 __all__ = [
     "FROZEN",

@@ -5,117 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
-from jzero.plan.layout import Cut
+from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
-from jzero.plan.padded import boxed, unboxed
+from jzero.plan.padded import unboxed
 from jzero.plan.table import format_plan, plan_as_dict
 
-__all__ = ["BytesPerDevice", "LeafPlan", "StateLeaf", "WholeLeaf", "ZeroPlan"]
+__all__ = ["BytesPerDevice", "WholeLeaf", "ZeroPlan"]
 
 PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
-
-
-@dataclasses.dataclass(frozen=True)
-class StateLeaf:
-    """Layout of one leaf: an optimizer leaf, a leaf of another field, or a parameter as stored.
-
-    Attributes:
-      path: Its key path, such as `"decoder/layer_0/kernel"`.
-      shape: Its natural shape.
-      dtype: Its dtype.
-      base: The spec of mesh axes other than ZeRO's that it already had.
-      cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
-      reason: Why it stays whole; empty if it is cut.
-      owner: Index of the parameter that an optimizer leaf follows.
-      wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
-      is_param: Whether a leaf of another field is a parameter that is not trained.
-      compute_dtype: What the loss sees of such a parameter; `None` for other leaves.
-      on_host: Whether it lies in pinned memory of each device's host.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    base: PartitionSpec = PartitionSpec()
-    cut: Cut | None = None
-    reason: str = ""
-    owner: int | None = None
-    wide: Any = None
-    is_param: bool = False
-    compute_dtype: Any = None
-    on_host: bool = False
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the global array that holds it."""
-        return self.shape if self.cut is None else self.cut.stored_shape
-
-    @property
-    def size(self) -> int:
-        """Elements, padding not counted."""
-        return math.prod(self.shape)
-
-    def spec(self, axis: str) -> PartitionSpec:
-        """Spec of the stored array."""
-        return self.base if self.cut is None else self.cut.spec(self.base, axis)
-
-    def boxed(self, x: Any) -> Any:
-        """Returns an array in the shape in which this leaf is stored as one of its natural shape."""
-        return boxed(x, self.path, self.shape, self.cut)
-
-    def for_collectives(self, mesh: AnyMesh) -> Cut | None:
-        """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
-        return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
-
-    def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
-        """Bytes of one device's part of the stored array, padding included."""
-        # An abstract mesh will do here: nothing but the sizes of its axes counts.
-        names = jax.tree.leaves(tuple(self.spec(axis)))
-        parts = math.prod(int(mesh.shape[name]) for name in names)
-        return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """Layout of one parameter, its gradient and what optimizer state follows it.
-
-    Attributes:
-      param: The parameter as stored between steps.
-      grad: Its gradient as `value_and_grad` returns it; optimizer leaves of its shape follow.
-      scan_dim: The dimension that a scan runs over, which is never cut.
-      compute_dtype: What the loss sees.
-      update_dtype: What the optimizer sees of parameter and gradient.
-      master: Its master copy in the optimizer state; `None` if `param` is what the optimizer updates.
-      trained: Whether it has a gradient.
-    """
-
-    param: StateLeaf
-    grad: StateLeaf
-    scan_dim: int | None
-    compute_dtype: Any
-    update_dtype: Any
-    master: StateLeaf | None = None
-    trained: bool = True
-
-    @property
-    def path(self) -> str:
-        """Key path of the parameter."""
-        return self.param.path
-
-    @property
-    def updated(self) -> StateLeaf:
-        """What the optimizer updates: the master copy, or the parameter itself."""
-        return self.param if self.master is None else self.master
 
 
 class BytesPerDevice(NamedTuple):
@@ -399,11 +304,3 @@ class ZeroPlan:
     def to_json(self) -> str:
         """Returns the plan as JSON: bytes by term, one row per parameter, what stays whole."""
         return json.dumps(plan_as_dict(self), indent=2, ensure_ascii=False)
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of one element, extended dtypes (PRNG keys) included."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return math.prod(key.shape) * int(key.dtype.itemsize)
-    return int(dtype.itemsize)

@@ -20,9 +20,10 @@ from jzero._text import key_names, path_str
 from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.plan.layout import choose_cut, choose_even_cut, find_scan_dims
+from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import AnyMesh, axis_size, check_host_memory, check_mesh
 from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
-from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan, itemsize
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen
 
 __all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]

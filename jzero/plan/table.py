@@ -10,7 +10,8 @@ import jax
 from jzero.plan.mesh import batch_axes
 
 if TYPE_CHECKING:
-    from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+    from jzero.plan.leaves import LeafPlan, StateLeaf
+    from jzero.plan.plan import ZeroPlan
 
 __all__ = ["format_bytes", "format_plan", "plan_as_dict"]
 

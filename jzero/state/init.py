@@ -31,7 +31,8 @@ from jzero.arrays.placement import check_names_host_memory, place_array, stored_
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import check_arrays, make_plan
 from jzero.plan.trainable import restrict_opt_state
 from jzero.state.shard import resolve_config, resolve_mesh, restrict

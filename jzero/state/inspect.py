@@ -14,10 +14,11 @@ from jzero.arrays.casts import with_edits
 from jzero.arrays.fits import misfit
 from jzero.arrays.placement import gather_leaves
 from jzero.config.precision import is_key
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import is_padded
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
-from jzero.state.shard import place_given, write_params
+from jzero.state.gather import place_given, write_params
 from jzero.state.train_state import adapt_sharded, check_alive
 
 __all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jzero.arrays.placement import is_on_host, stored_leaf, strongly_typed
 from jzero.arrays.streamed import Update, source, stream
 from jzero.config.precision import scale_by
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.opt_state import PendingUpdate
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
 from jzero.update.leaf import NO_ELEMENTS
 from jzero.update.transformation import InStep, keep_unless, with_next_loss_scale

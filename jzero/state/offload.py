@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, check_host_memory
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
 

@@ -13,9 +13,10 @@ import optax
 
 from jzero.arrays.placement import is_on_host
 from jzero.config.precision import is_key
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.padded import is_padded, unboxed
-from jzero.plan.plan import StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state, zero_grads
 from jzero.update.transformation import ZeroTransformation, edited_master
 

@@ -23,9 +23,11 @@ from jzero.engine.outputs import Weighted
 from jzero.engine.trace import carried_leaves
 from jzero.engine.walk import Walk
 from jzero.engine.written import Written
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
-from jzero.plan.plan import StateLeaf, ZeroPlan
-from jzero.state.shard import shard_train_state, unshard_train_state
+from jzero.plan.plan import ZeroPlan
+from jzero.state.gather import unshard_train_state
+from jzero.state.shard import shard_train_state
 from jzero.state.train_state import adapt, map_state, plan_of
 from jzero.step.train_step import make_train_step
 from jzero.update.transformation import ZeroTransformation

@@ -18,8 +18,9 @@ from jzero.arrays.placement import place_array
 from jzero.config.settings import ONE_KEY, check, optional
 from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
+from jzero.plan.leaves import StateLeaf, itemsize
 from jzero.plan.mesh import batch_axes, num_batch_shards
-from jzero.plan.plan import StateLeaf, ZeroPlan, itemsize
+from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 
 __all__ = [

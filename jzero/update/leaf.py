@@ -30,7 +30,8 @@ from jzero.arrays.casts import round_stochastically, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.arrays.streamed import Streamed, Update, source, sources_of, stream
 from jzero.config.precision import holds, is_key
-from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.plan import ZeroPlan
 
 __all__ = [
     "NO_ELEMENTS",

@@ -18,9 +18,10 @@ from jzero.arrays.casts import round_to, with_edits
 from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf, strongly_typed
 from jzero.arrays.streamed import Streamed, source
 from jzero.config.precision import DynamicLossScale, Precision, is_float8, is_key, scale_by
+from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.opt_state import ZeroOptState, next_loss_scale
 from jzero.plan.padded import is_padded
-from jzero.plan.plan import LeafPlan, StateLeaf, ZeroPlan
+from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
 from jzero.update.leaf import (
     NO_ELEMENTS,

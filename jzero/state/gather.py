@@ -1,0 +1,259 @@
+"""Whole states and parameters from sharded ones, and parameters that are edited whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jzero.arrays.casts import with_edits
+from jzero.arrays.fingerprints import describe_value
+from jzero.arrays.placement import Look, gather_leaves, place_leaf, strongly_typed
+from jzero.arrays.processes import agree
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
+from jzero.state.next_state import apply_pending
+from jzero.state.train_state import adapt_sharded, check_alive, map_state, plain_state
+from jzero.update.transformation import ZeroTransformation
+
+__all__ = [
+    "all_leaves",
+    "gather_params",
+    "natural_params",
+    "place_given",
+    "unshard_train_state",
+    "update_params",
+    "write_params",
+]
+
+PyTree = Any
+State = Any
+
+
+def unshard_train_state(state: State) -> State:
+    """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
+
+    Peak memory per device is the shards plus the whole state. Of a precision policy the masters remain, as parameters,
+    and the optimizer's own state in its own dtypes; the loss scale does not. Frozen parameters have no master: they
+    come back in the dtype that they are stored in.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> jzero.unshard_train_state(state).params["w"].shape == plain_state.params["w"].shape
+      True
+    """
+    check_alive(adapt_sharded(state).state)
+    adapted = adapt_sharded(apply_pending(state))
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    stored: list[jax.Array] = []
+    plain, layout = plain_state(train_state, plan), plan.plain
+    map_state(lambda x, leaf: stored.append(x), layout, plain)
+    gathered = gather_leaves(stored, all_leaves(layout), plan.mesh)
+    params = plan.flat_params(train_state.params)
+    for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
+        if leaf.master is not None:
+            gathered[i] = with_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
+    whole = iter(gathered)
+
+    def natural(x: Any, leaf: StateLeaf) -> jax.Array:
+        return strongly_typed(next(whole), leaf.wide or leaf.dtype)
+
+    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
+
+
+def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
+    """Returns whole parameters, in their natural shapes, replicated on every device.
+
+    Peak memory per device is the shards plus the leaves asked for.
+
+    Args:
+      state: A sharded train state.
+      paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
+        match come back as `None`. All leaves by default.
+      masters: Whether to return the master copies that the optimizer updates in place of 16-bit parameters.
+
+    Returns:
+      A tree of `jax.Array` with the structure of `state.params`: shape as the model declares it, without
+      padding; dtype as stored (at stage 3 of a precision policy that of the masters anyway, but for
+      persistent leaves).
+
+    Raises:
+      ValueError: `paths` matches no leaf.
+
+    Example:
+      >>> jzero.gather_params(state, paths="w")["w"].shape == plain_state.params["w"].shape
+      True
+
+    References:
+      DeepSpeed's `GatheredParameters`.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    check_alive(train_state)
+    chosen = _match(plan, paths)
+    params = plan.flat_params(train_state.params)
+    source, layout = (plain_state(train_state, plan), plan.plain) if masters else (train_state, plan)
+    stored = plan.flat_params(source.params)
+    taken = [i for i, take in enumerate(chosen) if take]
+    whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
+    gathered = iter(
+        with_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
+        if masters and plan.leaves[i].master is not None
+        else x
+        for i, x in zip(taken, whole, strict=True)
+    )
+    return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
+
+
+def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
+    """Edits whole parameters and writes them back sharded, masters included. The optimizer state stays as it is.
+
+    The result shares the arrays that were not edited with `state`: a step consumes both.
+
+    Args:
+      state: A sharded train state.
+      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns and returns it with new
+        values; shapes and dtypes must stay. In several processes each must return the same values.
+      paths: Which leaves to gather, as in `gather_params`; the others stay as they are.
+
+    Returns:
+      The state with the new parameters.
+
+    Raises:
+      ValueError: `paths` matches no leaf, or `fn` changed a shape, a dtype or the structure.
+
+    Example:
+      >>> zeroed = jzero.update_params(state, lambda p: jax.tree.map(jnp.zeros_like, p), paths="w")
+      >>> float(jnp.abs(jzero.gather_params(zeroed)["w"]).max())
+      0.0
+    """
+    state = apply_pending(state)
+    adapted = adapt_sharded(state)
+    train_state, plan = adapted.state, adapted.state.tx.plan
+    chosen = _match(plan, paths)
+    edited = fn(gather_params(state, paths=paths, masters=True))
+    try:
+        new = plan.flat_params(edited)
+    except ValueError as error:
+        raise ValueError(f"`fn` must return a tree of the structure it was given: {error}") from error
+    bad = [
+        f"  {leaf.path}: {getattr(y, 'dtype', type(y).__name__)}{list(np.shape(y))}, but it is "
+        f"{leaf.updated.dtype}{list(leaf.param.shape)}"
+        for y, leaf, take in zip(new, plan.leaves, chosen, strict=True)
+        if take and (tuple(np.shape(y)) != leaf.param.shape or jax.dtypes.result_type(y) != leaf.updated.dtype)
+    ]
+    if bad:
+        raise ValueError("`fn` must keep shapes and dtypes; these leaves changed:\n" + "\n".join(bad))
+    return adapted.rebuild(write_params(train_state, dict(enumerate(new)), chosen))
+
+
+def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[bool]) -> Any:
+    """Returns the train state with whole values written to the chosen parameters and their masters."""
+    plan = train_state.tx.plan
+    params = plan.flat_params(train_state.params)
+    masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
+    masters = list(masters)
+    taken = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
+    with_master = [(i, leaf) for i, leaf in taken if leaf.master is not None]
+    placed = place_given(
+        [(values[i], leaf.param) for i, leaf in taken] + [(values[i], leaf.master) for i, leaf in with_master], plan
+    )
+    for i, _ in taken:
+        params[i] = next(placed)
+    for i, _ in with_master:
+        masters[i] = next(placed)
+    new = train_state.replace(params=plan.stored_params(params))
+    if not plan.has_opt_state:
+        return new
+    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
+    return new.replace(opt_state=own)
+
+
+def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
+    """Returns whole values, which all processes must give alike, as the plan stores them."""
+    noted: list[str] = []
+    placed = agree(
+        "the new values of a state",
+        plan.mesh,
+        lambda: [place_leaf(x, leaf, plan, look=_noter(noted, leaf)) for x, leaf in values],
+        lambda _: {"the new values": "\n".join(noted)},
+    )
+    return iter(placed)
+
+
+def _noter(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
+    """Returns what notes the value of a leaf that this process supplies."""
+    return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
+
+
+def natural_params(state: State) -> PyTree:
+    """Returns the parameters in their natural shapes. Pure, differentiable, for use inside `jax.jit`.
+
+    For plain `jax.jit` steps that call `jax.grad` themselves; the gradients go to `state.apply_gradients`.
+    Outside `jit` the result is whole on every device (`gather_params`), since jax keeps no uneven shards.
+
+    Args:
+      state: A sharded train state.
+
+    Returns:
+      A tree with the structure of `state.params`, in the dtypes that the loss sees.
+
+    Raises:
+      TypeError: The state was not sharded by jzero.
+
+    Example:
+      >>> loss = lambda params: jnp.square(params["w"]).mean()
+      >>> step = jax.jit(lambda s: s.apply_gradients(grads=jax.grad(loss)(jzero.natural_params(s))))
+      >>> int(step(state).step)
+      1
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
+        return train_state.tx.natural_params(train_state.params)
+    whole = plan.flat_params(gather_params(state))
+    return plan.params_treedef.unflatten(
+        [strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+    )
+
+
+def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
+    chosen = [paths is None or re.fullmatch(paths, leaf.path) is not None for leaf in plan.leaves]
+    if plan.leaves and not any(chosen):
+        some = ", ".join(repr(leaf.path) for leaf in plan.leaves[:5])
+        raise ValueError(
+            f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
+        )
+    return chosen
+
+
+def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
+    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
+    if not isinstance(train_state.tx, ZeroTransformation):
+        return train_state, train_state.tx, None
+    old, stored = train_state.tx.plan, train_state.tx.plan
+    train_state, old = plain_state(train_state, stored), stored.plain
+
+    def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
+
+    return map_state(abstract, old, train_state), train_state.tx.inner, stored
+
+
+def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:
+    """All leaves in the order in which `map_state` visits them."""
+    return [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
