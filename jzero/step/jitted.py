@@ -1,0 +1,294 @@
+"""What all steps are: functions of `(state, batch, rng)`, jitted once per plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero import _compat
+from jzero.config.settings import FLAG, NAMES, check, one_of, whole
+from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
+from jzero.engine.outputs import marked_leaves, split_mutable
+from jzero.engine.recompute import Remat
+from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
+from jzero.engine.written import written_alone
+from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.plan import ZeroPlan
+from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
+from jzero.step.agreement import StepAgreement
+from jzero.step.compiler_options import CompilerOptions, check_compiler_options
+from jzero.step.compiler_options import compiler_options as make_compiler_options
+from jzero.step.inputs import (
+    InputKind,
+    abstract_inputs,
+    are_like,
+    check_batch,
+    check_donated,
+    check_loss,
+    check_rng,
+    check_stored,
+    closed_over,
+    in_trace,
+    kinds_of,
+    optional_rng,
+    place_inputs,
+    warn_closed_over,
+)
+
+__all__ = ["Loss", "Step"]
+
+PyTree = Any
+State = Any
+Loss = Callable[..., Any]
+
+
+REMAT = one_of(
+    None, True, False, "cheap", "offload", "as_written", says="None, True, False, 'cheap', 'offload' or 'as_written'"
+)
+
+
+def _nothing() -> None:
+    """A reference to an object that is gone."""
+
+
+class _Expected(NamedTuple):
+    """What the next call is likely to get, which then needs no look.
+
+    Attributes:
+      state: A weak reference to its state.
+      jitted: What is jitted for that.
+      inputs: What batch and rng are like, if they were taken as they came.
+    """
+
+    state: Callable[[], Any] = _nothing
+    jitted: Any = None
+    inputs: Sequence[InputKind] = ()
+
+
+def _reference(x: Any) -> Callable[[], Any]:
+    return weakref.ref(x) if type(x).__weakrefoffset__ else _nothing
+
+
+class Step:
+    """A function of `(state, batch, rng)`, jitted once per plan."""
+
+    def __init__(  # noqa: PLR0913  # the options of a step
+        self,
+        loss_fn: Loss,
+        *,
+        has_aux: bool,
+        mutable: Sequence[str],
+        micro: MicroBatches = WHOLE_BATCH,
+        remat: Remat | None = None,
+        compiler_options: CompilerOptions | None = None,
+        check_processes: bool | float = True,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
+        check("accumulate_steps", micro.steps, whole(1))
+        has_aux, mutable = check("has_aux", has_aux, FLAG), check("mutable", mutable, NAMES)
+        if mutable and not has_aux:
+            raise ValueError(
+                f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
+            )
+        check("remat", remat, REMAT)
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.mutable = mutable
+        self.micro = micro
+        self.remat = remat
+        check_compiler_options(compiler_options)
+        self.compiler_options = compiler_options
+        self._agreement = StepAgreement(
+            self.maker,
+            loss_fn,
+            check_processes,
+            {
+                "has_aux": has_aux,
+                "accumulate_steps": micro.steps,
+                "reduce": "last" if micro.reduce_last else "each",
+                "remat": remat,
+                "mutable": self.mutable,
+                "compiler_options": compiler_options,
+            },
+        )
+        self._jits: dict[Any, Any] = {}
+        self._expected = _Expected()
+
+    maker: str
+    donated: tuple[int, ...] = ()
+    uses_opt_state = True
+    keeps_changes = True
+
+    def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        raise NotImplementedError
+
+    def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
+        """Returns the jitted function for states of this plan and structure."""
+        key = (plan, jax.tree.structure(state) if structure is None else structure)
+        if key not in self._jits:
+            shardings = self._out_shardings(plan, state)
+            self._jits[key] = jax.jit(
+                self._compute,
+                donate_argnums=self.donated,
+                out_shardings=shardings,
+                compiler_options=make_compiler_options(plan, self.compiler_options),
+            )
+        return self._jits[key]
+
+    def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
+        return None
+
+    def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
+        leaves: list[Any] = []
+        if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
+            leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
+            expected = _Expected()
+        jitted, kinds = expected.jitted, expected.inputs
+        if jitted is None or not are_like(inputs, kinds):
+            if in_trace([*leaves, *inputs]):
+                return self._compute(state, batch, rng=rng)
+            check_alive(leaves)
+            if self.donated:
+                check_donated(state, leaves, batch, rng)
+            jitted = jitted or self._jit(plan, state, structure)
+            place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
+            batch, rng, in_place = self._agreement.placed(place, jitted, state, batch, rng)
+            kinds = kinds_of(inputs) if in_place else ()
+        try:
+            results = jitted(state, batch, **optional_rng(rng))
+        except (RuntimeError, ValueError) as error:
+            if "has been deleted" in str(error):
+                check_alive(state)
+            if "donate" in str(error):
+                check_donated(state, jax.tree.leaves(state), batch, rng)
+                raise ValueError(
+                    "The batch, `rng` or two leaves of the state share memory that a step reuses. Copy what was passed "
+                    "with `jnp.copy`, since the state is donated."
+                ) from error
+            raise
+        self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
+        return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
+
+    def _next_state(self, state: Any, results: Any) -> Any:
+        """Returns the state that the next call is likely to get."""
+        return state
+
+    def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
+        return self.trace(state, batch, rng=rng).lower()
+
+    def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **optional_rng(rng))
+
+    def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **optional_rng(rng))
+
+    def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
+        """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
+        train_state = adapt_sharded(state).state
+        return abstract_inputs(train_state.tx.plan, train_state, batch, rng)
+
+    def clear_cache(self) -> None:
+        """Forgets everything compiled."""
+        for jitted in self._jits.values():
+            jitted.clear_cache()
+        self._jits.clear()
+        self._agreement.clear()
+        self._expected = _Expected()
+
+    def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
+        """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        plan = train_state.tx.plan
+        leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
+        return dataclasses.replace(plan, closed_over=leaves)
+
+    def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
+        """Returns `remat`, or what it comes to for this plan and loss where it is `None`: "cheap" or "as_written"."""
+        train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
+        return self._trace_loss(train_state, train_state.tx.plan, batch, rng)[0].remat
+
+    def _trace_loss(
+        self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
+    ) -> tuple[TracedLoss, LossInputs]:
+        """Returns the traced loss and what it is evaluated on."""
+        check_rng(rng)
+        _check_third_argument(self.loss_fn, self.mutable, rng)
+        loss_fn, carried = self._bound_loss(state, plan)
+        inputs = LossInputs(state.params, carried, batch, rng)
+        check_batch(batch, plan, self.micro.steps)
+        traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
+        return written_alone(traced), inputs
+
+    def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
+        if hasattr(state, "bind_loss"):
+            if self.mutable:
+                raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
+            return state.bind_loss(self.loss_fn, batch_axes(plan.config), keeps=self.keeps_changes)
+        missing = [name for name in self.mutable if not hasattr(state, name)]
+        if missing:
+            raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
+        carried = {name: getattr(state, name) for name in self.mutable}
+        return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
+
+    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+        loss_fn, carried = self._loss_and_carried(state, plan)
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            result, changed = loss_fn(params, batch, *rng, **carried)
+            loss, aux = _split_aux(result, self.has_aux)
+            if self.mutable:
+                changed, aux = split_mutable(aux, carried)
+            return loss, (marked_leaves(aux), changed)
+
+        return call, carried
+
+    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+        plan = state.tx.plan
+        check_stored(state, plan)
+        check_in_place(state, plan, with_opt_state=self.uses_opt_state)
+        traced, inputs = self._trace_loss(state, plan, batch, rng)
+        parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+        check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
+        warn_closed_over(traced, plan)
+        return traced, inputs
+
+
+def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
+    """Raises unless a key is there if and only if the loss takes one; says nothing of losses without a signature."""
+    try:
+        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
+    except (TypeError, ValueError):
+        return
+    taken = [x for x in signature.parameters.values() if x.name not in mutable]
+    positional = [x for x in taken if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+        )
+    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in taken):
+        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
+
+
+def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        if isinstance(result, tuple):
+            raise TypeError("The loss returned a tuple. Say `has_aux=True` if it returns `(loss, aux)`.")
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"With `has_aux=True` the loss must return `(loss, aux)`: got {type(result).__name__}.")
+    return result
