@@ -1,0 +1,564 @@
+"""What `test_fuzz` draws: small models and ways to train them, each a `Case` whose repr runs it again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import strategies as st
+from jax import lax
+
+import jzero
+
+PyTree = Any
+DEPTH, CLASSES, LEARNING_RATE = 3, 3, 1e-2
+
+
+class Layer(NamedTuple):
+    """One layer: its kind, its width (where the kind has one), and the dtype of its parameters."""
+
+    kind: str
+    width: int = 8
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, a layout and a way to train; every default is the plainest choice."""
+
+    seed: int = 0
+    layers: tuple[Layer, ...] = (Layer("tanh"),)
+    extras: tuple[str, ...] = ()
+    framework: str = "plain"  # or "linen", "linen_scan", "linen_remat", "nnx", "nnx_tied", "flax_state"
+    loss: str = "mean"  # or "cross_entropy", "weighted"
+    l2: bool = False
+    aux: bool = False
+    poisoned: int | None = None  # the step whose gradient is not a number
+    frozen_by: str = "trainable"  # or "optax", or "both": some leaves by either
+    optimizer: str = "sgd"
+    entry: str = "train_step"  # or "value_and_grad", "own_loop"
+    num_devices: int = 8
+    replicas: int = 1
+    rows: int = 2  # of each device and micro-batch
+    step: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def precision(self) -> jzero.Precision:
+        return self.zero_config().policy
+
+    @property
+    def parts(self) -> int:
+        """Slices of the batch whose means are averaged: micro-batches of devices."""
+        return 1 if self.entry == "own_loop" else self.num_devices * dict(self.step).get("accumulate_steps", 1)
+
+    @property
+    def depends_on_slices(self) -> bool:
+        """Whether the loss of the whole batch is another number than the mean of those of its slices."""
+        return any(layer.kind == "cond_each" for layer in self.layers)
+
+    def zero_config(self) -> jzero.ZeroConfig:
+        return jzero.ZeroConfig(**dict(self.config), replica_axis="replica" if self.replicas > 1 else None)
+
+
+# Each kind: the shapes of its parameters by the widths of input and layer, and the layer itself.
+
+
+class Kind(NamedTuple):
+    shapes: Callable[[int, int], dict[str, tuple[int, ...]]]
+    apply: Callable[[dict[str, Any], Any, dict[str, Any]], Any]
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(shapes: Callable[[int, int], dict[str, tuple[int, ...]]], *names: str) -> Callable[[Any], Any]:
+    def register(apply: Any) -> Any:
+        KINDS[names[0] if names else apply.__name__] = Kind(shapes, apply)
+        return apply
+
+    return register
+
+
+def _dense(d: int, k: int) -> dict[str, tuple[int, ...]]:
+    return {"w": (d, k), "b": (k,)}
+
+
+def _block(p: dict[str, Any], h: Any) -> Any:
+    return jnp.tanh(h @ p["w"] + p["b"][None])
+
+
+for act in (jnp.tanh, jax.nn.gelu, jax.nn.silu, jax.nn.relu):
+    kind(_dense, act.__name__)(lambda p, h, batch, act=act: act(h @ p["w"] + p["b"][None]))
+
+
+@kind(lambda d, k: {"w": (d, k)})
+def tied(p, h, batch):
+    return h + jnp.tanh(h @ p["w"]) @ p["w"].T
+
+
+@kind(lambda d, k: {"w": (d, d)})
+def twice(p, h, batch):
+    return jnp.tanh(jnp.tanh(h @ p["w"]) @ p["w"])
+
+
+@kind(lambda d, k: {"scale": (d,), "bias": (d,)})
+def norm(p, h, batch):
+    h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-2)
+    return h * (1 + p["scale"][None]) + p["bias"][None]
+
+
+@kind(lambda d, k: {"table": (k + 9, d)})
+def embed(p, h, batch):
+    return h + p["table"][batch["ids"] % p["table"].shape[0]]
+
+
+@kind(lambda d, k: {"table": (k + 9, d)})
+def embed_dense(p, h, batch):
+    """An embedding that is also multiplied with, as tied vocabularies are."""
+    ids = batch["ids"] % p["table"].shape[0]
+    return h + jax.nn.softmax(h @ p["table"].T) @ p["table"] + jnp.take(p["table"], ids, axis=0)
+
+
+@kind(lambda d, k: {"w": (3, 1, k), "v": (k, d)})
+def conv(p, h, batch):
+    x = h[:, :, None]
+    y = lax.conv_general_dilated(x, p["w"].astype(x.dtype), (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.tanh(y).mean(1) @ p["v"]
+
+
+@kind(lambda d, k: {"re": (d, k), "im": (d, k)}, "complex")
+def complex_product(p, h, batch):
+    y = h @ lax.complex(p["re"].astype(jnp.float32), p["im"].astype(jnp.float32))
+    return jnp.tanh(y.real * y.imag)
+
+
+@kind(lambda d, k: {"w": (d, k)}, "complex_leaf")
+def complex_leaf(p, h, batch):
+    return jnp.tanh(jnp.square((h @ p["w"]).real) - (h @ p["w"]).imag)
+
+
+@jax.custom_vjp
+def _own_vjp(w, h):
+    return jnp.sin(h @ w)
+
+
+_own_vjp.defvjp(
+    lambda w, h: (_own_vjp(w, h), (w, h)),  # a wrong gradient on purpose: it tells whether the rule is used
+    lambda r, g: ((r[1].T @ g).astype(r[0].dtype), 2 * (g @ r[0].T.astype(g.dtype))),
+)
+
+
+@jax.custom_jvp
+def _own_jvp(x):
+    return x**3
+
+
+_own_jvp.defjvp(lambda primals, tangents: (_own_jvp(primals[0]), 5 * primals[0] * tangents[0]))
+
+
+@kind(lambda d, k: {"w": (d, k)})
+def custom_vjp(p, h, batch):
+    return _own_vjp(p["w"], h)
+
+
+@kind(lambda d, k: {"w": (d, k), "b": (k,)})
+def custom_jvp(p, h, batch):
+    return jnp.tanh(h @ _own_jvp(p["w"]) + _own_jvp(p["b"])[None])
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,)})
+def cond(p, h, batch):
+    """A branch on what all devices share."""
+    return lax.cond(batch["turn"] > 0, _block, lambda p, h: jnp.sin(h) * p["b"][None], p, h)
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,), "v": (d, d)})
+def switch(p, h, batch):
+    return lax.switch(batch["turn"], [lambda h: h, lambda h: _block(p, h), lambda h: jnp.sin(h @ p["v"])], h)
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,), "v": (d, d)})
+def cond_each(p, h, batch):
+    """A branch on what differs from device to device."""
+    return lax.cond(batch["x"][0, 0] > 0, lambda: _block(p, h), lambda: jnp.sin(h @ p["v"]))
+
+
+def _stack(d: int, k: int) -> dict[str, tuple[int, ...]]:
+    return {"w": (DEPTH, d, d), "b": (DEPTH, d)}
+
+
+def _body(h: Any, p: dict[str, Any]) -> tuple[Any, None]:
+    return _block(p, h), None
+
+
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+for name, body in {
+    "scan": _body,
+    "scan_remat": jax.checkpoint(_body),
+    "scan_policy": jax.checkpoint(_body, policy=DOTS),
+    "scan_jit": jax.jit(_body),
+}.items():
+    kind(_stack, name)(lambda p, h, batch, body=body: lax.scan(body, h, p)[0])
+
+
+@kind(_stack)
+def scan_reversed(p, h, batch):
+    body = lambda h, layer: (_block(layer, h), layer["b"].sum())
+    h, sums = lax.scan(body, h, p, reverse=True, unroll=2)
+    return h + sums.mean()
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,)})
+def scan_constant(p, h, batch):
+    return lax.scan(lambda h, i: (_block(p, h) * (1 + i), None), h, jnp.arange(3))[0]
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,)})
+def scan_carried(p, h, batch):
+    return lax.scan(lambda c, _: ((_block(c[1], c[0]), c[1]), None), (h, p), None, length=2)[0][0]
+
+
+@kind(lambda d, k: {"w": (2, 2, d, d), "b": (2, 2, d)})
+def scan_nested(p, h, batch):
+    return lax.scan(lambda h, group: (lax.scan(_body, h, group)[0], None), h, p)[0]
+
+
+@kind(_stack)
+def fori(p, h, batch):
+    return lax.fori_loop(0, DEPTH, lambda i, h: _block(jax.tree.map(lambda x: x[i], p), h), h)
+
+
+@kind(_stack)
+def fori_dynamic_slice(p, h, batch):
+    def body(i, h):
+        at = lambda x: lax.dynamic_index_in_dim(x, DEPTH - 1 - i, keepdims=False)
+        return _block({"w": at(p["w"]), "b": at(p["b"])}, h)
+
+    return lax.fori_loop(0, DEPTH, body, h)
+
+
+@kind(_stack)
+def python_loop(p, h, batch):
+    for i in range(DEPTH):
+        h = _block({"w": p["w"][i], "b": p["b"][i]}, h)
+    return h
+
+
+def _unrolled(d: int, k: int) -> dict[str, tuple[int, ...]]:
+    return {f"{x}{i}": s for i in range(DEPTH) for x, s in (("w", (d, d)), ("b", (d,)))}
+
+
+for name, block in {
+    "unrolled": _block,
+    "unrolled_remat": jax.checkpoint(_block),
+    "unrolled_policy": jax.checkpoint(_block, policy=DOTS),
+    "unrolled_jit": jax.jit(_block),
+}.items():
+
+    @kind(_unrolled, name)
+    def unrolled(p, h, batch, block=block):
+        for i in range(DEPTH):
+            h = block({"w": p[f"w{i}"], "b": p[f"b{i}"]}, h)
+        return h
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,)})
+def nested_jit(p, h, batch):
+    """A jitted function that returns parameters, too."""
+    h, q = jax.jit(lambda q, h: (jax.jit(_block)(q, h), {**q, "b": q["b"] * 2}))(p, h)
+    return _block(q, h)
+
+
+@kind(lambda d, k: {"w": (d, d), "b": (d,)})
+def while_loop(p, h, batch):
+    n = lax.while_loop(lambda c: c[1] * jnp.abs(p["b"]).max() < 3, lambda c: (c[0] + 1, c[1] * 2), (0, 1.0))[0]
+    return _block(p, h) * (1 + lax.stop_gradient(n.astype(jnp.float32)) / 8)
+
+
+@kind(lambda d, k: {"w": (d, 2 * k), "v": (k * d,)})
+def sliced(p, h, batch):
+    k = p["w"].shape[1] // 2
+    gate = jnp.concatenate([p["w"][:, k:].T, -p["w"][:, :k].T]).T
+    return (jnp.tanh(h @ gate[:, :k]) * jax.nn.sigmoid(h @ gate[:, k:])) @ p["v"].reshape(k, -1)
+
+
+@kind(lambda d, k: {"e": (k,), "q": (k, k), "v": (k, 2)})
+def attention(p, h, batch):
+    x = h[:, :, None] * p["e"][None, None]
+    scores = jnp.einsum("bik,kl,bjl->bij", x, p["q"].astype(x.dtype), x)
+    return h + (jax.nn.softmax(scores) @ (x @ p["v"])).sum(-1)
+
+
+@kind(lambda d, k: {"w": (d, k), "b": (k,)})
+def vmapped(p, h, batch):
+    return jax.vmap(lambda row: jnp.tanh(row @ p["w"] + p["b"]))(h)
+
+
+@kind(lambda d, k: {"w": (d, k)})
+def casts(p, h, batch):
+    return jnp.tanh(h @ p["w"].astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@kind(lambda d, k: {"w": (d, k), "g": (k,)})
+def weight_norm(p, h, batch):
+    """The norm of a whole leaf, which a device's part of it would have another one of."""
+    w = p["w"].astype(jnp.float32)
+    return jnp.tanh(h @ (w / (0.5 + jnp.linalg.norm(w, axis=0, keepdims=True)))) * (1 + p["g"][None])
+
+
+@kind(lambda d, k: {"w": (d, k)})
+def stopped(p, h, batch):
+    return jnp.tanh(h @ p["w"] + lax.stop_gradient(p["w"]).sum(0)[None])
+
+
+@kind(lambda d, k: {"w": (d, k)})
+def sorted_rows(p, h, batch):
+    return jnp.tanh(h @ jnp.sort(p["w"], axis=0)) + jnp.cumsum(p["w"], axis=0)[-1][None] / 9
+
+
+EXTRAS = ("scalar", "empty", "unused", "frozen", "frozen_16", "permutation", "mask", "key")
+FROZEN = ("frozen", "frozen_16", "permutation", "mask", "key")
+SOME_TRAINABLE = ".*(?<!/permutation)(?<!/frozen_16)"
+TRAINABLE = "(?!(.*/)?(" + "|".join(FROZEN) + ")(/|$)).*"
+
+
+def _extra(name: str, d: int, normal: Callable[..., Any]) -> Any:
+    return {
+        "scalar": normal,
+        "empty": lambda: jnp.zeros((0, 5)),
+        "unused": lambda: normal(7, 5),
+        "frozen": lambda: normal(d, d),
+        "frozen_16": lambda: normal(d, d).astype(jnp.bfloat16),
+        "permutation": lambda: jnp.arange(d, dtype=jnp.int32)[::-1],
+        "mask": lambda: jnp.arange(d) % 3 > 0,
+        "key": lambda: jax.random.key(3),
+    }[name]()
+
+
+def make_params(case: Case, d: int) -> tuple[PyTree, int]:
+    """Returns the parameters that go with an input of width `d`, and the width of the last layer."""
+    rng = np.random.default_rng(case.seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 4), jnp.float32)
+
+    params: dict[str, Any] = {name: {name: _extra(name, d, normal)} for name in case.extras}
+    for i, (name, k, dtype) in enumerate(case.layers):
+        leaves = {x: normal(*shape) for x, shape in KINDS[name].shapes(d, k).items()}
+        leaves = {x: v * (1 - 0.5j) if name == "complex_leaf" else v.astype(dtype) for x, v in leaves.items()}
+        params[f"l{i}_{name}"] = leaves
+        # How wide a layer's result is follows from the layer itself.
+        batch = {"x": jnp.zeros((2, d)), "ids": jnp.zeros(2, jnp.int32), "turn": jnp.int32(0)}
+        out = jax.eval_shape(lambda p, h, b, name=name: _apply(name, p, h, b), leaves, jnp.zeros((2, d)), batch)
+        d = out.shape[1]
+    params["head"] = {"w": normal(d, CLASSES)}
+    return params, d
+
+
+def _apply(name: str, p: dict[str, Any], h: Any, batch: dict[str, Any]) -> Any:
+    narrow = lambda x: x.astype(jnp.float32) if x.dtype.itemsize < 2 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    # Loops carry fp32 whatever the parameters are.
+    return KINDS[name].apply(jax.tree.map(narrow, p), h, batch).astype(jnp.float32)
+
+
+def forward(case: Case, params: PyTree, h: Any, batch: dict[str, Any]) -> Any:
+    """Returns logits `[rows, CLASSES]`."""
+    if "permutation" in case.extras:
+        h = h[:, params["permutation"]["permutation"]]
+    if "mask" in case.extras:
+        h = jnp.where(params["mask"]["mask"][None], h, 0.5 * h)
+    if "key" in case.extras:
+        h = h + jax.random.normal(params["key"]["key"], (h.shape[1],))[None] / 4
+    for name in ("frozen", "frozen_16"):
+        h = jnp.tanh(h @ params[name][name]) + h if name in case.extras else h
+    if "scalar" in case.extras:
+        h = h * (1 + params["scalar"]["scalar"])
+    if "empty" in case.extras:
+        h = h + params["empty"]["empty"].sum()
+    for i, layer in enumerate(case.layers):
+        h = _apply(layer.kind, params[f"l{i}_{layer.kind}"], h.astype(jnp.float32), batch)
+    return h @ params["head"]["w"]
+
+
+def reduced(case: Case, params: PyTree, logits: Any, batch: dict[str, Any]) -> Any:
+    """Returns what the loss function returns."""
+    if case.loss == "cross_entropy":
+        each = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["ids"] % CLASSES)
+    else:
+        each = jnp.square(logits - batch["y"]).mean(1)
+    regular = jnp.zeros(())
+    if case.l2:
+        leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        regular = 1e-2 * sum(
+            jnp.square(jnp.abs(x.astype(jnp.promote_types(jnp.float32, wide(x))))).sum() for x in leaves
+        )
+    if case.poisoned is not None:  # 0 * inf is not a number
+        regular = regular + 0 * params["head"]["w"].sum() * batch["poison"].sum()
+    weight = batch["weight"].sum()
+    loss = each.mean() + regular
+    if case.loss == "weighted":
+        loss = jzero.Weighted((each * batch["weight"]).sum() + weight * regular, weight)
+    right = (logits.argmax(1) == batch["ids"] % CLASSES).sum()
+    return (
+        (loss, {"mean": each.mean(), "right": jzero.Summed(right), "each": jzero.PerExample(each)})
+        if case.aux
+        else loss
+    )
+
+
+def wide(x: Any) -> Any:
+    return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
+
+
+def make_batch(case: Case, d: int, step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(1000 * case.seed + step)
+    rows = case.rows * case.num_devices * dict(case.step).get("accumulate_steps", 1)
+    poison = np.zeros(rows, np.float32)
+    if step == case.poisoned:
+        poison[rng.integers(rows)] = np.inf
+    return {
+        "x": rng.normal(size=(rows, d)).astype(np.float32),
+        "y": rng.normal(size=(rows, CLASSES)).astype(np.float32),
+        "ids": rng.integers(0, 50, rows).astype(np.int32),
+        "weight": rng.choice(np.float32([0, 0.5, 1, 2]), rows) + np.float32(1e-3),
+        "turn": np.int32(rng.integers(0, 3)),
+        "poison": poison,
+    }
+
+
+# Adam and its kin divide by the gradient's own size; an eps of 1e-3 keeps that from amplifying the order of summation.
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.05, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(LEARNING_RATE, eps=1e-3),
+    "adamw": lambda: optax.adamw(LEARNING_RATE, eps=1e-3, weight_decay=0.1),
+    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(LEARNING_RATE, eps=1e-3)),
+    "lamb": lambda: optax.lamb(LEARNING_RATE, eps=1e-3),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(LEARNING_RATE, min_dim_size_to_factor=4),
+    "rmsprop": lambda: optax.rmsprop(LEARNING_RATE, eps=1e-3),
+    "schedule": lambda: optax.adamw(optax.linear_schedule(0.0, LEARNING_RATE, 2), eps=1e-3),
+    "inject": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=LEARNING_RATE, eps=1e-3),
+    "multi_steps": lambda: optax.MultiSteps(optax.adamw(LEARNING_RATE, eps=1e-3), every_k_schedule=2),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "decay_matrices": lambda: optax.chain(
+        optax.adam(LEARNING_RATE, eps=1e-3),
+        optax.masked(optax.add_decayed_weights(-1e-2), lambda p: jax.tree.map(lambda x: x.ndim >= 2, p)),
+    ),
+    "muon": lambda: optax.contrib.muon(LEARNING_RATE, eps=1e-3),
+}
+
+WIDTHS = (3, 4, 5, 7, 8, 9, 11, 13, 16, 17)
+NARROW = ("bfloat16", "float16", "float8_e4m3fn")
+
+
+def _rarely(draw: Any, value: st.SearchStrategy[Any], *, otherwise: Any, one_in: int = 4) -> Any:
+    return draw(value) if draw(st.integers(1, one_in)) == one_in else otherwise
+
+
+@st.composite
+def layers(draw: Any) -> tuple[Layer, ...]:
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        dtype = _rarely(draw, st.sampled_from(NARROW), otherwise="float32", one_in=10)
+        found.append(Layer(draw(st.sampled_from(sorted(KINDS))), draw(st.sampled_from(WIDTHS)), dtype))
+    return tuple(found)
+
+
+@st.composite
+def configs(draw: Any) -> dict[str, Any]:
+    sampled = lambda *values: draw(st.sampled_from(values))
+    stage = sampled(3, 3, 3, 2, 1, 0)
+    config = {"stage": stage, "persistence_threshold": sampled(0, 0, 20, 100_000)}
+    precision = sampled("fp32", "fp32", "fp32", "bf16", "fp16", "mixed", "skip")
+    if precision == "fp16":
+        rules = jzero.DynamicLossScale(initial=2.0**8, hysteresis=1, window=1)
+        config["precision"] = jzero.Precision(compute_dtype="float16", loss_scale=rules)
+    elif precision == "mixed":
+        config["precision"] = jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32")
+    elif precision == "skip":
+        config["precision"] = jzero.Precision(skip_nonfinite=True)
+    elif precision == "bf16":
+        config["precision"] = "bf16"
+    if sampled(False, False, True):
+        config["reduce_scatter"] = False
+    if stage == 3:
+        config |= sampled({}, {}, {"reshard_after_forward": False}, *({"prefetch_bytes": n} for n in (0, 300, 10**6)))
+    config |= _rarely(draw, st.sampled_from(_rules()), otherwise={}, one_in=6)
+    return config
+
+
+def _rules() -> list[dict[str, Any]]:
+    rules = [jzero.LeafRule(replicated=True), jzero.LeafRule(persistent=False), jzero.LeafRule(persistent=True)]
+    return [{"rules": {pattern: rule}} for rule in rules for pattern in (".*", "head/w")]
+
+
+def _optimizers(layers: tuple[Layer, ...], extras: list[str], policy: jzero.Precision) -> list[str]:
+    """Returns those that plain optax itself can train such leaves with."""
+    dtypes = {layer.dtype for layer in layers}
+    if "float8_e4m3fn" in dtypes:  # optax promotes, which jax refuses for 8-bit floats
+        return ["sgd"]
+    if any(
+        layer.kind == "complex_leaf" for layer in layers
+    ):  # of the others some take roots or signs, or cast to reals
+        return ["adam", "adamw", "momentum", "sgd"]
+    if "float16" in dtypes and policy.master is None:  # squares of gradients, kept in float16, underflow
+        return ["ema", "momentum", "sgd"]
+    if "empty" in extras:  # muon divides by the sizes of matrices
+        return sorted({*OPTIMIZERS} - {"muon"})
+    return sorted(OPTIMIZERS)
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    sampled = lambda *values: draw(st.sampled_from(values))
+    config = draw(configs())
+    entry = sampled("train_step", "train_step", "train_step", "train_step", "value_and_grad", "own_loop")
+    policy = jzero.ZeroConfig(**config).policy
+    if entry == "own_loop" and policy.loss_scale is not None:
+        entry = "train_step"  # a loop of one's own would have to scale the loss itself
+    framework = sampled("plain", "flax_state", "linen", "linen_scan", "linen_remat", "nnx", "nnx_tied")
+    if entry == "own_loop" and framework.startswith("nnx"):
+        framework = "plain"
+    num_devices = sampled(1, 2, 3, 4, 5, 8, 8, 8)
+    step: dict[str, Any] = {}
+    if entry != "own_loop":
+        step |= sampled({}, {}, *({"remat": x} for x in ("cheap", "as_written", True, False)))
+    if entry == "train_step":
+        step |= sampled(
+            {}, {}, {"accumulate_steps": 2}, {"accumulate_steps": 3}, {"accumulate_steps": 2, "reduce": "last"}
+        )
+        step |= sampled({}, {"clip_norm": 0.2})
+    extras = draw(st.lists(st.sampled_from(EXTRAS), max_size=3, unique=True))
+    if entry == "own_loop":  # `jax.grad` differentiates no integers and no keys
+        extras = [x for x in extras if x not in FROZEN]
+    # Each device folds the keys of NNX models with its index; Flax's `apply_gradients` adds to keys, as jax cannot.
+    if framework.startswith("nnx") or (entry == "value_and_grad" and framework != "plain"):
+        extras = [x for x in extras if x != "key"]
+    found = draw(layers())
+    optimizer = draw(st.sampled_from(_optimizers(found, extras, policy)))
+    return Case(
+        seed=draw(st.integers(0, 999)),
+        layers=found,
+        extras=tuple(sorted(extras)),
+        framework=framework,
+        loss=sampled("mean", "cross_entropy", *(("weighted",) if entry != "own_loop" else ())),
+        l2=sampled(False, False, True),
+        aux=entry != "own_loop" and sampled(False, False, True),
+        poisoned=sampled(None, 1) if policy.skips and entry == "train_step" else None,
+        frozen_by=sampled("trainable", "optax", "both"),
+        optimizer=optimizer,
+        entry=entry,
+        num_devices=num_devices,
+        replicas=sampled(1, 1, 2) if num_devices in (4, 8) else 1,
+        rows=draw(st.integers(1, 3)),
+        step=tuple(step.items()),
+        config=tuple(config.items()),
+    )

@@ -1,0 +1,446 @@
+"""The contract, fuzzed: what hypothesis draws trains with jzero as it does with plain optax on one device.
+
+A failing case prints itself as a `Case(...)`; `check(Case(...))` runs it again. The long run, which goes on after a
+failure: `python -m tests.test_fuzz --draws 2000 --seed 1`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+import time
+import traceback
+import warnings
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from jax import lax
+
+import jzero
+from tests import conftest  # noqa: F401  # the devices, in the long run too
+from tests.fuzz_cases import (
+    FROZEN,
+    OPTIMIZERS,
+    SOME_TRAINABLE,
+    TRAINABLE,
+    Case,
+    cases,
+    forward,
+    make_batch,
+    make_params,
+    reduced,
+)
+from tests.test_loss_scale import expected_scales
+
+STEPS, WIDTH = 3, 6
+REFUSALS: tuple[str, ...] = ()
+"""How the errors begin that a draw may end in; all others are failures."""
+IGNORED = (
+    "The mesh has one device",
+    "`remat='cheap'` changes nothing",
+    "A stack of shape",
+    "`prefetch_bytes=",
+    "The loss closes over arrays",
+)
+"""Warnings that tell the truth about a draw."""
+
+
+class Problem(NamedTuple):
+    """A case for either side.
+
+    Attributes:
+      state: A train state of the framework.
+      loss_fn: As jzero takes it.
+      params: The parameters by path, as plain jax takes them.
+      plain_loss: `plain_loss(params, batch)` with those.
+    """
+
+    state: Any
+    loss_fn: Any
+    params: dict[str, Any]
+    plain_loss: Any
+
+
+class Run(NamedTuple):
+    losses: np.ndarray
+    norms: np.ndarray
+    params: dict[str, np.ndarray]
+    aux: list[Any]
+
+
+def path_str(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_frozen(path: str) -> bool:
+    return not re.fullmatch(TRAINABLE, path)
+
+
+def _tx(case: Case) -> Any:
+    """The optimizer; where leaves are frozen optax is told so, since `init` knows no moments of integers."""
+    tx = OPTIMIZERS[case.optimizer]()
+    if case.framework.startswith("nnx") or not set(case.extras) & set(FROZEN):
+        return tx
+    label = lambda p: jax.tree_util.tree_map_with_path(lambda at, _: "none" if _is_frozen(path_str(at)) else "train", p)
+    if case.frozen_by == "trainable":
+        return optax.masked(tx, lambda p: jax.tree.map(lambda x: x == "train", label(p)))
+    return optax.multi_transform({"train": tx, "none": optax.set_to_zero()}, label)
+
+
+class Group(nnx.Module):
+    """The parameters of one layer."""
+
+    def __init__(self, leaves: dict[str, Any]):
+        for name, x in leaves.items():
+            setattr(self, name, nnx.Variable(x) if name in FROZEN else nnx.Param(x))
+
+
+class Model(nnx.Module):
+    """An NNX layer (twice, if it is tied) before what was drawn."""
+
+    def __init__(self, case: Case, params: dict[str, Any]):
+        self.front = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(case.seed))
+        self.again = self.front if case.framework == "nnx_tied" else nnx.LayerNorm(WIDTH, rngs=nnx.Rngs(0))
+        for name, leaves in params.items():
+            setattr(self, name, Group(leaves))
+
+
+def _nnx_problem(case: Case) -> Problem:
+    params, _ = make_params(case, WIDTH)
+
+    def loss_fn(model, batch):
+        read = {name: {x: getattr(getattr(model, name), x)[...] for x in leaves} for name, leaves in params.items()}
+        h = model.again(jnp.tanh(model.front(batch["x"])))
+        return reduced(case, read, forward(case, read, h, batch), batch)
+
+    model = Model(case, params)
+    graph, own, rest = nnx.split(model, nnx.Param, ...)
+    leaves, treedef = jax.tree.flatten(own)
+    names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(own)]
+
+    def plain_loss(flat, batch):
+        state = jax.tree.unflatten(treedef, [flat[name] for name in names])
+        return loss_fn(nnx.merge(graph, state, rest), batch)
+
+    pair = (Model(case, params), nnx.Optimizer(model, _tx(case), wrt=nnx.Param))
+    return Problem(pair, loss_fn, dict(zip(names, leaves, strict=True)), plain_loss)
+
+
+def _linen_apply(case: Case, params: dict[str, Any]) -> Any:
+    """Returns the module: Linen's own layers before what was drawn."""
+
+    class Dense(nn.Module):
+        @nn.compact
+        def __call__(self, h, _=None):
+            return jnp.tanh(nn.Dense(WIDTH, name="dense")(h)), None
+
+    class Whole(nn.Module):
+        @nn.compact
+        def __call__(self, batch):
+            own = {name: self.param(name, lambda _, leaves=leaves: leaves) for name, leaves in params.items()}
+            layer = nn.remat(Dense) if case.framework == "linen_remat" else Dense
+            if case.framework == "linen_scan":
+                layer = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+            h, _ = layer(name="front")(batch["x"], None)
+            h = nn.LayerNorm(name="norm")(h) if case.framework == "linen" else h
+            return reduced(case, own, forward(case, own, h, batch), batch)
+
+    return Whole()
+
+
+def make_problem(case: Case) -> Problem:
+    if case.framework.startswith("nnx"):
+        return _nnx_problem(case)
+    params, _ = make_params(case, WIDTH)
+    if case.framework.startswith("linen"):
+        module = _linen_apply(case, params)
+        params = jax.jit(module.init)(jax.random.key(case.seed), make_batch(case, WIDTH, 0))["params"]
+        loss_fn = lambda params, batch: module.apply({"params": params}, batch)
+    else:
+        loss_fn = lambda params, batch: reduced(case, params, forward(case, params, batch["x"], batch), batch)
+    create = jzero.TrainState.create if case.framework == "plain" else train_state.TrainState.create
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    flat = {path_str(path): x for path, x in leaves}
+    plain_loss = lambda flat, batch: loss_fn(jax.tree.unflatten(treedef, list(flat.values())), batch)
+    return Problem(create(apply_fn=None, params=params, tx=_tx(case)), loss_fn, flat, plain_loss)
+
+
+def is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def cast(flat: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    return {path: x.astype(dtype) if dtype is not None and is_real(x) else x for path, x in flat.items()}
+
+
+def scales_of(case: Case) -> list[float]:
+    """The loss scale of each step, by DeepSpeed's rules."""
+    if case.precision.loss_scale is None:
+        return [1.0] * STEPS
+    overflows = set() if case.poisoned is None else {case.poisoned}
+    rules = {"initial": 2.0**8, "window": 1, "hysteresis": 1, "minimum": 1.0, "consecutive": False}
+    return expected_scales(overflows, STEPS, **rules)
+
+
+def make_reference(case: Case, problem: Problem) -> Any:
+    """Returns `run(noise) -> Run`: one device and plain optax, with the casts of the precision policy.
+
+    Gradients are those of the whole batch, unless rounding or the loss itself make the mean over slices another number:
+    then slices are looped over. `noise` changes each slice's gradient by about as much, relative to its size.
+    """
+    policy, tx = case.precision, OPTIMIZERS[case.optimizer]()
+    slices = case.parts if case.depends_on_slices or policy.compute is not None else 1
+    frozen = {p: x for p, x in problem.params.items() if _is_frozen(p)}
+    frozen_seen = cast(frozen, policy.compute)
+    start = {p: x for p, x in problem.params.items() if p not in frozen}
+    order = list(problem.params)
+
+    def objective(trained, batch, scale):
+        flat = {**trained, **frozen_seen}
+        result = problem.plain_loss({path: flat[path] for path in order}, batch)
+        loss, aux = result if case.aux else (result, {})
+        loss = loss if isinstance(loss, jzero.Weighted) else jzero.Weighted(loss, jnp.ones(()))
+        aux = {k: x.value if isinstance(x, jzero.Summed | jzero.PerExample) else x for k, x in aux.items()}
+        return loss.sum.astype(jnp.float32) * scale, (loss, aux)
+
+    @jax.jit
+    def step(masters, opt_state, batch, scale, noise):
+        seen = cast(masters, policy.compute)
+        alike = {k: x for k, x in batch.items() if not x.ndim}
+
+        def one(parts):
+            (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(seen, {**parts[0], **alike}, scale)
+            return loss, aux, {p: _noisy(g, noise, parts[1]) for p, g in grads.items()}
+
+        rows = {k: x.reshape(slices, -1, *x.shape[1:]) for k, x in batch.items() if x.ndim}
+        loss, aux, grads = lax.map(one, (rows, jnp.arange(1.0, slices + 1)))
+        weight = loss.weight.sum()
+        grads = {p: g.sum(0) / (weight * scale).astype(g.dtype) for p, g in grads.items()}
+        norm = jnp.sqrt(sum(jnp.square(jnp.abs(g)).sum() for g in grads.values()))
+        clip = dict(case.step).get("clip_norm")
+        clipped = {p: g * jnp.minimum(1, clip / (norm + 1e-6)) if clip else g for p, g in grads.items()}
+        updates, new_state = tx.update({p: g.astype(masters[p].dtype) for p, g in clipped.items()}, opt_state, masters)
+        new = optax.apply_updates(masters, updates), new_state
+        if policy.skips:
+            finite = jnp.isfinite(norm)
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (masters, opt_state))
+        folded = {"mean": lambda x: x.mean(), "right": lambda x: x.sum(), "each": lambda x: x.reshape(-1)}
+        return *new, loss.sum.sum() / weight, norm, {k: folded[k](x) for k, x in aux.items()}
+
+    def run(noise: float) -> Run:
+        masters = cast(start, policy.master)
+        opt_state, losses, norms, auxes = tx.init(masters), [], [], []
+        for i, scale in enumerate(scales_of(case)):
+            batch = make_batch(case, WIDTH, i)
+            masters, opt_state, loss, norm, aux = step(masters, opt_state, batch, np.float32(scale), np.float32(noise))
+            losses.append(loss)
+            norms.append(norm)
+            auxes.append(jax.tree.map(np.asarray, aux))
+        return Run(np.array(losses), np.array(norms), _host({**masters, **frozen}), auxes)
+
+    return run
+
+
+def _noisy(g: jax.Array, noise: jax.Array, slice_: jax.Array) -> jax.Array:
+    """A gradient in fp32 or wider, of which elements that are not zero changed by up to `noise` of their size."""
+    g = g.astype(jnp.float32 if is_real(g) else g.dtype)
+    size = jnp.abs(g) + jnp.sqrt(jnp.square(jnp.abs(g)).sum() / max(g.size, 1))
+    phase = 1e3 * (slice_ + jnp.arange(g.size, dtype=jnp.float32)).reshape(g.shape)
+    chance = jnp.where(noise > 0, jnp.sin(phase), jnp.cos(phase))  # of either sign another one
+    return g + jnp.where(g == 0, 0, noise * size * chance).astype(g.dtype)
+
+
+def _host(flat: dict[str, Any]) -> dict[str, np.ndarray]:
+    key = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return {path: np.asarray(key(x)) for path, x in flat.items()}
+
+
+def _own_step(case: Case, problem: Problem) -> Any:
+    """A step of one's own, in the two ways that there are."""
+    if case.entry == "value_and_grad":
+        loss_and_grads = jzero.value_and_grad(problem.loss_fn, case.aux, **dict(case.step))
+
+        def step(state, batch):
+            value, grads = loss_and_grads(state, batch)
+            loss, aux = value if case.aux else (value, {})
+            if case.framework.startswith("nnx"):
+                state[1].update(state[0], grads)
+                return state, {"loss": loss, "aux": aux}
+            return state.apply_gradients(grads=grads), {"loss": loss, "aux": aux}
+
+        return step
+
+    @jax.jit
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(problem.loss_fn)(jzero.natural_params(state), batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    return step
+
+
+def run_jzero(case: Case, problem: Problem) -> Run:
+    sizes = {"replica": case.replicas} if case.replicas > 1 else {}
+    mesh = jzero.make_mesh(devices=jax.devices()[: case.num_devices], **sizes, data=-1)
+    by_name = set(case.extras) & set(FROZEN) and not case.framework.startswith("nnx")
+    trainable = {"trainable": TRAINABLE, "both": SOME_TRAINABLE}.get(case.frozen_by) if by_name else None
+    state = jzero.shard_train_state(problem.state, config=case.zero_config(), mesh=mesh, trainable=trainable)
+    if case.entry == "train_step":
+        step = jzero.make_train_step(problem.loss_fn, case.aux, **dict(case.step))
+    else:
+        step = _own_step(case, problem)
+    losses, norms, auxes = [], [], []
+    for i, scale in enumerate(scales_of(case)):
+        state, metrics = step(state, make_batch(case, WIDTH, i))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics.get("grad_norm", np.nan)))
+        auxes.append(jax.tree.map(np.asarray, metrics.get("aux", {})))
+        if case.entry == "train_step":
+            assert bool(metrics["step_applied"]) == (i != case.poisoned)
+            assert float(metrics.get("loss_scale", 1)) == scale
+    params = jzero.gather_params(state, masters=True)
+    flat = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    return Run(np.array(losses), np.array(norms), _host(flat), auxes)
+
+
+def unit(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).eps)
+
+
+def narrowest(case: Case, problem: Problem) -> float:
+    """The coarsest rounding step of what a gradient goes through."""
+    dtypes = [x.dtype for path, x in problem.params.items() if is_real(x) and not _is_frozen(path)]
+    policy = case.precision
+    found = [jnp.dtype(d) for d in (policy.compute, policy.reduce) if d is not None] or dtypes
+    casts = [jnp.dtype(jnp.bfloat16)] if any(layer.kind == "casts" for layer in case.layers) else []
+    return max(map(unit, [*found, *casts]))
+
+
+def check(case: Case) -> None:
+    """Raises unless jzero and plain optax agree.
+
+    How far rounding takes them apart depends on model and optimizer (the sign of lion, the products of muon), so it is
+    measured: the reference runs again with its gradients changed by as much as rounding may.
+    """
+    problem = make_problem(case)
+    run = make_reference(case, problem)
+    rounding = narrowest(case, problem)
+    noise = max(2 * rounding, 2e-6)
+    want, controls = run(0.0), [run(noise), run(-noise)]
+    with warnings.catch_warnings():
+        for start in IGNORED:
+            warnings.filterwarnings("ignore", re.escape(start))
+        got = run_jzero(case, problem)
+    floor = 4e-6 if rounding < 1e-6 else rounding / 4
+    _assert_near("loss", got.losses, want.losses, [x.losses for x in controls], floor)
+    if case.entry == "train_step":
+        _assert_near("grad_norm", got.norms, want.norms, [x.norms for x in controls], floor)
+    assert sorted(got.params) == sorted(want.params)
+    for path, x in want.params.items():
+        assert (got.params[path].dtype, got.params[path].shape) == (x.dtype, x.shape), path
+        if not is_real(x) and not np.iscomplexobj(x):
+            np.testing.assert_array_equal(got.params[path], x, err_msg=path)
+        elif x.size:
+            own = 2 * unit(x.dtype) if x.dtype.itemsize < 4 else 2e-6  # what storing rounds
+            _assert_near(path, got.params[path], x, [x.params[path] for x in controls], own)
+    for a, b, *others in zip(got.aux, want.aux, *(x.aux for x in controls), strict=True):
+        assert set(a) == set(b)
+        for name in a:
+            if name == "right":  # an order of logits that rounding may change
+                assert abs(int(a[name]) - int(b[name])) <= (0 if rounding < 1e-6 else 2), name
+            else:
+                _assert_near(f"aux/{name}", a[name], b[name], [x[name] for x in others], floor)
+
+
+def _assert_near(name: str, got: Any, want: Any, controls: list[Any], floor: float) -> None:
+    wide = lambda x: np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+    got, want = wide(got), wide(want)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want), err_msg=name)
+    finite = np.isfinite(want)
+    if finite.any():
+        size = np.abs(want[finite]).max()
+        # Chance may make a control small, and the more so the smaller a leaf is: so ten times the larger of two.
+        measured = max(np.abs(wide(x) - want)[finite].max() for x in controls)
+        allowed = 10 * measured + floor * (size + 1e-2)
+        off = np.abs(got - want)[finite].max()
+        assert off <= allowed, f"{name}: off by {off:.3g}, allowed {allowed:.3g}, of {size:.3g}"
+
+
+def drawn(draws: int, seed: int, run: Any) -> None:
+    """Calls `run` with that many cases, the same for the same seed and version of hypothesis."""
+    settings = hypothesis.settings(
+        max_examples=draws,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate],  # a smaller case is seldom worth the minutes that shrinking takes
+    )
+    hypothesis.seed(seed)(settings(hypothesis.given(cases())(run)))()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_draws_train_like_plain_optax(seed):
+    drawn(15, seed, check)
+
+
+def main() -> None:
+    """Draws many cases and goes on after failures; prints what was drawn and what failed."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--draws", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    warnings.simplefilter("error")
+    counts: collections.Counter[str] = collections.Counter()
+    start = time.monotonic()
+
+    def run(case: Case) -> None:
+        counts["draws"] += 1
+        counts.update(features(case))
+        try:
+            check(case)
+        except Exception as error:
+            refused = isinstance(error, ValueError | TypeError) and str(error).startswith(REFUSALS)
+            counts["refused" if refused else "failed"] += 1
+            print("REFUSED" if refused else "FAILED", repr(case), f"{type(error).__name__}: {error}"[:2000], sep="\n  ")
+            if not isinstance(error, AssertionError | ValueError | TypeError):
+                traceback.print_exc(limit=-12, file=sys.stdout)
+        if not counts["draws"] % 50:
+            jax.clear_caches()
+            done = f"{counts['draws']} draws, {counts['failed']} failed, {counts['refused']} refused"
+            print(done, f"{time.monotonic() - start:.0f} s", sep=", ", flush=True)
+
+    drawn(args.draws, args.seed, run)
+    print(f"seed {args.seed}, hypothesis {hypothesis.__version__}, jax {jax.__version__}")
+    for name, count in sorted(counts.items()):
+        print(f"{count:6d}  {name}")
+    sys.exit(counts["failed"] > 0)
+
+
+def features(case: Case) -> list[str]:
+    """What a case has, for counting."""
+    config = dict(case.config)
+    policy = case.precision
+    return [
+        *{f"layer {layer.kind}" for layer in case.layers},
+        *{f"dtype {layer.dtype}" for layer in case.layers},
+        *(f"extra {x}" for x in case.extras),
+        *(f"step {name}={value}" for name, value in case.step),
+        *(f"config {name}={value}" for name, value in config.items() if name not in ("precision", "rules")),
+        *(f"rule {rule}" for rule in config.get("rules", {})),
+        f"precision {policy.compute_dtype}, {policy.reduce_dtype}, skips={policy.skips}",
+        *(f"{x} {getattr(case, x)}" for x in ("framework", "loss", "l2", "aux", "optimizer", "entry", "replicas")),
+        f"devices {case.num_devices}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
