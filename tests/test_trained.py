@@ -212,6 +212,18 @@ def test_negative_zeros_of_frozen_leaves_stay_negative(stage):
     assert np.signbit(jzero.gather_params(state)["frozen"]).all()
 
 
+@pytest.mark.parametrize("trainable", [None, "(?!left_out).*"])
+def test_what_optax_freezes_is_found_beside_what_is_left_out(trainable):
+    """By `trainable=`, and random keys in any case."""
+    params = {name: jnp.ones((16, 8)) for name in ("w", "frozen", "left_out")} | {"keys": jax.random.key(7)}
+    kinds = {"w": "train", "frozen": "freeze", "left_out": "train", "keys": "freeze"}
+    tx = optax.multi_transform({"train": optax.sgd(0.1), "freeze": optax.set_to_zero()}, kinds)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, stage=1, trainable=trainable)
+    trained = {leaf.path for leaf in jzero.plan_of(state).leaves if leaf.trained}
+    assert trained == ({"w", "left_out"} if trainable is None else {"w"})
+
+
 def test_an_optimizer_that_asks_for_more_arguments_is_taken_as_it_is():
     def update(updates, state, params=None, *, value, **_):
         raise RuntimeError("no value")

@@ -146,14 +146,13 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
       has_state: For each parameter leaf, whether the optimizer keeps state of its shape: these are trained.
     """
     num = len(has_state)
-    if all(has_state):
-        return [False] * num
-    if isinstance(tx, MaskedTransformation):
-        return [not trained for trained in tx.mask]
+    left_out = [not trained for trained in tx.mask] if isinstance(tx, MaskedTransformation) else [False] * num
+    if all(has or out for has, out in zip(has_state, left_out, strict=True)):
+        return left_out
     try:
         jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
     except Exception:  # asks for further arguments, in whatever way: nothing can be said
-        return [False] * num
+        return left_out
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     zero = _zeros(jaxpr, {})
     candidates = [
@@ -165,8 +164,8 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
     live = _live(jaxpr, others)
     params_start = len(jaxpr.invars) - num
     return [
-        zero_update and jaxpr.invars[i] not in live and jaxpr.invars[params_start + i] not in live
-        for i, zero_update in enumerate(candidates)
+        out or (zero_update and jaxpr.invars[i] not in live and jaxpr.invars[params_start + i] not in live)
+        for i, (out, zero_update) in enumerate(zip(left_out, candidates, strict=True))
     ]
 
 
