@@ -10,8 +10,8 @@ os.environ["PJRT_NPROC"] = "32"
 import jax
 import pytest
 
-# Not optimizing machine code saves a third of the suite's time, plainer code for fusions, with jax up to 0.10, a third of
-# what is left. XLA's own passes, whose results tests look at, run in any case. `XLA_FLAGS= pytest` optimizes it.
+# Not optimizing machine code saves a third of the suite's time; plainer code for fusions, with jax up to 0.10, a third
+# of the rest. XLA's own passes, whose results tests look at, run in any case. `XLA_FLAGS= pytest` optimizes it.
 PLAIN_FUSIONS = " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0" + PLAIN_FUSIONS)
 
