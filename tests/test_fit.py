@@ -227,9 +227,9 @@ def test_a_machine_that_is_not_there():
     assert {x.mesh_shape.get("replica", 1) for x in whole.tried} == {1, 2}
     assert "Nothing was compiled" in str(whole)
     assert find(stages=(3,), hbm_bytes=40 * size).config.stage == 3
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(find())
-    limit = find().limit
-    assert limit == int(0.9 * machines.machine("h200:16").hbm_bytes)
+    found = find()
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(found)
+    assert found.limit == int(0.9 * machines.machine("h200:16").hbm_bytes)
 
 
 def test_json_and_table():
