@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from tests import models
+from tests.compiled import analyze
 from tests.tiers import slow, stages
 
 LAYERS, WIDTH, VOCAB = 3, 64, 256
@@ -35,7 +36,7 @@ def sharded(stage, **options):
 
 @functools.cache
 def report_of(stage, **options):
-    return jzero.analyze(jzero.make_train_step(model_and_plain()[0]), sharded(stage, **options), TOKENS)
+    return analyze(jzero.make_train_step(model_and_plain()[0]), sharded(stage, **options), TOKENS)
 
 
 def size(plan, wanted=lambda leaf: True):
@@ -92,12 +93,12 @@ def test_no_share_is_told_where_no_rates_are_known():
 def test_other_steps_and_layouts():
     loss_fn, plain = model_and_plain()
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    evaluated = jzero.analyze(jzero.make_eval_step(lambda p, b: {"loss": loss_fn(p, b)}), plain, TOKENS, config=config)
+    evaluated = analyze(jzero.make_eval_step(lambda p, b: {"loss": loss_fn(p, b)}), plain, TOKENS, config=config)
     evaluated.verify()
     assert evaluated.communication_elements == size(evaluated.plan) + 2  # one gather of everything; the mean
     mesh = jzero.make_mesh(replica=2, data=4)
     config = dataclasses.replace(config, replica_axis="replica", precision="bf16")
-    hybrid = jzero.analyze(jzero.value_and_grad(loss_fn), plain, TOKENS, config=config, mesh=mesh)
+    hybrid = analyze(jzero.value_and_grad(loss_fn), plain, TOKENS, config=config, mesh=mesh)
     hybrid.verify()
     assert hybrid.plan.num_shards == 4
     assert {"data", "replica"} <= {row.axis for row in hybrid.collectives}
@@ -109,7 +110,7 @@ def test_nnx_state_is_laid_out_anew_and_stays_as_it_is():
     pair = (module, nnx.Optimizer(module, optax.adam(1e-3), wrt=nnx.Param))
     pair = jzero.shard_train_state(pair, stage=3)
     step = jzero.make_train_step(lambda module, batch: jnp.square(module(batch)).mean())
-    report = jzero.analyze(step, pair, jnp.ones((16, WIDTH)), config=jzero.ZeroConfig(stage=2))
+    report = analyze(step, pair, jnp.ones((16, WIDTH)), config=jzero.ZeroConfig(stage=2))
     report.verify()
     assert report.communication_elements == 2 * (WIDTH * VOCAB + VOCAB) + SCALARS
     assert jzero.plan_of(pair).config.stage == 3
@@ -120,13 +121,13 @@ def test_plain_jitted_function():
     mesh = jzero.make_mesh()
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
     x, w = put(np.ones((16, 64), np.float32), None, "data"), put(np.ones((64, 32), np.float32), "data")
-    report = jzero.analyze(jax.jit(lambda x, w: (x @ w).sum(0)), x, w)
+    report = analyze(jax.jit(lambda x, w: (x @ w).sum(0)), x, w)
     assert report.communication_elements > 0
     assert report.plan is None
     with pytest.raises(ValueError, match="plan"):
         report.verify()
     with pytest.raises(TypeError, match=r"jax\.jit"):
-        jzero.analyze(lambda x: x, x)
+        analyze(lambda x: x, x)
 
 
 # Planted faults.
@@ -147,7 +148,7 @@ def test_all_reduce_of_gradients_is_found(stage):
     state = sharded(stage)
     batch = jax.device_put(TOKENS, NamedSharding(jzero.plan_of(state).mesh, PartitionSpec("data")))
     step = lambda s, b: s.apply_gradients(grads=jax.grad(loss_fn)(jzero.natural_params(s), b))
-    found = violations(jzero.analyze(jax.jit(step, donate_argnums=0), state, batch))
+    found = violations(analyze(jax.jit(step, donate_argnums=0), state, batch))
     assert "all-reduce" in found
     assert "kernel" in found
     assert "donated" not in found
@@ -155,7 +156,7 @@ def test_all_reduce_of_gradients_is_found(stage):
 
 def test_lost_donation_is_found():
     step = jzero.make_train_step(model_and_plain()[0])
-    found = violations(jzero.analyze(jax.jit(step), sharded(1), TOKENS))
+    found = violations(analyze(jax.jit(step), sharded(1), TOKENS))
     assert "donated" in found
     assert found.count("\n") == 0, "and nothing else"
 
@@ -164,7 +165,7 @@ def test_wide_gathers_are_found():
     """The plan says bf16, the program was written for fp32. On CPU that is read from the lowered program."""
     planned = jzero.plan_of(sharded(3, precision="bf16"))
     step = jzero.make_train_step(model_and_plain()[0])
-    report = jzero.analyze(step, sharded(3), TOKENS, plan=planned)
+    report = analyze(step, sharded(3), TOKENS, plan=planned)
     assert "wider than the bfloat16" in violations(report)
     assert any("widens" in note for note in report.notes)
 
@@ -172,14 +173,14 @@ def test_wide_gathers_are_found():
 def test_a_loss_that_casts_up_gathers_16_bits_all_the_same():
     loss_fn, _ = model_and_plain()
     wide = lambda params, batch: loss_fn(jax.tree.map(lambda x: x.astype(jnp.float32), params), batch)
-    jzero.analyze(jzero.make_train_step(wide), sharded(3, precision="bf16"), TOKENS).verify()
+    analyze(jzero.make_train_step(wide), sharded(3, precision="bf16"), TOKENS).verify()
 
 
 def test_gathered_weights_kept_for_the_backward_pass_are_found():
     kept = sharded(3, reshard_after_forward=False)
     step = jzero.make_train_step(model_and_plain()[0])
-    jzero.analyze(step, kept, TOKENS).verify()
-    found = violations(jzero.analyze(step, kept, TOKENS, plan=jzero.plan_of(sharded(3))))
+    analyze(step, kept, TOKENS).verify()
+    found = violations(analyze(step, kept, TOKENS, plan=jzero.plan_of(sharded(3))))
     assert "stored in a stack" in found
     assert f"f32[{WIDTH},{4 * WIDTH}]" in found
 
@@ -192,7 +193,7 @@ def test_stack_cut_where_it_is_scanned_is_found():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine says so too
         step = jzero.make_train_step(models.gpt_loss(model))
-        found = violations(jzero.analyze(step, plain, TOKENS, config=config))
+        found = violations(analyze(step, plain, TOKENS, config=config))
     assert f"whole stack f32[8,{WIDTH},{4 * WIDTH}]" in found
 
 
@@ -238,7 +239,7 @@ def test_machines_that_are_not_there(topology, scan, tmp_path):
     plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
     config = jzero.ZeroConfig(stage=3, precision="bf16", persistence_threshold=0)
     step = jzero.make_train_step(models.gpt_loss(model))
-    report = jzero.analyze(step, plain, models.tokens(16, vocab=1024), topology=topology, config=config)
+    report = analyze(step, plain, models.tokens(16, vocab=1024), topology=topology, config=config)
     report.verify()
     psi = size(report.plan)
     assert 2.5 * psi < report.communication_elements < 3.5 * psi
@@ -247,9 +248,7 @@ def test_machines_that_are_not_there(topology, scan, tmp_path):
     if topology == "h200:8":
         assert report.communication_elements <= 3 * psi
         kept = dataclasses.replace(config, reshard_after_forward=False)
-        other = jzero.analyze(
-            step, plain, models.tokens(16, vocab=1024), topology=topology, config=kept, plan=report.plan
-        )
+        other = analyze(step, plain, models.tokens(16, vocab=1024), topology=topology, config=kept, plan=report.plan)
         assert "forward gather" in violations(other)
 
 
@@ -263,7 +262,7 @@ def test_what_a_checkpoint_gathers_again_is_noted():
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, reshard_after_forward=False)
     plain = jzero.TrainState.create(params={"w": jnp.ones((3, 16, 16))}, tx=optax.sgd(0.1))
     state = jzero.shard_train_state(plain, config=config)
-    report = jzero.analyze(jzero.make_train_step(loss), state, np.ones((16, 16), np.float32))
+    report = analyze(jzero.make_train_step(loss), state, np.ones((16, 16), np.float32))
     gathers = report.communication_elements / plain.params["w"].size - 1
     is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
     assert is_noted == (gathers > 1.1)

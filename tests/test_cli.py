@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import jzero
 from jzero import __main__ as main
-from jzero import doctor
 from jzero.analysis import topologies
 from jzero.checkpoint.contents import signed
+from jzero.cli import doctor
 from jzero.cli.commands import app
 from tests import cli_models
 from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jzero
+from tests.compiled import analyze
 from tests.example_runs import EXAMPLES, run_example
 from tests.tiers import slow
 
@@ -116,7 +117,7 @@ def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=args.persistence_threshold)
     state = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=config)
     step = jzero.make_train_step(chosen.make_loss_fn(train_gpt.model_config(args)), clip_norm=1.0)
-    report = jzero.analyze(step, state, np.zeros((args.batch_size, args.seq_len + 1), np.int32))
+    report = analyze(step, state, np.zeros((args.batch_size, args.seq_len + 1), np.int32))
     report.verify()
     size = sum(leaf.param.size for leaf in report.plan.leaves)
     assert report.communication_elements == pytest.approx(3 * size, rel=0.05)

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jzero
 from jzero.arrays import collectives as _collectives
 from tests import models
+from tests.compiled import analyze
 from tests.tiers import default_for, singles, slow, stages
 
 VOCAB, WIDTH, HIDDEN, HEADS, LAYERS = 128, 32, 96, 4, 3
@@ -129,7 +130,7 @@ def test_a_llama_trains_as_on_one_device(scan, remat, stage):
     hlo = step.lower(state, batches()[0]).compile().as_text()
     products = {p for p in re.findall(r"f32\[([\d,]+)\]\S* dot\(", hlo) if str(HIDDEN) in p.split(",")}
     assert not products, "hidden units lie over two devices"
-    assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
+    assert_each_part_travels_alone(analyze(step, state, batches()[0]))
 
 
 @pytest.mark.parametrize("options", [{}, slow({"reduce": "last"})], ids=str)
@@ -141,7 +142,7 @@ def test_sums_over_micro_batches_travel_in_parts(options):
     state = jzero.shard_train_state(state, config=config, mesh=mesh)
     loss_fn = functools.partial(next_token_loss, Llama(mesh))
     step = jzero.make_train_step(loss_fn, accumulate_steps=2, **options)
-    assert_each_part_travels_alone(jzero.analyze(step, state, batches()[0]))
+    assert_each_part_travels_alone(analyze(step, state, batches()[0]))
 
 
 def assert_each_part_travels_alone(report):
@@ -343,7 +344,7 @@ def test_parameters_that_the_loss_constrains(stage):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
-    report = jzero.analyze(step, state, batch)
+    report = analyze(step, state, batch)
     new, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     got = jzero.gather_params(new)
@@ -413,7 +414,7 @@ def test_parts_survive_what_is_done_to_shards(use, width, gathered):
     loss_fn = lambda p, batch: jnp.square(use(p["w"], batch)).mean()
     fn = jax.jit(jzero.value_and_grad(loss_fn, remat="as_written"))
     np.testing.assert_allclose(fn(state, batch)[1]["w"], jax.grad(loss_fn)({"w": w}, batch)["w"], rtol=1e-4, atol=1e-5)
-    rows = [row for row in jzero.analyze(fn, state, batch).collectives if row.kind == "all-gather"]
+    rows = [row for row in analyze(fn, state, batch).collectives if row.kind == "all-gather"]
     assert {row.elements // row.count for row in rows if row.axis == "data"} == {gathered}
 
 
@@ -432,7 +433,7 @@ def test_constraints_that_cut_nothing_more_leave_a_parameter_as_it_is(names, sta
         # So parts of "v" have the sizes of "w", which is not exchanged whole for that.
         return jnp.square(hidden @ constrained(p["v"], mesh, None, "model")).mean()
 
-    report = jzero.analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
+    report = analyze(jzero.make_train_step(loss_fn), state, jnp.ones((8, 64)))
     report.verify()
     reduced = sum(row.elements for row in report.collectives if (row.kind, row.axis) == ("reduce-scatter", "data"))
     assert reduced == 64 * 128 // 2 + 128 * 128 // 2
@@ -451,7 +452,7 @@ def test_a_constraint_that_names_no_other_axis_makes_whole_along_it():
     kinds = []
     for names in ("model",), (None,):
         fn = jzero.value_and_grad(lambda p, batch, names=names: loss_fn(p, batch, *names))
-        rows = jzero.analyze(jax.jit(fn), state, jnp.ones((8, 64))).collectives
+        rows = analyze(jax.jit(fn), state, jnp.ones((8, 64))).collectives
         kinds.append({row.kind for row in rows if row.axis == "model" and row.elements > 100})
     assert "all-gather" in kinds[1] - kinds[0]
 
@@ -466,7 +467,7 @@ def test_exchanging_a_parameter_whole_is_a_violation(monkeypatch):
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(persistence_threshold=0), mesh=mesh)
     step = jzero.make_train_step(lambda p, batch: jnp.tanh(jnp.tanh(batch @ p["w"]) @ p["v"]).mean())
     with pytest.raises(jzero.PlanViolation) as error:
-        jzero.analyze(step, state, jnp.ones((8, 64))).verify()
+        analyze(step, state, jnp.ones((8, 64))).verify()
     found = [x for x in error.value.violations if "P(None, 'model')" in x]
     assert {x.split(" ")[2] for x in found} == {"(all-gather", "(reduce-scatter"}
     assert all(" w or its gradient whole" in x for x in found)

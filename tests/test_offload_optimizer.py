@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits, linen_state, nnx_state
+from tests.compiled import DEFAULT_FUSIONS
 from tests.tiers import default_for, slow
 
 HOST = jzero.Offload(optimizer="host")
@@ -35,7 +36,8 @@ def mlp_state(stage, precision="fp32", offload=HOST, tx=None, **options):
 
 
 def train(state, steps=3, **options):
-    step = jzero.make_train_step(models.mlp_loss, **options)
+    # Results are compared to the last bits, of which fusions decide.
+    step = jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
     losses = []
     for i in range(steps):
         state, metrics = step(state, models.mlp_batch(48, seed=i))

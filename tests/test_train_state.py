@@ -149,9 +149,9 @@ def test_born_sharded_equals_sharded_after(stage, scan):
     born = jzero.init_train_state(make_state, jax.random.key(0), config=_config(stage))
     sharded = jzero.shard_train_state(make_state(jax.random.key(0)), config=_config(stage))
     assert jzero.plan_of(born) == jzero.plan_of(sharded)
-    # The initialisers end in a scaling, which the compiler fuses otherwise when it sees one device: one ulp of 0.1.
+    # The initialisers end in a scaling, which the compiler fuses otherwise when it sees one device: two ulp of 0.3.
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=3e-8), _bits(born.params), _bits(sharded.params)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=6e-8), _bits(born.params), _bits(sharded.params)
     )
     for x, y in zip(jax.tree.leaves(born), jax.tree.leaves(sharded), strict=True):
         assert (x.aval, x.sharding) == (y.aval, y.sharding)
