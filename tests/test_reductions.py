@@ -136,14 +136,14 @@ CASES = [  # and the dimension that is cut
     (indexed_in_a_loop, STACK, 1),
     (indexed_in_a_loop, (8, 16, 16), 0),
     (layer_by_layer, STACK, 1),
+    (in_columns, MATRIX, 1),
     (layer_by_layer, (8, 16, 16), 0),
     (in_columns, MATRIX, 0),
-    (in_columns, MATRIX, 1),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:A stack of shape .* is cut on dimension 0")
-@singles(case=CASES, stage=[1, 2, 3])
+@singles(lambda x: f"{x[0].__name__}_{x[2]}" if isinstance(x, tuple) else None, case=CASES, stage=[1, 2, 3])
 def test_each_gradient_is_reduced_once(case, stage):
     """The elements that the compiled step reduces are those of the parameter; and what it computes is jax's own."""
     loss, shape, dim = case
