@@ -32,10 +32,10 @@ NUM_STEPS, ROWS = 5, 24
 
 
 def train() -> dict[str, Any]:
-    """Trains at stages 1-3 from a state made whole, and at stage 3 from one that is born sharded."""
+    """Trains at stages 1 and 3 from a state made whole, and at stage 3 from one that is born sharded."""
     assert jax.device_count() == NUM_PROCESSES * DEVICES_PER_PROCESS
     results = {}
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         state = jzero.shard_train_state(make_state(jax.random.key(0)), config=config(stage))
         state, results[f"stage {stage}"] = train_from(state, loss_of)
         results[f"fp16, stage {stage}"] = overflows(stage)

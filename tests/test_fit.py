@@ -226,7 +226,6 @@ def test_a_machine_that_is_not_there():
     assert whole.config.stage == 3
     assert {x.mesh_shape.get("replica", 1) for x in whole.tried} == {1, 2}
     assert "Nothing was compiled" in str(whole)
-    assert find(stages=(3,), hbm_bytes=40 * size).config.stage == 3
     found = find()
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.9" in str(found)
     assert found.limit == int(0.9 * machines.machine("h200:16").hbm_bytes)

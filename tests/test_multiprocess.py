@@ -72,7 +72,7 @@ def test_two_processes_train_like_one():
 
 def assert_worth_comparing_with(results):
     """The run in one process learns, sees its noise, and all that was asked for has happened."""
-    for name in ("stage 1", "stage 2", "stage 3", "born"):
+    for name in ("stage 1", "stage 3", "born"):
         assert results[name]["loss 4"] != pytest.approx(results[name]["loss 0"], rel=1e-2)
         assert results[name]["loss 0"] == pytest.approx(
             results["stage 1"]["loss 0"], rel=1e-6 if name != "born" else 0.1
@@ -80,7 +80,7 @@ def assert_worth_comparing_with(results):
     for what, number in results["born"].items():
         assert results["on the host"][what] == pytest.approx(number, rel=1e-5)
     assert results["born"]["loss 0"] != pytest.approx(results["stage 3"]["loss 0"], rel=1e-5)
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         fp16 = results[f"fp16, stage {stage}"]
         assert [fp16[f"applied {i}"] for i in range(5)] == [1, 0, 1, 0, 1]
         assert [fp16[f"scale {i}"] for i in range(5)] == [2.0**16] * 4 + [2.0**15]

@@ -70,7 +70,7 @@ def deviation_from_optax(optimizer, offload):
     return max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))), state
 
 
-QUICK = ("adamw", "adafactor", "lamb", "muon")
+QUICK = ("adafactor", "lamb", "muon")
 
 
 @pytest.mark.parametrize("optimizer", default_for(QUICK, optimizers.OPTIMIZERS))

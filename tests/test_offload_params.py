@@ -12,6 +12,7 @@ from flax.training.train_state import TrainState
 import jzero
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
+from tests.tiers import slow
 
 ALL = jzero.Offload(params="host", optimizer="host", chunk_bytes=4096)
 PARAMS = jzero.Offload(params="host", chunk_bytes=4096)
@@ -40,7 +41,7 @@ def train(plain, loss_fn, batches, offload, precision, **options):
 
 
 CASES = [
-    (True, None, "fp32", ALL, {}),
+    slow(True, None, "fp32", ALL, {}),
     (False, {}, "bf16", PARAMS, {}),
     pytest.param(True, {}, "bf16", ALL, {"accumulate_steps": 2}, marks=pytest.mark.slow),
     pytest.param(False, None, "fp16", ALL, {}, marks=pytest.mark.slow),
