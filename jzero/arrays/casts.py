@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["round_stochastically", "round_to", "round_without_derivative", "with_edits"]
+__all__ = ["holds", "round_stochastically", "round_to", "round_without_derivative", "with_edits"]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -65,3 +65,13 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
+
+
+def holds(dtype: Any, value_dtype: Any) -> bool:
+    """Whether what has a dtype can take a value of another one without loss of range or kind."""
+    if dtype == value_dtype:
+        return True
+    try:
+        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
+    except (TypeError, ValueError):  # random keys, 8-bit floats
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,11 +20,13 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import Wanted, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
-from jzero.config.zero import ZeroConfig
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
+
+if TYPE_CHECKING:
+    from jzero.config.zero import ZeroConfig
 
 __all__ = ["checkpoint_items", "save_checkpoint"]
 

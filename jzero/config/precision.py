@@ -18,7 +18,6 @@ __all__ = [
     "DynamicLossScale",
     "Precision",
     "cast_dtype",
-    "holds",
     "is_float8",
     "is_key",
     "resolve_precision",
@@ -181,16 +180,6 @@ def is_float8(dtype: Any) -> bool:
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of random keys, which are neither trained nor cut."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def holds(dtype: Any, value_dtype: Any) -> bool:
-    """Whether what has a dtype can take a value of another one without loss of range or kind."""
-    if dtype == value_dtype:
-        return True
-    try:
-        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
-    except (TypeError, ValueError):  # random keys, 8-bit floats
-        return False
 
 
 def widen(x: jax.Array) -> jax.Array:

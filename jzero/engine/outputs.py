@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._text import path_str
+from jzero.arrays.casts import holds
 from jzero.arrays.collectives import Wire, max_over, mean, sum_over
-from jzero.config.precision import holds, wide_dtype, widen
+from jzero.config.precision import wide_dtype, widen
 
 __all__ = [
     "PerExample",

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.tree_util import SequenceKey
 
 from jzero._text import path_str
-from jzero.config.precision import holds
+from jzero.arrays.casts import holds
 from jzero.engine.written import Written
 
 __all__ = ["by_path", "check_attributes", "python_attributes", "written"]

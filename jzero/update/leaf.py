@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
-from jzero.arrays.casts import round_stochastically, round_to
+from jzero.arrays.casts import holds, round_stochastically, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.arrays.streamed import Streamed, Update, source, sources_of, stream
-from jzero.config.precision import holds, is_key
+from jzero.config.precision import is_key
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.plan import ZeroPlan
 
