@@ -184,7 +184,7 @@ class _LocalStep:
         if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
             return frozenset()
         leaves = self.plan.leaves
-        return frozenset(i for i in self.plan.wholly_hosted if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
+        return frozenset(i for i in self.plan.wholly_offloaded if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
     @functools.cached_property
     def params(self) -> list[Parameter]:

@@ -195,7 +195,7 @@ class ZeroPlan:
         return frozenset(own | owners)
 
     @functools.cached_property
-    def wholly_hosted(self) -> frozenset[int]:
+    def wholly_offloaded(self) -> frozenset[int]:
         """Indices of the trained parameters that lie on the host with all optimizer state of their shape."""
         near = {
             x.owner

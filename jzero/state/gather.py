@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jzero.arrays.casts import with_edits
 from jzero.arrays.fingerprints import describe_value
@@ -19,12 +18,12 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state, plain_state
-from jzero.update.transformation import ZeroTransformation
 
 __all__ = [
     "all_leaves",
     "gather_params",
     "natural_params",
+    "note_value",
     "place_given",
     "unshard_train_state",
     "update_params",
@@ -188,13 +187,13 @@ def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iter
     placed = agree(
         "the new values of a state",
         plan.mesh,
-        lambda: [place_leaf(x, leaf, plan, look=_noter(noted, leaf)) for x, leaf in values],
+        lambda: [place_leaf(x, leaf, plan, look=note_value(noted, leaf)) for x, leaf in values],
         lambda _: {"the new values": "\n".join(noted)},
     )
     return iter(placed)
 
 
-def _noter(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
+def note_value(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
     """Returns what notes the value of a leaf that this process supplies."""
     return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
 
@@ -238,20 +237,6 @@ def _match(plan: ZeroPlan, paths: str | None) -> list[bool]:
             f"`paths` {paths!r} matches no parameter: it must match a whole path. The first paths are {some}."
         )
     return chosen
-
-
-def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
-    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
-    if not isinstance(train_state.tx, ZeroTransformation):
-        return train_state, train_state.tx, None
-    old, stored = train_state.tx.plan, train_state.tx.plan
-    train_state, old = plain_state(train_state, stored), stored.plain
-
-    def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
-
-    return map_state(abstract, old, train_state), train_state.tx.inner, stored
 
 
 def all_leaves(plan: ZeroPlan) -> list[StateLeaf]:

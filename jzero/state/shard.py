@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jzero._text import path_str
 from jzero.arrays.fingerprints import describe_plan
@@ -19,7 +19,7 @@ from jzero.plan.mesh import AnyMesh, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
-from jzero.state.gather import _natural, _noter
+from jzero.state.gather import note_value
 from jzero.state.next_state import apply_pending
 from jzero.state.train_state import adapt, check_alive, map_state, plain_state, stored_state
 from jzero.update.transformation import ZeroTransformation
@@ -159,7 +159,7 @@ def _placed(
         whole = x
         if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
             (whole,) = gather_leaves([x], [was], old.mesh)
-        placed = place_leaf(whole, leaf, plan, look=_noter(values, leaf))
+        placed = place_leaf(whole, leaf, plan, look=note_value(values, leaf))
         uses[id(x)] -= 1
         if old is not None or donate:  # one leaf at a time, so that at most one is held whole
             jax.block_until_ready(placed)
@@ -296,3 +296,17 @@ def _check_concrete(train_state: Any) -> None:
             f"`shard_train_state` places arrays, but these leaves are abstract: {abstract[:5]}. Call it outside `jit`; "
             "plan an abstract state with `plan_train_state`, make one that is born sharded with `init_train_state`."
         )
+
+
+def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
+    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
+    if not isinstance(train_state.tx, ZeroTransformation):
+        return train_state, train_state.tx, None
+    old, stored = train_state.tx.plan, train_state.tx.plan
+    train_state, old = plain_state(train_state, stored), stored.plain
+
+    def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
+
+    return map_state(abstract, old, train_state), train_state.tx.inner, stored
