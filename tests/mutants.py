@@ -432,6 +432,13 @@ MUTANTS = [
         "[1-0]",
     ),
     Mutant(
+        "sums_of_optax_not_laid_out",
+        "update/leaf.py",
+        "return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))",
+        "return update",
+        "test_engine.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
+    ),
+    Mutant(
         "padding_updated",
         "arrays/streamed.py",
         "    if cut is None or not cut.is_padded:\n        return tree",

@@ -617,7 +617,7 @@ def test_accumulated_micro_batches_equal_the_whole_batch(stage):
 def test_plain_jit_step_with_apply_gradients(stage):
     """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
 
-    Two updates in a row and two in a scan: were the sums not laid out, stages 1 and 2 would return parameters cut.
+    Two updates in a row and two in a scan.
     """
     state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
     reference = state
@@ -645,6 +645,22 @@ def test_plain_jit_step_with_apply_gradients(stage):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     got = jzero.gather_params(state)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
+
+
+@stages(1, of=(1, 2))
+def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
+    """Were the sums not laid out that optax makes, the compiler would return parameters cut as their gradients are."""
+    plain = jzero.TrainState.create(params={"w": jnp.ones((D, D))}, tx=optax.adam(1e-2))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ p["w"]).mean()
+
+    @jax.jit
+    def two_steps(state, x):
+        for _ in range(2):
+            state = state.apply_gradients(grads=jax.grad(loss)(state.params, x))
+        return state
+
+    assert two_steps(state, _batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])
