@@ -13,8 +13,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import AnyMesh, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.shard import abstract_train_state
-from jzero.state.train_state import adapt
-from jzero.update.transformation import ZeroTransformation
+from jzero.state.train_state import adapt, plan_if_sharded
 
 __all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
 
@@ -34,7 +33,7 @@ def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
 def plan_of_argument(x: Any) -> ZeroPlan | None:
     """Returns the plan of a sharded state, or `None` of anything else."""
     state = _as_state(x)
-    return state.tx.plan if state is not None and isinstance(state.tx, ZeroTransformation) else None
+    return None if state is None else plan_if_sharded(state)
 
 
 def relaid(

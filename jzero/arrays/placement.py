@@ -12,9 +12,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero.arrays.casts import with_edits
 from jzero.arrays.fits import misfit
 from jzero.plan.layout import Cut
-from jzero.plan.leaves import StateLeaf
+from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
@@ -24,6 +25,7 @@ __all__ = [
     "check_leaf_shape",
     "check_names_host_memory",
     "device_sharding",
+    "edited_master",
     "gather_leaves",
     "is_on_host",
     "natural_leaf",
@@ -196,3 +198,11 @@ def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: Nam
         return whole if cut is None else lax.with_sharding_constraint(to_natural(whole, cut), sharding)
 
     return [gather(x, cut) for x, cut in zip(arrays, cuts, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array, master: jax.Array) -> jax.Array:
+    """Returns a master as stored, with what was edited in its parameter, see [Note: Masters]."""
+    assert leaf.master is not None
+    cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
+    return stored_leaf(with_edits(natural_leaf(master, leaf.grad, plan), cut), leaf.master, plan)

@@ -26,6 +26,7 @@ from jzero._text import key_names
 from jzero.arrays.casts import round_to, with_edits
 from jzero.arrays.placement import (
     device_sharding,
+    edited_master,
     is_on_host,
     natural_leaf,
     on_device,
@@ -38,7 +39,6 @@ from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
-from jzero.update.transformation import edited_master
 
 __all__ = ["Keys", "Number", "Wanted", "natural_state", "numbered", "stored_from", "wanted_leaves"]
 

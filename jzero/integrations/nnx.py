@@ -19,8 +19,7 @@ from jzero.arrays.placement import stored_leaf, strongly_typed
 from jzero.engine.trace import FROZEN
 from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
 from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import Adapted, map_state, register_adapter
-from jzero.update.transformation import ZeroTransformation
+from jzero.state.train_state import Adapted, map_state, plan_if_sharded, register_adapter
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
@@ -100,8 +99,8 @@ class NnxTrainState:
     def _dtypes(self) -> dict[str, dict[str, Any]]:
         """Returns the dtype in which each variable is kept: of a parameter with a master that of the master."""
         dtypes = {name: {path: x.dtype for path, x in by_path(getattr(self, name)).items()} for name in WRITABLE}
-        if isinstance(self.tx, ZeroTransformation):
-            dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in self.tx.plan.leaves}
+        if (plan := plan_if_sharded(self)) is not None:
+            dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
         return dtypes
 
     def as_stored(self, changed: Changed) -> Changed:
@@ -244,7 +243,7 @@ def view_nnx(model: Any) -> Params | None:
     module, optimizer = _parts(model)
     if optimizer is None:
         return None
-    if isinstance(optimizer.tx, ZeroTransformation):
+    if plan_if_sharded(optimizer) is not None:
         adapted = adapt_nnx(model)
         assert adapted is not None
         return state_params(adapted.state)

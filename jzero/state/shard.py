@@ -21,7 +21,7 @@ from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
 from jzero.state.gather import note_value
 from jzero.state.next_state import apply_pending
-from jzero.state.train_state import adapt, check_alive, map_state, plain_state, stored_state
+from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
 from jzero.update.transformation import ZeroTransformation
 
 __all__ = [
@@ -252,7 +252,7 @@ def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = No
     """Returns the configuration that `stage=` or `config=` asks for, or else that of an already sharded state."""
     if config is None:
         if stage is None:
-            plan = _plan_if_any(state)
+            plan = None if state is None else plan_if_sharded(adapt(state).state)
             if plan is not None:
                 return plan.config
             raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
@@ -264,16 +264,11 @@ def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = No
     return config
 
 
-def _plan_if_any(state: Any) -> ZeroPlan | None:
-    tx = None if state is None else adapt(state).state.tx
-    return tx.plan if isinstance(tx, ZeroTransformation) else None
-
-
 def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
     """Returns the mesh given, or that of an already sharded state, or one of all devices."""
     if mesh is not None:
         return mesh
-    plan = _plan_if_any(state)
+    plan = None if state is None else plan_if_sharded(adapt(state).state)
     if plan is not None:
         return plan.mesh
     if config.replica_axis is not None:
@@ -300,9 +295,9 @@ def _check_concrete(train_state: Any) -> None:
 
 def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
     """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
-    if not isinstance(train_state.tx, ZeroTransformation):
+    stored = plan_if_sharded(train_state)
+    if stored is None:
         return train_state, train_state.tx, None
-    old, stored = train_state.tx.plan, train_state.tx.plan
     train_state, old = plain_state(train_state, stored), stored.plain
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:

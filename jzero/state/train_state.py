@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jzero.arrays.placement import is_on_host
+from jzero.arrays.placement import edited_master, is_on_host
 from jzero.config.precision import is_key
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.padded import is_padded, unboxed
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state, zero_grads
-from jzero.update.transformation import ZeroTransformation, edited_master
+from jzero.update.transformation import ZeroTransformation
 
 __all__ = [
     "Adapted",
@@ -30,6 +30,7 @@ __all__ = [
     "load_integrations",
     "map_state",
     "plain_state",
+    "plan_if_sharded",
     "plan_of",
     "register_adapter",
     "stored_state",
@@ -173,10 +174,15 @@ def plan_of(state: Any) -> ZeroPlan:
     return adapt_sharded(state).state.tx.plan
 
 
+def plan_if_sharded(state: Any) -> ZeroPlan | None:
+    """Returns the plan of anything that holds an optimizer as `tx`; `None` if jzero has not wrapped that."""
+    return state.tx.plan if isinstance(state.tx, ZeroTransformation) else None
+
+
 def adapt_sharded(state: Any) -> Adapted:
     """Returns a state that carries a plan, as a train state; raises a `TypeError` for any other."""
     adapted = adapt(state)
-    if not isinstance(adapted.state.tx, ZeroTransformation):
+    if plan_if_sharded(adapted.state) is None:
         raise TypeError(
             f"This {type(state).__name__} has no ZeRO plan: its optimizer is not wrapped. Call "
             "`state = jzero.shard_train_state(state, stage=...)` first."

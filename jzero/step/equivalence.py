@@ -28,9 +28,8 @@ from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
-from jzero.state.train_state import adapt, map_state, plan_of
+from jzero.state.train_state import adapt, map_state, plan_if_sharded, plan_of
 from jzero.step.train_step import make_train_step
-from jzero.update.transformation import ZeroTransformation
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
 
@@ -236,8 +235,8 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     """
     _check_loss(loss_fn, mutable)
     batches = _checked(batches)
-    if isinstance(adapt(state).state.tx, ZeroTransformation):
-        plan = plan_of(state)
+    plan = plan_if_sharded(adapt(state).state)
+    if plan is not None:
         config = plan.config if stage is None and config is None else config
         mesh = mesh or plan.mesh  # type: ignore[assignment]  # that of arrays is concrete
         state = unshard_train_state(state)

@@ -37,7 +37,7 @@ from jzero.update.leaf import (
 )
 from jzero.update.walk import UpdateWalk
 
-__all__ = ["InStep", "ZeroTransformation", "edited_master", "keep_unless", "with_next_loss_scale"]
+__all__ = ["InStep", "ZeroTransformation", "keep_unless", "with_next_loss_scale"]
 
 PyTree = Any
 
@@ -277,14 +277,6 @@ def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
 
     leaves = plan.inner_treedef.flatten_up_to(inner)
     return [seen(x, leaf) for x, leaf in zip(leaves, plan.inner_leaves, strict=True)]
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns a master as stored, with what was edited in its parameter, see [Note: Masters]."""
-    assert leaf.master is not None
-    cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
-    return stored_leaf(with_edits(natural_leaf(master, leaf.grad, plan), cut), leaf.master, plan)
 
 
 class _Before(NamedTuple):
