@@ -252,7 +252,7 @@ def scan_within_remat_with_policy(p, batch):
     return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
 
 
-@pytest.mark.parametrize("limit", [AMPLE, 0, None])
+@pytest.mark.parametrize("limit", [AMPLE, 0, pytest.param(None, marks=pytest.mark.smoke)])
 def test_a_scan_inside_of_a_policy_gathers_ahead(limit, monkeypatch):
     """The policy sees whole parameters, and nothing of what loops carry for it."""
     on("gpu", monkeypatch)

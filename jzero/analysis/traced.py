@@ -27,34 +27,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import jax
 
 from jzero import _compat
+from jzero.jaxpr.liveness import needed
+from jzero.jaxpr.primitives import RUNS, Trait, called, named
 from jzero.plan.leaves import itemsize
 
 __all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "bytes_of", "trace_program"]
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
-ALIASES = frozenset(
-    "reshape squeeze expand_dims transpose stop_gradient name copy copy_p reduce_precision bitcast_convert_type "
-    "sharding_constraint reshard pvary pcast".split()
-)
-FUSIBLE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index broadcast_in_dim cbrt ceil clamp "
-    "concatenate convert_element_type cos cosh device_put div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 "
-    "floor ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not "
-    "one_minus_square or pad population_count pow random_bits random_fold_in random_seed random_unwrap random_wrap "
-    "real rem rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice "
-    "split sqrt square sub tan tanh threefry2x32 xor".split()
-)
-CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call custom_vjp_call".split())
-REDUCTIONS = frozenset("argmax argmin gather reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
+FUSIBLE = named(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
+REDUCTIONS = named(Trait.REDUCTION) | {"gather"}
 """What elementwise operations are fused into, but not through."""
-IN_PLACE = frozenset("dynamic_update_slice scatter scatter_add scatter-add while".split())
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -188,10 +177,12 @@ class TracedProgram:
                 return _Value(bytes_of(atom.aval))
             return env.get(atom, _Value(bytes_of(atom.aval)))
 
-        for eqn, wanted in _needed(jaxpr, used):
+        used = used or [True] * len(jaxpr.outvars)
+        wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
+        for eqn, is_read in needed(jaxpr, wanted).equations:
             stack = str(eqn.source_info.name_stack)
             path = "/".join(filter(None, [name, stack]))
-            visitor = _Visitor(self, eqn, wanted, path, backward or "transpose(" in stack)
+            visitor = _Visitor(self, eqn, is_read, path, backward or "transpose(" in stack)
             env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -263,11 +254,10 @@ class _Visitor:
         kind = self.eqn.primitive.name
         if kind == "optimization_barrier":
             return [self._write(x) for x in inputs]
-        if kind in ALIASES:
+        if kind in named(Trait.ALIAS):
             return [self._resharded(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
-        if kind in CALLS:
-            body = next(_compat.contained_jaxprs(self.eqn))
-            return self.program.run(body, inputs, self.name, backward=self.backward, used=self.used)
+        if kind in RUNS:
+            return self.program.run(called(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
         if kind in FUSIBLE:
@@ -364,7 +354,7 @@ class _Visitor:
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         return self._operation(
-            inputs, whole, in_place=kind in IN_PLACE, inner=largest, kind=made, moves=kind in TRANSFERS
+            inputs, whole, in_place=kind in named(Trait.IN_PLACE), inner=largest, kind=made, moves=kind in TRANSFERS
         )
 
     def _body(self, jaxpr: Any) -> TracedProgram:
@@ -395,22 +385,6 @@ class _Visitor:
             Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers)
         )
         return values
-
-
-def _needed(jaxpr: Any, used: Sequence[bool] | None) -> Iterator[tuple[Any, list[bool]]]:
-    """The equations whose outputs are needed, in order, and which outputs these are."""
-    wanted = {
-        v
-        for v, is_used in zip(jaxpr.outvars, used or [True] * len(jaxpr.outvars), strict=True)
-        if is_used and not _compat.is_literal(v)
-    }
-    kept = []
-    for eqn in reversed(jaxpr.eqns):
-        flags = [v in wanted for v in eqn.outvars]
-        if _compat.has_side_effects(eqn) or any(flags):
-            kept.append((eqn, flags))
-            wanted.update(v for v in eqn.invars if not _compat.is_literal(v))
-    return reversed(kept)
 
 
 def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:

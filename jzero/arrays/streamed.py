@@ -38,7 +38,6 @@ from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
 
 __all__ = [
-    "ELEMENTWISE",
     "Streamed",
     "Update",
     "applied",
@@ -50,14 +49,6 @@ __all__ = [
     "stream",
     "streamed_sum",
 ]
-
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
-    "cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min "
-    "mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n sharding_constraint sign "
-    "sin sinh sqrt square stop_gradient sub tan tanh xor".split()
-)
-"""Operations that act on each element alone, whatever the shape."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

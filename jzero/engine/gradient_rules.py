@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 from jzero.engine.leaving import OnShards, Part, Reduction
 from jzero.engine.on_shard import widens
-from jzero.engine.recompute import CALLS, REMAT
+from jzero.jaxpr.primitives import CALLS, REMAT
 
 if TYPE_CHECKING:
     from jzero.engine.reductions import Search

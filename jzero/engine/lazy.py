@@ -26,6 +26,7 @@ import numpy as np
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, gather_param
 from jzero.arrays.placement import on_device
+from jzero.jaxpr.primitives import CHEAP
 from jzero.plan.layout import Cut
 
 __all__ = [
@@ -41,15 +42,6 @@ __all__ = [
 ]
 
 Equation = Any
-
-CHEAP = frozenset(
-    "abs add and bitcast_convert_type broadcast_in_dim ceil clamp concatenate conj convert_element_type copy cos div "
-    "dynamic_slice eq exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota is_finite le log log1p logistic lt "
-    "max min mul ne neg not or pad pow real reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt "
-    "square squeeze stop_gradient sub tanh transpose".split()
-)
-"""Operations that cost little beside the gather of their operands: applied to parameters alone they are repeated at
-each use rather than their (whole-sized) result being kept."""
 
 MAX_DEFERRED = 16
 """Operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and kept."""

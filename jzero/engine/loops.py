@@ -29,7 +29,7 @@ from jzero.engine.ahead import chosen_ahead
 from jzero.engine.bundles import Bundle, Rows, is_unmade
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.leaving import Reduction
-from jzero.engine.recompute import CALLS, REMAT
+from jzero.jaxpr.primitives import CALLS, REMAT
 
 if TYPE_CHECKING:
     from jzero.engine.walk import Walk

@@ -33,13 +33,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jzero import _compat
+from jzero.jaxpr.primitives import CALLS, REMAT, called
 from jzero.jaxpr.repeats import keeps_heavy, parts_of
 from jzero.jaxpr.structure import Common, Structures, is_worth_a_call
 from jzero.plan.mesh import HOST_MEMORY
 
 __all__ = [
-    "CALLS",
-    "REMAT",
     "Remat",
     "has_parts_to_recompute",
     "offload_activations",
@@ -48,8 +47,6 @@ __all__ = [
 ]
 
 Apply = Callable[[Any, list[Any]], list[Any]]
-REMAT = frozenset(["remat", "remat2", "checkpoint"])
-CALLS = frozenset(["jit", "pjit"])
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
 BOUNDARY = "jzero_block_boundary"
 
@@ -149,7 +146,7 @@ def _is_free(eqns: Sequence[Any]) -> bool:
 def _entered(eqn: Any) -> Sequence[Any]:
     """The jaxprs of an equation that are looked into."""
     kind = eqn.primitive.name
-    return eqn.params["branches"] if kind == "cond" else [eqn.params["jaxpr"]] if kind in CALLS else []
+    return eqn.params["branches"] if kind == "cond" else [called(eqn)] if kind in CALLS else []
 
 
 @dataclasses.dataclass
@@ -226,10 +223,10 @@ class _Rewrite:
         return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
     def _call(self, eqn: Any) -> Callable[..., Any]:
-        jaxpr = eqn.params["jaxpr"]
-        given, returned = (
-            tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params[k])
-            for k in ("in_shardings", "out_shardings")
+        jaxpr, either = called(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
+        given, returned = (  # other calls than those of `jit` say nothing about shardings
+            tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
+            for name, variables in either
         )
         key = self.remat, self.in_loop, id(jaxpr), given, returned
         if key not in self.calls:

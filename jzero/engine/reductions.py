@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from jzero import _compat
 from jzero.engine.gradient_rules import GRADIENT_RULES, PLACES, RELABELS
 from jzero.engine.leaving import Leaving, OnShards, Part, Reduction
-from jzero.engine.recompute import CALLS, REMAT
+from jzero.jaxpr.primitives import CALLS, REMAT
 
 __all__ = ["Reductions", "Search", "reductions"]
 

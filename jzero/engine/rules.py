@@ -32,7 +32,7 @@ from jzero.engine.leaving import Part, Reduction
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
 from jzero.engine.on_shard import on_shard
-from jzero.engine.recompute import REMAT
+from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called
 from jzero.jaxpr.structure import is_worth_a_call
 
 if TYPE_CHECKING:
@@ -69,11 +69,11 @@ def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
     """A long call stays a call, where nothing in it has to know what is outside."""
-    jaxpr = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    jaxpr = called(eqn)
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
     returned = eqn.params.get("out_shardings") or [None] * len(wanted)
     inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
-    stays = eqn.primitive.name in ("jit", "pjit") and not walk.held.keeps and walk.order.limit is None
+    stays = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
     if stays and is_worth_a_call(jaxpr):
         outputs = _called(walk, eqn, jaxpr, inputs, tuple(wanted))
     else:
@@ -289,7 +289,7 @@ def _leaving(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(["jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"], _call),
+    **dict.fromkeys(RUNS - REMAT, _call),
     **dict.fromkeys(REMAT, _checkpoint),
     "scan": scan,
     "cond": _leaving(_cond),

@@ -23,17 +23,14 @@ import jax
 from jzero import _compat
 from jzero._text import path_str
 from jzero.engine.outputs import Synced
-from jzero.engine.recompute import CALLS, REMAT
 from jzero.engine.trace import TracedLoss
+from jzero.jaxpr.primitives import RUNS
 
 __all__ = ["Written", "written_alone"]
 
 Jaxpr = Any
 Equation = Any
 Atom = Any
-
-CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "closed_call"])
-"""Further calls, of functions that take just what the equation takes."""
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +101,7 @@ def _roots(jaxpr: Jaxpr) -> list[Atom]:
 def _handed_through(eqn: Equation) -> Sequence[int | None]:
     """Returns for each output of an equation which of its inputs it is, by number; `None` for a new value."""
     name = eqn.primitive.name
-    if name in REMAT | CALLS | CUSTOM:
+    if name in RUNS:
         return _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
     if name == "scan":
         first, num_carry = _compat.scan_groups(eqn)

@@ -29,21 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
+from jzero.jaxpr.primitives import LIGHT
 
-__all__ = ["LIGHT", "Part", "keeps_heavy", "parts_of"]
-
-LIGHT = frozenset(
-    "abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bitcast_convert_type broadcast_in_dim "
-    "cbrt ceil clamp complex concatenate conj convert_element_type copy cos cosh custom_jvp_call device_put div "
-    "dynamic_slice empty empty2 eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag integer_pow iota "
-    "is_finite le log log1p log2 logistic lt max min mul name ne neg nextafter not one_minus_square "
-    "optimization_barrier or pad polynomial pow real reduce reduce_and reduce_max reduce_min reduce_or "
-    "reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round rsqrt select_n sharding_constraint "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square squeeze stack "
-    "stop_gradient sub tan tanh tie tile transpose unstack xor".split()
-)
-"""Operations that take little more time than reading their operands. All others are heavy, unknown ones included, but
-for products that `_is_thin`. What is fetched from the host's memory is fetched again, as it is gathered again."""
+__all__ = ["Part", "keeps_heavy", "parts_of"]
 
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 while they move a byte."""

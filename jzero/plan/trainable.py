@@ -25,6 +25,8 @@ import optax
 from jzero import _compat
 from jzero._text import path_str
 from jzero.config.precision import is_key
+from jzero.jaxpr.liveness import needed
+from jzero.jaxpr.primitives import CALLS, Trait, called, named
 
 __all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
 
@@ -161,28 +163,12 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
     others = [
         v for v, is_zero in zip(jaxpr.outvars, candidates + [False] * len(jaxpr.outvars), strict=False) if not is_zero
     ]
-    live = _live(jaxpr, others)
+    live = needed(jaxpr, others).variables
     params_start = len(jaxpr.invars) - num
     return [
         out or (zero_update and jaxpr.invars[i] not in live and jaxpr.invars[params_start + i] not in live)
         for i, (out, zero_update) in enumerate(zip(left_out, candidates, strict=True))
     ]
-
-
-def _live(jaxpr: Any, outvars: Sequence[Any]) -> set[Any]:
-    """Returns the variables that `outvars` depend on."""
-    live = {v for v in outvars if not _compat.is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or any(v in live for v in eqn.outvars):
-            live.update(v for v in eqn.invars if not _compat.is_literal(v))
-    return live
-
-
-KEEPS_ZERO = frozenset(
-    "broadcast_in_dim convert_element_type reshape transpose neg copy squeeze expand_dims slice abs sign "
-    "reduce_precision stop_gradient sharding_constraint".split()
-)
-NEED_ALL = frozenset("add sub select_n add_any".split())
 
 
 def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
@@ -195,15 +181,13 @@ def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inputs = [is_zero(v) for v in eqn.invars]
-        if name in ("jit", "pjit"):
-            inner, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        if name in CALLS:
+            inner, _ = _compat.open_jaxpr(called(eqn))
             below = _zeros(inner, dict(zip(inner.invars, inputs, strict=True)))
             outputs = [not np.any(v.val) if _compat.is_literal(v) else v in below for v in inner.outvars]
             zero.update(v for v, z in zip(eqn.outvars, outputs, strict=True) if z)
-        elif (
-            (name in KEEPS_ZERO and inputs[0])
-            or (name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs))
-            or (name in NEED_ALL and all(inputs[1:] if name == "select_n" else inputs))
+        elif (name in named(Trait.KEEPS_ZERO) and all(inputs[1:] if name == "select_n" else inputs)) or (
+            name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs)
         ):
             zero.update(eqn.outvars)
     return zero

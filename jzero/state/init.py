@@ -31,6 +31,7 @@ from jzero.arrays.placement import check_names_host_memory, place_array, stored_
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
+from jzero.jaxpr.liveness import needed
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import check_arrays, make_plan
@@ -222,18 +223,13 @@ def _one_leaf_at_a_time(
       wanted: Which outputs are needed, by number; in place of the others zeros are returned.
     """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
-    needed = {v for k, v in enumerate(jaxpr.outvars) if k in wanted and not _compat.is_literal(v)}
-    used = []
-    for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(eqn.outvars) or (side_effects and _compat.has_side_effects(eqn)):
-            used.append(eqn)
-            needed.update(v for v in eqn.invars if not _compat.is_literal(v))
     last: Any = None
 
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
-    for eqn in reversed(used):
+    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
+    for eqn, _ in needed(jaxpr, outvars, side_effects=side_effects).equations:
         draws = _draws(eqn)
         inputs = [read(v) for v in eqn.invars]
         if draws and last is not None:

@@ -21,27 +21,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.placement import natural_leaf, stored_leaf
-from jzero.arrays.streamed import ELEMENTWISE, Streamed, applied, constant, same_layout, source, streamed_sum
+from jzero.arrays.streamed import Streamed, applied, constant, same_layout, source, streamed_sum
+from jzero.jaxpr.primitives import RUNS, Trait, called, named
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
 __all__ = ["UpdateWalk"]
-
-MIXING = frozenset(
-    "dot_general conv_general_dilated cholesky eig eigh lu qr geqrf householder_product svd schur triangular_solve "
-    "tridiagonal_solve fft sort cumsum cumprod cummax cummin".split()
-)
-
-
-CALLS = {
-    "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr", "fun_jaxpr"),
-    "checkpoint": ("jaxpr",),
-}
-"""Calls, and the parameters that hold what they call."""
 
 
 class UpdateWalk:
@@ -84,8 +69,8 @@ class UpdateWalk:
                     name = eqn.primitive.name
                     if not self._mixes(eqn):
                         outputs = _compat.bind(eqn, inputs)
-                    elif name in ("jit", "pjit"):
-                        outputs = self._inline(eqn.params["jaxpr"], *inputs)
+                    elif name in RUNS:
+                        outputs = self._inline(called(eqn), *inputs)
                     elif name == "cond":
                         branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
                         outputs = lax.switch(inputs[0], branches, *inputs[1:])
@@ -126,8 +111,8 @@ class UpdateWalk:
             if not is_constant:
                 return None
             return [constant(jnp.asarray(inputs[0], eqn.outvars[0].aval.dtype), shape)]
-        if name in CALLS and not eqn.effects:
-            return self._inline(next(eqn.params[k] for k in CALLS[name] if k in eqn.params), *inputs)
+        if name in RUNS and not eqn.effects:
+            return self._inline(called(eqn), *inputs)
         if name == "cond" and not eqn.effects:
             results = [self._inline(branch, *inputs[1:]) for branch in eqn.params["branches"]]
             return [self._choose(inputs[0], values) for values in zip(*results, strict=True)]
@@ -135,7 +120,7 @@ class UpdateWalk:
             return [x.map(lax.optimization_barrier) if isinstance(x, Streamed) else x for x in inputs]
         if name == "reduce_sum" and shape == () and streamed[0].on_host:
             return [streamed_sum(self.plan, streamed[0])]
-        if name not in ELEMENTWISE or shape != streamed[0].shape:
+        if name not in named(Trait.ELEMENTWISE) or shape != streamed[0].shape:
             return None
         if name in ("sharding_constraint", "copy"):
             return list(inputs)
@@ -185,7 +170,7 @@ class UpdateWalk:
         return list(fn(*inputs))
 
     def _mixes(self, eqn: Any) -> bool:
-        if eqn.primitive.name in MIXING:
+        if eqn.primitive.name in named(Trait.MIXING):
             # Inner products give a scalar, which costs a scalar; of nothing there is nothing to gather.
             return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
         return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
