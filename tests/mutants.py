@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant(
         "no_fence",
         "engine/order.py",
-        'fence = FENCES.get(platform, "whole") if differentiates and plan.regathers else None',
+        "fence = platform.fence if differentiates and plan.regathers else None",
         "fence = None",
         "test_fences.py::test_operands_of_barriers",
     ),

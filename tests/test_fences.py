@@ -12,6 +12,7 @@ from jax.interpreters import partial_eval as pe
 import jzero
 from jzero import _compat
 from jzero.engine.order import delayed, first_elements
+from jzero.plan.platform import PLATFORMS
 from tests import models
 from tests.tiers import slow
 
@@ -53,7 +54,7 @@ def found_barriers(fn, *args):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_operands_of_barriers(platform, monkeypatch):
-    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: platform)
+    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
     fences = found_barriers(jzero.value_and_grad(loss_fn), make_state(), batch())
     of_logits, of_x = (ROWS, VOCAB), (ROWS, WIDTH)
     shards = {"outer": (HIDDEN // 8, WIDTH), "head": (WIDTH, VOCAB // 8)}
@@ -67,7 +68,7 @@ def test_operands_of_barriers(platform, monkeypatch):
 
 @pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
-    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: "tpu")
+    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS["tpu"])
     model = models.GPT(scan=scan, vocab=64, d_model=40)
     tokens = models.tokens(16, vocab=64)
     params = models.draw_params(model, np.zeros((1, models.SEQ), np.int32))
@@ -120,7 +121,7 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
 
     Parameters that stay whole count, too: what makes the gradient of a norm's scale is as large as an activation.
     """
-    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: platform)
+    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
     params = {f"w{i}": np.full((32, 32), 0.1, np.float32) for i in range(6)}
 
     def loss(params, batch):
@@ -138,7 +139,7 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
 
 def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
     """A norm and a head, say: both of them, not the first alone."""
-    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: "gpu")
+    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS["gpu"])
     params = {name: np.full((32, 32), 0.1, np.float32) for name in ("w0", "w1", "x_norm", "y_head")}
 
     def loss(params, batch):

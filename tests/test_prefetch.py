@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero import _compat
+from jzero.plan.platform import PLATFORMS
 from tests import test_engine
 from tests.test_engine import LOSSES, D, branches
 from tests.tiers import default_for, singles, slow
@@ -32,7 +33,7 @@ def short_loops_too(monkeypatch):
 
 def on(platform, monkeypatch):
     """Has steps traced as for such devices."""
-    monkeypatch.setattr("jzero.engine.order.mesh_platform", lambda mesh: platform)
+    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
 
 
 OFTEN = {

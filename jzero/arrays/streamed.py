@@ -34,15 +34,14 @@ from jzero.arrays.chunks import Chunk, Pieces, for_each_chunk, index_in, read_ch
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import platform_facts
 
 __all__ = [
     "Streamed",
     "Update",
     "applied",
     "constant",
-    "is_tiled",
     "same_layout",
     "source",
     "sources_of",
@@ -240,7 +239,8 @@ class Update:
         """One device's part, on the device."""
         shape = next(x.shape for x in (*old, *given, *read))
         bytes_per_element = sum(x.dtype.itemsize for x in old)
-        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+        is_tiled = platform_facts(plan.mesh).is_tiled
+        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
         old, given, read = ([x.reshape(pieces.view) for x in group] for group in (old, given, read))
         fresh = [] if given or self.out is None else [jnp.zeros(pieces.view, self.out.dtype)]
         device, first = _place_of(self.leaf, shape, plan)
@@ -307,7 +307,7 @@ def _down(plan: ZeroPlan, x: jax.Array) -> jax.Array:
     """Returns an array in host memory; numbers and keys as they are."""
     if not x.ndim or is_on_host(x) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
-    if not is_tiled(plan):
+    if not platform_facts(plan.mesh).is_tiled:
         # XLA for GPUs (jax 0.12) gives the host's program row-major parameters whatever the layout of what it is given.
         x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     return jax.device_put(x, jax.memory.Space.Host) if plan.names_host_memory else x
@@ -324,7 +324,8 @@ def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
     def local(read: list[Any], used_here: list[Any]) -> jax.Array:
         shape = read[0].shape
         bytes_per_element = sum(y.dtype.itemsize for y in read)
-        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+        is_tiled = platform_facts(plan.mesh).is_tiled
+        pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
         read = [y.reshape(pieces.view) for y in read]
         first = _first_row(leaf, shape, plan.config.axis)
 
@@ -390,8 +391,3 @@ def _without_padding(
         return tree
     index = first + index_in(cut.dim, shape, chunk, pieces)
     return jax.tree.map(lambda x: jnp.where(index < cut.natural_size, x, jnp.zeros((), x.dtype)), tree)
-
-
-def is_tiled(plan: ZeroPlan) -> bool:
-    """Whether the devices lay out arrays in tiles, or may do so."""
-    return mesh_platform(plan.mesh) in (None, "tpu")

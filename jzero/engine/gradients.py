@@ -31,8 +31,9 @@ from jzero.engine.roles import Parameter
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.walk import Walk
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes, mesh_platform, num_batch_shards
+from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import platform_facts
 
 __all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
 
@@ -142,8 +143,8 @@ def _run(
 
 
 def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
-    """Whether a bf16 sum over some of the mesh axes ends the process, as on CPUs (seen with jax 0.10 and 0.12)."""
-    return mesh_platform(plan.mesh) == "cpu" and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
+    """Whether a bf16 sum over some of the mesh axes ends the process (seen with jax 0.10 and 0.12)."""
+    return not platform_facts(plan.mesh).sums_bf16 and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
 
 
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:

@@ -15,9 +15,9 @@ from jax import lax
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
-from jzero.arrays.streamed import is_tiled
 from jzero.config.precision import scale_by
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import platform_facts
 
 __all__ = ["grad_norm"]
 
@@ -63,7 +63,8 @@ def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPla
     """Returns the sum of squares of a reduced gradient times factors, and how many elements are not finite."""
     if not is_on_host(x):
         return _sums(x, factors)
-    pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled(plan))
+    is_tiled = platform_facts(plan.mesh).is_tiled
+    pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled)
     x = x.reshape(pieces.view)
 
     def step(chunk: Chunk, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

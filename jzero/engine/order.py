@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +44,10 @@ from jax import lax
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
-from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import Fence, platform_facts
 
 __all__ = ["Order", "delayed", "first_elements"]
-
-Fence: TypeAlias = Literal["whole", "light", "data"]
-FENCES: dict[str | None, Fence] = {"cpu": "data", "gpu": "whole", "tpu": "light"}
 
 
 @dataclasses.dataclass
@@ -58,8 +55,7 @@ class Order:
     """What happened so far in a sequence of equations.
 
     Attributes:
-      fence: What keeps a second gather apart: a barrier with the arrays that are used with it ("whole"), or with one
-        element of those that are large ("light"), or a select by one element ("data"). `None`: no fence is needed.
+      fence: What keeps a second gather apart, see `PlatformFacts`; `None`: no fence is needed.
       waits: Whether loops and recomputed blocks begin when gradients of what comes before have been reduced.
       limit: The most that is gathered ahead of its use, in bytes; `None`: as the compiler likes.
       ahead: The most that a loop gathers one turn ahead, in bytes; `None`: a share of a turn, see `loops`.
@@ -79,14 +75,14 @@ class Order:
 
     @classmethod
     def of(cls, plan: ZeroPlan, *, differentiates: bool) -> Order:
-        """Returns the order of a program. What it depends on of platforms is here."""
-        config, platform = plan.config, mesh_platform(plan.mesh)
+        """Returns the order of a program on the plan's platform."""
+        config, platform = plan.config, platform_facts(plan.mesh)
         ahead = config.prefetch_bytes
-        if ahead is None and not (platform == "gpu" and may_prefetch(config)):
+        if ahead is None and not (platform.prefetches and may_prefetch(config)):
             ahead = 0
-        fence = FENCES.get(platform, "whole") if differentiates and plan.regathers else None
+        fence = platform.fence if differentiates and plan.regathers else None
         limit = config.prefetch_bytes if plan.regathers else None
-        return cls(fence, waits=platform == "gpu" and differentiates, limit=limit, ahead=ahead)
+        return cls(fence, waits=platform.postpones and differentiates, limit=limit, ahead=ahead)
 
     def inside(self) -> Order:
         """Returns the order of a turn of a loop, or of a recomputed block: a program of its own, gathered for once."""
