@@ -72,7 +72,8 @@ def main() -> None:
     make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
     loss_fn = framework.make_loss_fn(model_config(args))
 
-    state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
+    with rich.get_console().status("Creating the sharded state"):
+        state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
     print(jzero.plan_of(state))
     with checkpoint_manager(args) as manager:
         state, history = train(state, loss_fn, load_corpus(), manager, args)
@@ -105,7 +106,8 @@ def train(
     step = jzero.make_train_step(loss_fn, accumulate_steps=args.accumulate_steps, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
     held_out = list(itertools.islice(Batches(corpus.validation, args, seed=VALIDATION_SEED), args.eval_batches))
-    history = History(validation=[(0, evaluate(eval_step, state, held_out))])
+    with rich.get_console().status("Evaluating the untrained model"):
+        history = History(validation=[(0, evaluate(eval_step, state, held_out))])
     data, done = Batches(corpus.train, args, seed=args.seed), 0
     if manager is not None and manager.latest_step() is not None:
         state = manager.restore(state, data_iterator=data, donate=True)
