@@ -58,6 +58,11 @@ class StateLeaf:
         """Elements, padding not counted."""
         return math.prod(self.shape)
 
+    @property
+    def taken(self) -> frozenset[int]:
+        """Dimensions that other mesh axes cut."""
+        return frozenset(d for d, names in enumerate(self.base) if names is not None)
+
     def spec(self, axis: str) -> PartitionSpec:
         """Spec of the stored array."""
         return self.base if self.cut is None else self.cut.spec(self.base, axis)

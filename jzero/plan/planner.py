@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero._text import key_names, path_str
 from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
 from jzero.config.zero import LeafRule, ZeroConfig
-from jzero.plan.layout import choose_cut, choose_even_cut, find_scan_dims
+from jzero.plan.layout import choose_cut, find_scan_dims
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import AnyMesh, axis_size, check_host_memory, check_mesh
+from jzero.plan.opt_leaves import check_opt_state, find_owners, plan_opt_leaf
 from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen
@@ -109,14 +110,14 @@ def _make_plan(
     made = jax.eval_shape(tx.init, seen)
     made_dtypes = {path_str(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(made)}
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
-    _check_opt_state(jax.tree_util.tree_leaves_with_path(made), paths, values)
-    owners = _owners(tx, state.params, state.opt_state, paths)
+    check_opt_state(jax.tree_util.tree_leaves_with_path(made), paths, values)
+    owners = find_owners(tx, state.params, state.opt_state, paths)
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
     given = [_dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [_freeze(leaf, dtype) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
     inner = [
-        _plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
+        plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
@@ -254,10 +255,6 @@ def _dtype_of(x: Any) -> Any:
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
 
 
-def _taken(leaf: StateLeaf) -> frozenset[int]:
-    return frozenset(d for d, names in enumerate(leaf.base) if names is not None)
-
-
 def _plan_params(
     params: PyTree, config: ZeroConfig, mesh: AnyMesh, offloaded: frozenset[int] = frozenset()
 ) -> list[LeafPlan]:
@@ -273,7 +270,7 @@ def _plan_params(
             cut, reason = None, "by rule" if rule.replicated else "random keys" if config.stage else "stage 0"
         else:
             cut, reason = choose_cut(
-                leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=_taken(leaf), dim=rule.dim
+                leaf.shape, axis_size(mesh, config), scan_dim=scan_dim, taken_dims=leaf.taken, dim=rule.dim
             )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
@@ -321,7 +318,7 @@ def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequenc
             value = getattr(rule, name)
             if value is not None and value >= len(leaf.shape):
                 bad.append(f"  {leaf.path}: shape {leaf.shape}, but the rule has {name}={value}")
-        if rule.dim is not None and rule.dim in _taken(leaf):
+        if rule.dim is not None and rule.dim in leaf.taken:
             bad.append(f"  {leaf.path}: the rule has dim={rule.dim}, which {leaf.base} shards already")
     if bad:
         raise ValueError("`rules` must name free dimensions of the leaves that they match:\n" + "\n".join(bad))
@@ -351,99 +348,6 @@ def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: 
             break
         reasons[i] = f"up to {config.persistence_threshold} elements (persistence_threshold)"
     return reasons
-
-
-class _Owned:
-    """An optimizer leaf with the index of the parameter that it belongs to. Not a pytree, so a leaf."""
-
-    def __init__(self, owner: int | None) -> None:
-        self.owner = owner
-
-
-def _plan_opt_leaf(
-    leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
-) -> StateLeaf:
-    """Returns the layout of an optimizer leaf; `made` is the dtype in which the optimizer makes it."""
-    policy = config.policy
-    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
-    if owner is not None and leaf.shape == plans[owner].param.shape:
-        stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
-        dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
-        leaf = dataclasses.replace(leaf, dtype=dtype, wide=leaf.dtype if dtype != leaf.dtype else None)
-    if config.stage == 0:
-        return dataclasses.replace(leaf, reason="stage 0")
-    if owner is None:
-        return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else "belongs to no parameter")
-    grad = plans[owner].grad
-    if leaf.shape == grad.shape:
-        return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
-    free = [d for d in range(len(leaf.shape)) if d not in _taken(leaf)]
-    cut = choose_even_cut(leaf.shape, axis_size(mesh, config), free) if grad.cut else None
-    return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
-
-
-def _check_opt_state(
-    made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
-) -> None:
-    """Raises unless `opt_state` is what the optimizer makes for `params`; lists every leaf that is not."""
-    want = {path_str(path): tuple(x.shape) for path, x in made}
-    have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
-    bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
-    bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
-    bad += [
-        f"  {path}: shape {have[path]}, but {want[path]} is needed"
-        for path in want
-        if path in have and have[path] != want[path]
-    ]
-    if bad:
-        raise ValueError(
-            "`opt_state` does not belong to `params`: `tx.init(params)` gives another tree.\n"
-            + "\n".join(bad)
-            + "\nMake it again with `tx.init(params)`."
-        )
-
-
-def _owners(
-    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]
-) -> list[int | None]:
-    """Returns for each optimizer leaf the index of its parameter, found by structure."""
-    indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
-
-    def masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    try:
-        owned = optax.tree_utils.tree_map_params(
-            tx,
-            lambda x, i: x if masked(x) else _Owned(i),
-            opt_state,
-            indices,
-            transform_non_params=lambda x: x if masked(x) else _Owned(None),
-            is_leaf=masked,
-        )
-        owners = [x.owner for x in jax.tree.leaves(owned)]
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
-        # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
-        return _owners_by_path(params, opt_state, paths)
-    return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
-
-
-def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Owners in subtrees of the structure of `params`; elsewhere the parameter whose key path ends the leaf's."""
-    treedef = jax.tree.structure(params)
-    index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
-
-    def is_copy(node: Any) -> bool:
-        return jax.tree.structure(node) == treedef
-
-    def by_tail(path: tuple[Any, ...]) -> int | None:
-        tails = (path[start:] for start in range(1, len(path)))
-        return next((index[tail] for tail in tails if tail in index), None)
-
-    owners: list[int | None] = []
-    for node in jax.tree.leaves(opt_state, is_leaf=is_copy):
-        owners += range(treedef.num_leaves) if is_copy(node) else [by_tail(paths[len(owners)])]
-    return owners
 
 
 def _plan_other(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,23 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jzero._text import path_str
-from jzero.arrays.casts import round_to
-from jzero.arrays.placement import place_array
 from jzero.config.zero import ZeroConfig
-from jzero.engine.meshes import MeshFacts
-from jzero.engine.outputs import Weighted
-from jzero.engine.trace import carried_leaves
-from jzero.engine.walk import Walk
-from jzero.engine.written import Written
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes
-from jzero.plan.plan import ZeroPlan
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
-from jzero.state.train_state import adapt, map_state, plan_if_sharded, plan_of
+from jzero.state.train_state import adapt, plan_if_sharded, plan_of
+from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
 __all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
@@ -257,181 +247,17 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     ours = _values(adapt(unshard_train_state(sharded)).state, mutable)
     del sharded
 
-    reference = _Reference(loss_fn, plan, has_aux=has_aux, mutable=tuple(mutable), clip_norm=clip_norm)
+    reference = Reference(loss_fn, plan, has_aux=has_aux, mutable=tuple(mutable), clip_norm=clip_norm)
     plain = reference.start(adapt(state).state)
     before = _values(plain, mutable)
     pairs = []
     for batch, ran in zip(batches, measured, strict=True):
-        plain, pair = reference(plain, batch, ran)
-        pairs.append(pair)
+        applied = bool(ran["step_applied"])
+        plain, loss, norm = reference(plain, batch, scale=ran.get("loss_scale", 1), applied=applied)
+        pairs.append(StepPair(ran["loss"], loss, ran["grad_norm"], norm, applied))
     after = _values(plain, mutable)
     leaves = tuple(_leaf_deviation(path, ours[path], x, before[path]) for path, x in after.items())
     return EquivalenceReport(plan.config.stage, plan.num_shards, tuple(pairs), leaves)
-
-
-class _Reference:
-    """Training on one device.
-
-    Of jzero it knows the dtypes of the plan, how a state is written, and how a loss that names a mesh is evaluated on
-    another one.
-    """
-
-    def __init__(
-        self, loss_fn: Loss, plan: ZeroPlan, *, has_aux: bool, mutable: tuple[str, ...], clip_norm: float | None
-    ) -> None:
-        self.loss_fn = loss_fn
-        self.plan = plan
-        self.has_aux = has_aux
-        self.mutable = mutable
-        self.clip_norm = clip_norm
-        self.axes = batch_axes(plan.config)
-        self.mesh = _mesh_of_one(plan.mesh, self.axes)
-        self.whole = NamedSharding(self.mesh, PartitionSpec())
-        self._steps: dict[Any, Callable[..., Any]] = {}
-
-    def start(self, state: Any) -> Any:
-        """Returns a plain state on one device: the values that jzero stores, in the dtypes that optax computes in."""
-        plan = self.plan
-
-        def place(x: Any, leaf: StateLeaf) -> jax.Array:
-            return _cast(_cast(self._place(x), leaf.dtype), leaf.wide)
-
-        state = map_state(place, plan.plain, state)
-        params = plan.flat_params(state.params)
-        wide = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
-        return state.replace(params=plan.params_treedef.unflatten(wide))
-
-    def __call__(self, state: Any, batch: PyTree, ran: Mapping[str, float]) -> tuple[Any, StepPair]:
-        """Returns the state after one step, and the step beside that of jzero, `ran`."""
-        batch = jax.tree.map(self._place, batch)
-        leaves, treedef = jax.tree.flatten(batch)
-        kind = (treedef, *((x.shape, x.dtype) for x in leaves))
-        if kind not in self._steps:
-            step = functools.partial(self._step, self._traced(state, batch))
-            self._steps[kind] = jax.jit(step, out_shardings=self.whole)
-        with jax.set_mesh(self.mesh):
-            new, loss, norm, weight = self._steps[kind](state, batch, jnp.float32(ran.get("loss_scale", 1)))
-        applied = bool(ran["step_applied"])
-        pair = StepPair(ran["loss"], float(loss), ran["grad_norm"], float(norm), applied)
-        skips = float(weight) == 0 or (self.plan.config.policy.skips and not applied)
-        return (state if skips else new), pair
-
-    def _place(self, x: Any) -> jax.Array:
-        if not isinstance(x, jax.Array):
-            x = np.asarray(x)
-            return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.whole)
-        if not x.is_fully_addressable:  # of several processes: whole on each
-            x = x.addressable_data(0)
-        return place_array(x, x.dtype, self.whole)
-
-    def _step(
-        self, traced: Loss | None, state: Any, batch: PyTree, scale: jax.Array
-    ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
-        treedef, leaves = self.plan.params_treedef, self.plan.leaves
-        params = treedef.flatten_up_to(state.params)
-        seen = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
-        _, carried = self._bind(state)
-        trained = self._trained(seen)
-        (_, (total, weight, changed)), found = jax.shard_map(
-            traced or self._loss_and_grads(state),
-            mesh=self.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            axis_names=self._manual,
-            check_vma=False,
-        )(trained, seen, batch, carried, scale)
-        divisor = jnp.where(weight == 0, 1, weight)
-        grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
-        norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
-        factor = 1 if self.clip_norm is None else jnp.minimum(1, self.clip_norm / (norm + 1e-6))
-        for_optax = [
-            (grads[i] * factor).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
-            for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
-        ]
-        written = state.absorb(changed) if hasattr(state, "absorb") else state.replace(**changed)
-        new = written.apply_gradients(grads=treedef.unflatten(for_optax))
-        return new, total / divisor, norm, weight
-
-    def _loss_and_grads(self, state: Any) -> Loss:
-        """Returns `fn(trained, seen, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""
-        call, _ = self._bind(state)
-        treedef = self.plan.params_treedef
-
-        def scaled_loss(trained: dict[int, Any], seen: list[Any], batch: PyTree, carried: Any, scale: Any) -> Any:
-            whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
-            result, changed = call(whole, batch, **carried)
-            loss, aux = result if self.has_aux else (result, {})
-            changed = {**changed, **{name: aux[name] for name in self.mutable}}
-            total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
-            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
-            return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
-
-        return jax.value_and_grad(scaled_loss, has_aux=True)
-
-    def _traced(self, state: Any, batch: PyTree) -> Loss | None:
-        """Returns what evaluates loss and gradients on the mesh of the reference if the loss names its own mesh.
-
-        It is differentiated where it is called, under whatever is set there, and takes what `_loss_and_grads` takes.
-        """
-        _, carried = self._bind(state)
-        seen = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
-        batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
-        scale = jax.ShapeDtypeStruct((), jnp.float32)
-        names = [(name, 1) for name in self.axes]
-        trace = jax.make_jaxpr(self._loss_and_grads(state), axis_env=names, return_shape=True)
-        jaxpr, out_shape = trace(self._trained(seen), seen, batch, carried, scale)
-        if not MeshFacts().of(jaxpr).carried:
-            return None
-        walk = Walk.start(frozenset(self._manual))
-
-        def evaluate(*inputs: Any) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(out_shape), walk.all_whole(jaxpr, *jax.tree.leaves(inputs)))
-
-        return evaluate
-
-    def _trained(self, params: list[Any]) -> dict[int, Any]:
-        """Returns those of the parameters that have gradients, by index."""
-        return {
-            i: x
-            for i, (x, leaf) in enumerate(zip(params, self.plan.leaves, strict=True))
-            if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact)
-        }
-
-    @property
-    def _manual(self) -> set[str]:
-        """The axes of size one, and those of copies."""
-        return {name for name in self.mesh.axis_names if name in self.axes or name not in self.plan.mesh.axis_names}
-
-    def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, **carried) -> (result, changed)`, and what is carried."""
-        if not hasattr(state, "bind_loss"):
-            carried = {name: getattr(state, name) for name in self.mutable}
-            return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
-        bound, carried = state.bind_loss(self.loss_fn, self.axes)
-        values, treedef = jax.tree.flatten(carried)
-        layouts = carried_leaves(self.plan, carried)
-        seen = [x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]
-        carried = treedef.unflatten(seen)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result, changed = bound(*args, **kwargs)
-            return result, jax.tree.map(lambda x: x.value, changed, is_leaf=lambda x: isinstance(x, Written))
-
-        return call, carried
-
-
-def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
-    """Returns a mesh whose `axes` have size one, for models that name them.
-
-    Without further axes it is of one device. Else, or where a mesh is set, whose size jax lets nobody change, it is of
-    all, in their order, so that all processes run one program: along the axes of copies each device does the same.
-    Those of size one come first: jax 0.12 ends the process where they come after one that the loss makes manual itself.
-    """
-    assert isinstance(mesh, Mesh)
-    if set(mesh.axis_names) == set(axes) and jax.sharding.get_abstract_mesh().empty:
-        return Mesh(np.array(mesh.local_devices[:1]).reshape((1,) * len(axes)), axes)
-    others = [f"copies along {name}" if name in axes else name for name in mesh.axis_names]
-    return Mesh(mesh.devices.reshape(*(1 for _ in axes), *mesh.devices.shape), (*axes, *others))
 
 
 def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:
@@ -489,10 +315,6 @@ def _leaf_deviation(path: str, ours: np.ndarray, reference: np.ndarray, before: 
     absolute, largest = (float(np.max(np.abs(x), initial=0.0)) for x in (ours - reference, reference))
     apart, moved = (float(np.linalg.norm(x)) for x in (ours - reference, reference - before))
     return LeafDeviation(path, absolute, _part(absolute, largest), _part(apart, moved))
-
-
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 
 def _step_cells(x: StepPair) -> tuple[str, ...]:

@@ -1,0 +1,120 @@
+"""Where the leaves of an optimizer's state belong, and how they are laid out.
+
+Moments follow the gradient of their parameter. Which parameter a leaf belongs to is found by structure: optax maps a
+function over those of its leaves that are shaped like parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jzero._text import path_str
+from jzero.config.precision import cast_dtype
+from jzero.config.zero import ZeroConfig
+from jzero.plan.layout import choose_even_cut
+from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.mesh import AnyMesh, axis_size
+
+__all__ = ["check_opt_state", "find_owners", "plan_opt_leaf"]
+
+PyTree = Any
+
+
+class _Owned:
+    """An optimizer leaf with the index of the parameter that it belongs to. Not a pytree, so a leaf."""
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner = owner
+
+
+def plan_opt_leaf(
+    leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+) -> StateLeaf:
+    """Returns the layout of an optimizer leaf; `made` is the dtype in which the optimizer makes it."""
+    policy = config.policy
+    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
+    if owner is not None and leaf.shape == plans[owner].param.shape:
+        stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
+        dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
+        leaf = dataclasses.replace(leaf, dtype=dtype, wide=leaf.dtype if dtype != leaf.dtype else None)
+    if config.stage == 0:
+        return dataclasses.replace(leaf, reason="stage 0")
+    if owner is None:
+        return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else "belongs to no parameter")
+    grad = plans[owner].grad
+    if leaf.shape == grad.shape:
+        return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
+    free = [d for d in range(len(leaf.shape)) if d not in leaf.taken]
+    cut = choose_even_cut(leaf.shape, axis_size(mesh, config), free) if grad.cut else None
+    return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
+
+
+def check_opt_state(
+    made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
+) -> None:
+    """Raises unless `opt_state` is what the optimizer makes for `params`; lists every leaf that is not."""
+    want = {path_str(path): tuple(x.shape) for path, x in made}
+    have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
+    bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
+    bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
+    bad += [
+        f"  {path}: shape {have[path]}, but {want[path]} is needed"
+        for path in want
+        if path in have and have[path] != want[path]
+    ]
+    if bad:
+        raise ValueError(
+            "`opt_state` does not belong to `params`: `tx.init(params)` gives another tree.\n"
+            + "\n".join(bad)
+            + "\nMake it again with `tx.init(params)`."
+        )
+
+
+def find_owners(
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]
+) -> list[int | None]:
+    """Returns for each optimizer leaf the index of its parameter, found by structure."""
+    indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
+
+    def masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    try:
+        owned = optax.tree_utils.tree_map_params(
+            tx,
+            lambda x, i: x if masked(x) else _Owned(i),
+            opt_state,
+            indices,
+            transform_non_params=lambda x: x if masked(x) else _Owned(None),
+            is_leaf=masked,
+        )
+        owners = [x.owner for x in jax.tree.leaves(owned)]
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+        # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
+        return _owners_by_path(params, opt_state, paths)
+    return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
+
+
+def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+    """Owners in subtrees of the structure of `params`; elsewhere the parameter whose key path ends the leaf's."""
+    treedef = jax.tree.structure(params)
+    index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
+
+    def is_copy(node: Any) -> bool:
+        return jax.tree.structure(node) == treedef
+
+    def by_tail(path: tuple[Any, ...]) -> int | None:
+        tails = (path[start:] for start in range(1, len(path)))
+        return next((index[tail] for tail in tails if tail in index), None)
+
+    owners: list[int | None] = []
+    for node in jax.tree.leaves(opt_state, is_leaf=is_copy):
+        owners += range(treedef.num_leaves) if is_copy(node) else [by_tail(paths[len(owners)])]
+    return owners
