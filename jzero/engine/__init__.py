@@ -1,10 +1,23 @@
-"""The engine: loss and gradients on shards, in five passes over one program.
+"""The engine: computes loss and gradients on shards, in five passes over one program.
 
-Read the files in the order of the passes: `trace` (the loss as a jaxpr), `recompute` (checkpoints, repeated layers),
-`differentiate` (forward and backward pass as one jaxpr), `reductions` (which values are gradients on their way out),
-`walk` (gathers parameters where they are used, reduces gradients where they are made). Then `written` (what the loss
-changes in a model's variables), `roles` (how the stages differ), `lazy`, `bundles`, `on_shard` (partitioned
-parameters), `rules`, `loops`, `ahead` (equations that hold jaxprs), `leaving` and `gradient_rules` (gradients on their
-way out), `order` (what a gather waits for), and `gradients`, which puts the passes together. No optimizer comes in
-here.
+Read the files in the order of the passes:
+
+  * `trace` traces the loss as a jaxpr;
+  * `recompute` adds checkpoints, and turns repeated layers into calls of one function;
+  * `differentiate` makes forward and backward pass one jaxpr;
+  * `reductions` finds the gradients among its values, and how each is reduced;
+  * `walk` evaluates it: gathers parameters where they are used, reduces gradients where they are made.
+
+Then, by topic:
+
+  * `roles`: how the stages differ;
+  * `lazy`, `bundles`, `on_shard`: partitioned parameters;
+  * `rules`, `loops`, `ahead`, `meshes`: equations that contain jaxprs, and sharding constraints;
+  * `leaving`, `gradient_rules`: how gradients are reduced;
+  * `order`: what a gather waits for;
+  * `outputs`, `written`: values that a loss returns, and changes to a model's variables;
+  * `norms`: the global norm;
+  * `gradients`: runs all passes, inside `shard_map`.
+
+The engine knows no optimizer.
 """

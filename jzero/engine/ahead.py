@@ -1,15 +1,16 @@
-"""Which parameters a loop gathers one turn ahead.
+"""Chooses the parameters that a loop gathers one turn ahead; a turn is one iteration.
 
-In: what a turn gathers, in its order, and how many turns there are. Out: the stacks whose next row a turn gathers
-beside its computation, and the dtype that travels.
+In: the gathers of a turn, in their order, and the number of turns. Out: the stacks whose next row a turn gathers beside
+its computation, and the dtype of each gather.
 
 [Note: Gathering one turn ahead]
-A loop over layers that gathers where it computes leaves it to the compiler to overlap the two, and compilers do not
-move a gather from one turn into the one before. Here the loop says so itself: it carries whole parameters of this turn
-and gathers those of the next beside the computation. The last turn gathers some that nothing uses: were it to stand
-after the loop, compilers would lay out its activations otherwise and copy stacks of them. Hence at most a 32nd of what
-the loop gathers is gathered ahead. That is enough: the first parameters of a turn have nothing to hide behind, the
-others have the turn itself. Where no bound is given, programs for GPUs do so with a third of a turn's.
+If each turn of a loop over layers gathers its own parameters, only the compiler can overlap gathers and computation,
+and compilers do not move a gather into the turn before. So the loop carries whole parameters of this turn, and gathers
+those of the next beside the computation. The last turn gathers parameters that nothing uses. It stays in the loop all
+the same: compilers would lay out the activations of a separate last turn differently, and copy stacks of them. To limit
+the waste, a turn gathers ahead so little that the last turn wastes at most a 32nd of all gathers of the loop. That is
+enough: only the first parameters of a turn have nothing to hide behind, and the turn itself hides the gathers of the
+others. Without a given bound, programs for GPUs gather a third of a turn's parameters ahead.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from jzero.engine.lazy import Lazy, num_bytes
 __all__ = ["MOST_IN_VAIN", "chosen_ahead"]
 
 MOST_IN_VAIN = 1 / 32
-"""The most that a loop gathers in vain in its last turn, as a share of all that it gathers."""
+"""Upper bound on the wasted gathers of the last turn, as a share of all gathers of the loop."""
 
 
 def chosen_ahead(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
-    """Returns which stacks are gathered one turn ahead, and the dtype in which.
+    """Returns the stacks to gather one turn ahead, by number, with the dtype of each gather.
 
-    Those that a turn uses first come first: they have the least computation to hide behind.
+    The stacks that a turn uses first come first: they have the least computation to hide behind.
 
     Args:
-      found: What a turn gathers, in its order: by number the stack, and the dtype that travels.
+      found: The gathers of a turn, in their order: by number, the stack and the dtype of the gather.
       length: The number of turns.
-      limit: The most, in bytes of whole parameters as they travel, that may be gathered ahead; `None`: a third of what
-        a turn gathers, or its first parameter if that is more.
+      limit: Most bytes to gather ahead, counted in whole parameters and the dtypes of their gathers; `None`: a third
+        of a turn's gathers, or its first parameter if that is larger.
     """
     sizes = {
         j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])

@@ -1,8 +1,8 @@
-"""Several lazy values, and what they are made of.
+"""Several lazy values, split into their distinct leaves and a recipe.
 
-In: values that share parameters, such as `w` and `2 * w`. Out: their distinct leaves, `(w,)`, and how the values are
-made of leaves, so that a parameter that occurs in two of them is gathered once, and all can be passed to a function as
-a pytree. `Rows` are what the turns of a loop return of parameters alone, one lazy value for each turn.
+In: values that share parameters, such as `w` and `2 * w`. Out: their distinct leaves, `(w,)`, and a template that makes
+the values from the leaves. So a parameter that occurs in two values is gathered once, and all values can be passed to a
+function as a pytree. `Rows` holds lazy values that the turns of a loop return, one for each turn.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Bundle", "Rows", "is_unmade"]
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Values and what they are made of, so that a parameter that occurs in two of them is one.
+    """Values, as distinct leaves and a template.
 
     Attributes:
       leaves: The distinct lazy parameters and arrays.
-      template: What the values are made of: places among the leaves, or operations and what they are applied to.
+      template: One entry per value: the index of a leaf, or an operation with the entries of its inputs.
     """
 
     leaves: tuple[Any, ...]
@@ -61,12 +61,12 @@ class Bundle:
         return cls(tuple(leaves), made)
 
     def values(self) -> list[Any]:
-        """Returns the values; equal ones are one."""
+        """Returns the values; equal values are one object."""
         return self._made(lambda operation, inputs: Deferred(tuple(inputs), operation))
 
     def computed(self) -> list[Any]:
-        """Returns the values, given that all leaves are arrays; what occurs more than once is made once."""
-        with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns where they become infinite
+        """Returns the values as arrays, if all leaves are arrays; equal values are computed once."""
+        with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns if they become infinite
             return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
 
     def _made(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
@@ -87,13 +87,13 @@ class Bundle:
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What the turns of a loop returned of parameters alone, such as cast weights: lazy values, one for each turn.
+    """Lazy values that the turns of a loop returned, one for each turn, such as cast weights.
 
     Attributes:
-      stacks: What differs from turn to turn: stacks of parameters, and arrays, with a leading dimension.
-      shared: What does not.
-      places: For each leaf of a row, whether it is shared, and its number.
-      template: How a row is made of its leaves, as in a `Bundle`.
+      stacks: Leaves that differ from turn to turn: stacks of parameters and arrays, with a leading dimension.
+      shared: Leaves that are the same in all turns.
+      places: For each leaf of a row, whether it is shared, and its index in `shared` or `stacks`.
+      template: The recipe of a row, as in a `Bundle`.
     """
 
     stacks: tuple[Any, ...]
@@ -102,11 +102,11 @@ class Rows:
     template: Any
 
     def row(self, rows: Sequence[Any]) -> Any:
-        """Returns one value, given one row of each stack."""
+        """Returns the lazy value of one turn, given that turn's row of each stack."""
         leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)
         return Bundle(leaves, (self.template,)).values()[0]
 
 
 def is_unmade(x: Any) -> bool:
-    """Whether `x` is made of parameters and not whole yet."""
+    """Whether `x` is a lazy value, or rows of them."""
     return is_lazy(x) or isinstance(x, Rows)

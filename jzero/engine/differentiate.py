@@ -1,7 +1,7 @@
-"""The loss and its gradients as one program, over whole parameters.
+"""Differentiates the loss: loss and gradients become one program, over whole parameters.
 
-In: the loss as a jaxpr. Out: the *joint* jaxpr, both passes, of which the gradients are outputs, before any parameter
-is cut. Of `loss = (x @ w).sum()` it is
+In: the loss as a jaxpr. Out: the *joint* jaxpr: forward and backward pass, with the gradients among its outputs.
+Parameters are still whole. For `loss = (x @ w).sum()` it is
 
     { lambda ; w:f32[512,64] x:f32[4,512]. let
         b:f32[4,64] = dot_general[...] x w
@@ -10,8 +10,8 @@ is cut. Of `loss = (x @ w).sum()` it is
         e:f32[512,64] = dot_general[...] x d
       in (c, e) }
 
-It is traced outside of the step's `shard_map`, under the names of ZeRO's axes, as the loss is: so constraints on
-further mesh axes, and meshes in types, come out as in any other program.
+Like the loss, it is traced outside the step's `shard_map`, under the names of ZeRO's axes. So sharding constraints on
+other mesh axes, and meshes in types, come out as in any other program.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Joint:
     Attributes:
       jaxpr: Its inputs are the leaves of `(params, carried, batch, key, divisor, loss_scale)`.
       out: The structure of its outputs, `(((sum, weight), divisor, aux), gradients by index)`.
-      moving: The parameters that have gradients.
+      moving: Indices of the parameters that have gradients.
     """
 
     jaxpr: Any
@@ -67,10 +67,10 @@ def differentiated(
 
     Args:
       traced: The loss.
-      moving: The parameters that have gradients; none: it is not differentiated.
-      wire: How gradients travel.
+      moving: Indices of the parameters that have gradients; if there are none, the loss is not differentiated.
+      wire: How collectives move gradients.
       steps: The number of micro-batches.
-      loss_scale: The loss scale, a list of one or none.
+      loss_scale: The loss scale, as a list of one or no element.
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Raises:
@@ -108,7 +108,7 @@ def _program(
     axis_env: Sequence[tuple[str, int]],
     objective: Callable[..., Any],
 ) -> Joint:
-    """Traces an objective, and its gradients by some of the parameters."""
+    """Traces an objective, and its gradients with respect to the `moving` parameters."""
 
     def values_and_grads(params: list[Any], *rest: Any) -> Any:
         some = {i: params[i] for i in moving}
@@ -128,12 +128,12 @@ def _program(
 
 @dataclasses.dataclass(frozen=True)
 class _Objective:
-    """What is differentiated, as a function.
+    """The function to differentiate: the sum of the local losses, with two exceptions.
 
-    With a loss scale that is the sum over a divisor, which makes about a mean of it: fp16 holds the gradients of a
-    mean, not those of a sum over many tokens. It is the same for all devices and micro-batches.
+    With a loss scale, the sum is divided by a divisor, which makes it about a mean: fp16 can hold the gradients of a
+    mean, but not those of a sum over many tokens. All devices and micro-batches use the same divisor.
 
-    With weights w that depend on parameters, the gradient of the global loss L = sum(s) / sum(w) is that of s - L w.
+    If the weight w depends on parameters, the gradient of the global loss L = sum(s) / sum(w) is that of s - L w.
     """
 
     traced: TracedLoss
@@ -146,10 +146,10 @@ class _Objective:
         """Returns `(objective, ((sum, weight), divisor, aux))`.
 
         Args:
-          moving: The parameters that it is differentiated with respect to, by index.
+          moving: The parameters to differentiate with respect to, by index.
           params: All parameters.
-          *beside: Carried state, batch and key, each a list; the divisor, 0 if it is not known yet; the loss scale.
-          note: Called with whether the weight depends on parameters, of which it then has no derivative.
+          *beside: Carried state, batch and key, each a list; the divisor, 0 if not yet known; the loss scale.
+          note: If given, it is called with whether the weight depends on parameters, and the weight counts as fixed.
         """
         carried, batch, key, divisor, loss_scale = beside
         traced, wire = self.traced, self.wire
@@ -176,7 +176,7 @@ def _global_loss(total: jax.Array, weight: jax.Array, wire: Wire) -> jax.Array:
 
 
 def _noting(x: jax.Array, note: Note) -> jax.Array:
-    """Returns `x` without a derivative, and notes if it had one."""
+    """Returns `x` without a derivative, and calls `note` with whether it had one."""
 
     @jax.custom_jvp
     def same(x: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Equations that are done to shards of gradients, once these are reduced: they add, place or relabel.
+"""Equations that run on shards of reduced gradients: they add, place or relabel.
 
-In: an equation whose result leaves. Out: how its inputs leave, and what makes the shard of the result. They are the
-transposes of what `on_shard` does to parameters: of a slice `w[i]`, [L, D, F] -> [D, F], the gradient is
+In: an equation whose result is a gradient with a `Reduction`. Out: the reductions of its inputs, and a function that
+makes the shard of the result. The equations are the transposes of those that `on_shard` applies to parameters. For a
+slice `w[i]`, [L, D, F] -> [D, F], the gradient is
 
     d:f32[L,D,F] = dynamic_update_slice zeros c i
 
-and done to shards that is [L, D/N, F] from [D/N, F].
+On shards, this makes [L, D/N, F] from [D/N, F].
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _same(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
 
 
 def _cast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
-    """It travels in the narrower type."""
+    """A widening cast: the gradient is reduced before it, in the narrower dtype."""
     old, new = eqn.invars[0].aval.dtype, jnp.dtype(eqn.params["new_dtype"])
     are_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     return _same(search, eqn, leaving) if are_floating and widens(old, new) else None
@@ -56,7 +57,7 @@ def _constraint(search: Search, eqn: Equation, leaving: Reduction) -> OnShards |
 def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     (x,), order = eqn.invars, tuple(eqn.params["permutation"])
     maker = search.maker(x)
-    # A transpose beside a product is a part of it: reduced before, the stacks of a loop would be laid out otherwise.
+    # A transpose right after a product belongs to it: reducing before it would change the layout of a loop's stacks.
     is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
     if not search.is_free(x) or leaving.cut.flat or not is_apart:
         return None
@@ -65,7 +66,7 @@ def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
 
 
 def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
-    """A gradient that is zero, or one with further dimensions of one element."""
+    """A gradient of zeros, or one that gets new dimensions of size one."""
     x, shape = eqn.invars[0], eqn.outvars[0].aval.shape
     if search.is_zero(x):
         return OnShards({}, lambda xs: leaving.zeros())

@@ -1,8 +1,8 @@
-"""Loss and gradients with the collectives of the stage: the passes, and `shard_map` around the last of them.
+"""Loss and gradients with the collectives of the stage: runs the passes, with `shard_map` around the walk.
 
-In: a traced loss, the plan, a state's arrays and the global batch, inside of `jit`. Out: the loss of the whole batch,
-and its gradients in the layout of the plan, with their norm. Each device evaluates one program, the walk over the joint
-jaxpr, on its own rows; micro-batches are a loop around the walk.
+In: a traced loss, the plan, a state's arrays and the global batch, inside `jit`. Out: the loss of the whole batch, and
+its gradients in the layout of the plan, with their norm. Each device runs the walk over the joint jaxpr on its own
+rows; micro-batches are a loop around the walk.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ PyTree = Any
 
 
 class LossResult(NamedTuple):
-    """What one evaluation of the loss gives, reduced over all devices.
+    """The result of one evaluation of the loss, reduced over all devices.
 
     Attributes:
       loss: The mean over the global batch.
       weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
-      aux: What the loss returned beside the mean, reduced as `Summed` and `PerExample` say.
-      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; without elements where
-        `reduced` is in host memory; none if not differentiated.
-      reduced: The same before it was widened and multiplied by `factor`, as it was reduced.
-      factor: What gradients are multiplied with after their reduction.
+      aux: The auxiliary values of the loss, reduced as `Summed` and `PerExample` say.
+      grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; empty if `reduced` is in host
+        memory. An empty list if the loss was not differentiated.
+      reduced: The reduced gradients, before they are widened and multiplied by `factor`.
+      factor: The factor of all gradients after their reduction.
       grad_norm: Global L2 norm of the gradients, in fp32 or wider; whole leaves count once, padding never.
-      overflowed: For each parameter leaf whether its gradient is not finite, where the precision policy asks; else
-        nothing.
+      overflowed: For each parameter leaf, whether its gradient is not finite; empty unless the precision policy asks.
     """
 
     loss: jax.Array
@@ -67,11 +66,11 @@ class LossResult(NamedTuple):
 
 
 class MicroBatches(NamedTuple):
-    """How a step goes through its batch.
+    """How a step splits its batch.
 
     Attributes:
-      steps: Micro-batches, run one after another.
-      reduce_last: Whether gradients are reduced once after the last of them, as always at stage 1.
+      steps: The number of micro-batches, which run one after another.
+      reduce_last: Whether to reduce gradients once, after the last micro-batch, as stage 1 always does.
     """
 
     steps: int = 1
@@ -94,10 +93,10 @@ def loss_and_grads(
     Args:
       traced: The loss.
       plan: The plan of the state.
-      inputs: What it is evaluated on.
-      micro: How to go through the batch.
-      grads_to_host: Whether gradients of parameters that lie on the host with all their optimizer state go there as
-        soon as they are reduced. Where micro-batches are summed they do not.
+      inputs: The inputs of the loss.
+      micro: How to split the batch.
+      grads_to_host: Whether gradients go to the host as soon as they are reduced, if their parameter and all its
+        optimizer state are there. With several micro-batches they do not.
     """
     return _run(traced, plan, inputs, micro, differentiates=True, grads_to_host=grads_to_host)
 
@@ -143,12 +142,12 @@ def _run(
 
 
 def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
-    """Whether a bf16 sum over some of the mesh axes ends the process (seen with jax 0.10 and 0.12)."""
+    """Whether a bf16 sum over only some mesh axes crashes the process (seen with jax 0.10 and 0.12)."""
     return not platform_facts(plan.mesh).sums_bf16 and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
 
 
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
-    """The spec of a stored array as far as ZeRO's own axis goes; other axes are left to GSPMD."""
+    """Returns the spec of a stored array over ZeRO's axis alone; GSPMD handles the other axes."""
     if leaf.cut is None:
         return PartitionSpec()
     return dataclasses.replace(leaf, base=PartitionSpec()).spec(axis)
@@ -167,7 +166,7 @@ class _LocalStep:
 
     @functools.cached_property
     def wire(self) -> Wire:
-        """How parameters and gradients travel in this step."""
+        """How collectives move parameters and gradients in this step."""
         config, policy = self.plan.config, self.plan.config.policy
         return Wire(
             config.axis,
@@ -181,7 +180,7 @@ class _LocalStep:
 
     @functools.cached_property
     def streamed(self) -> frozenset[int]:
-        """The parameters whose gradients leave for the host as soon as they are reduced."""
+        """Indices of the parameters whose gradients go to the host as soon as they are reduced."""
         if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
             return frozenset()
         leaves = self.plan.leaves
@@ -189,12 +188,12 @@ class _LocalStep:
 
     @functools.cached_property
     def params(self) -> list[Parameter]:
-        """What each parameter is in this step."""
+        """The parameters of this step."""
         stage, mesh = self.plan.config.stage, self.plan.mesh
         return [Parameter(leaf, mesh, self.wire, stage, i in self.streamed) for i, leaf in enumerate(self.plan.leaves)]
 
     def out_specs(self) -> dict[str, Any]:
-        """Returns how the fields of the result lie over devices."""
+        """Returns the specs of the result's fields."""
         axis, whole = self.plan.config.axis, PartitionSpec()
         grads = [_manual(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
         return {
@@ -229,7 +228,7 @@ class _LocalStep:
         if isinstance(self.traced.out_shape[0], Weighted):
             weight = sum_over(weight, wire)
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
-        else:  # known without a collective, and to the compiler
+        else:  # a constant, without a collective
             parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
             weight = jnp.asarray(parts, weight.dtype)
             inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
@@ -246,7 +245,7 @@ class _LocalStep:
         return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
 
     def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
-        """A carried array as the walk takes it: lazy if it is a partitioned parameter."""
+        """Returns a carried array as an input of the walk: lazy if it is a partitioned parameter."""
         if leaf is None:
             return x
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype

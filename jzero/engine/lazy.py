@@ -1,15 +1,15 @@
-"""Lazy parameters: a shard and how to make it whole, kept so through casts, slices and other cheap operations.
+"""Lazy parameters: a shard and how to gather it. They stay lazy through casts, slices and other cheap operations.
 
-In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], made where an equation reads it.
-What an equation makes of parameters alone stays lazy if it can: the shard itself is sliced or cast (`on_shard`), or the
-operation is repeated at each use (`Deferred`). So in
+In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], gathered where an equation reads
+it. The result of an equation over parameters alone stays lazy if possible: either the equation slices or casts the
+shard itself (`on_shard`), or it is repeated at each use (`Deferred`). So in
 
     { lambda ; w:f32[512,64] x:f32[8,512]. let
         a:bf16[512,64] = convert_element_type[new_dtype=bfloat16] w
         b:f32[8,64] = dot_general[...] x a
       in (b,) }
 
-`a` is `w`'s shard with `wire_dtype=bf16`, [64, 64] on each of 8 devices, and `dot_general` is what gathers it.
+`a` is `w`'s shard with `wire_dtype=bf16`, [64, 64] on each of 8 devices, and `dot_general` gathers it.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ __all__ = [
 Equation = Any
 
 MAX_DEFERRED = 16
-"""Operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and kept."""
+"""Most operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and
+kept."""
 
 
 class RowOf(NamedTuple):
-    """Which stack a lazy parameter is a row, or a part of a row, of.
+    """The stack of which a lazy parameter is a row, or a part of a row.
 
     Attributes:
-      depth: How many loops the row's loop is inside of.
-      stack: The number of the stack among those that the loop scans.
+      depth: How many loops enclose the row's loop.
+      stack: Index of the stack among those that the loop scans.
     """
 
     depth: int
@@ -62,16 +63,16 @@ class RowOf(NamedTuple):
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Lazy:
-    """A parameter that is made whole where it is used.
+    """A parameter that is gathered where it is used.
 
     Attributes:
       shard: This device's part, on the device or in host memory. [..., P/N]
-      whole: The whole parameter if it is at hand; it serves uses that want it in its own dtype. [..., D]
-      cut: How the part lies in the natural shape.
+      whole: The whole parameter if it was already gathered; usable if its dtype is `wire_dtype`. [..., D]
+      cut: The position of the part in the natural shape.
       wire: The axes to gather over.
-      wire_dtype: What the value is cast to on the device that holds it, before it travels.
-      dtype: What the whole value is cast to. Never narrower than `wire_dtype`.
-      row_of: In the turn of a loop, the stack that it comes from.
+      wire_dtype: The dtype of the gather: the shard is cast to it first.
+      dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
+      row_of: In the body of a loop, the stack that it comes from.
     """
 
     shard: Any
@@ -98,19 +99,19 @@ class Lazy:
 
     @property
     def key(self) -> Any:
-        """What tells it from other parameters while its shard is alive."""
+        """Identifies the parameter while its shard is alive."""
         return id(self.shard), self.cut
 
     def drop_leading(self) -> Lazy:
-        """Returns the layout of one slice; the arrays are already sliced (by a scan)."""
+        """Returns it with the layout of one slice; a scan has already sliced the arrays."""
         return dataclasses.replace(self, cut=self.cut.drop_leading())
 
     def gathered(self) -> jax.Array:
-        """Returns the whole parameter as it travels. [..., P/N] -> [..., D]."""
+        """Returns the whole parameter, in `wire_dtype`. [..., P/N] -> [..., D]."""
         if not is_cut(self):
             assert self.whole is not None
             return self.whole
-        # A shard in host memory is brought here, where it is needed.
+        # A shard in host memory comes to the device only now.
         return gather_param(round_without_derivative(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
 
 
@@ -161,7 +162,7 @@ class Deferred:
 
     @property
     def num_operations(self) -> int:
-        """Operations that one use repeats, those that it shares with itself counted each time."""
+        """Operations that one use repeats; a shared operation counts each time."""
         return 1 + sum(x.num_operations for x in self.inputs if isinstance(x, Deferred))
 
 
@@ -171,19 +172,19 @@ def is_lazy(x: Any) -> bool:
 
 
 def is_cut(x: Any) -> bool:
-    """Whether `x` is a parameter that has to be gathered."""
+    """Whether `x` is a parameter that must be gathered before use."""
     return isinstance(x, Lazy) and (x.whole is None or x.whole.dtype != x.wire_dtype)
 
 
 def is_constant(x: Any) -> bool:
-    """Whether a value is known to the compiler: made of literals alone."""
+    """Whether a value is made of literals alone, so that the compiler knows it."""
     if isinstance(x, Deferred):
         return all(map(is_constant, x.inputs))
     return isinstance(x, bool | int | float | complex | np.ndarray | np.generic) and np.size(x) == 1
 
 
 def num_bytes(values: Iterable[Any]) -> int:
-    """Returns the size of arrays, and of parameters as they travel, whole."""
+    """Returns the bytes of arrays, and of parameters when gathered."""
 
     def dtype(x: Any) -> Any:
         return jnp.dtype(x.wire_dtype if isinstance(x, Lazy) else x.dtype)
@@ -192,7 +193,7 @@ def num_bytes(values: Iterable[Any]) -> int:
 
 
 def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
-    """Returns the equation's result as a deferred value, if it is cheap and takes parameters and numbers alone."""
+    """Returns the equation's result as a deferred value, if it is cheap and takes only parameters and numbers."""
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None
     if not all(is_lazy(x) or np.size(x) == 1 for x in inputs):
@@ -203,6 +204,6 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
     try:
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
         hash(key)
-    except TypeError:  # parameters without an order or a hash: the equation itself is the key
+    except TypeError:  # `eqn.params` cannot be sorted or hashed: the equation itself is the key
         key = id(eqn)
     return Deferred(tuple(inputs), Operation(key, eqn))

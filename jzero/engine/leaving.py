@@ -1,7 +1,7 @@
-"""How gradients leave the walk.
+"""How gradients leave the walk: reduced where they are made, or later.
 
-In: a whole gradient of one device's rows, [D, F]. Out: this device's shard of the sum over all devices, [D/N, F], where
-the gradient is made (`Reduction`); or the gradient as it is, to be reduced later (`Part`).
+In: a whole gradient of one device's rows, [D, F]. Out: with a `Reduction`, this device's shard of the sum over all
+devices, [D/N, F]; with a `Part`, the gradient as it is, to be reduced later.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Leaving", "OnShards", "Part", "Reduction"]
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How a gradient leaves: reduced where it is made.
+    """A gradient that is reduced where it is made.
 
     Attributes:
       cut: How it is cut.
-      wire: The axes that it is reduced over, and how.
-      dtype: What its shards are kept in.
-      by_use: Whether those of uses with a loop between them are reduced one by one.
-      to_host: Whether shards go to the host's memory at once.
-      is_awaited: Whether a loop, or the first block, waits for it, if it is made outside of blocks.
+      wire: The axes to reduce over, and how.
+      dtype: The dtype of its shards.
+      by_use: Whether to reduce for each use if a loop stands between the uses.
+      to_host: Whether shards move to host memory at once.
+      is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
 
     cut: Cut
@@ -44,11 +44,11 @@ class Reduction:
         return self.placed(reduce_shard(grad, self.cut, self.wire).astype(self.dtype))
 
     def placed(self, shard: jax.Array) -> jax.Array:
-        """Returns a shard in the memory that it leaves for."""
+        """Returns a shard in its destination memory."""
         return jax.device_put(shard, jax.memory.Space.Host) if self.to_host else shard
 
     def on_device(self) -> Reduction:
-        """Returns the same for what is still computed on: hosts only copy."""
+        """Returns the reduction to device memory, for shards that equations still compute on: hosts only copy."""
         return dataclasses.replace(self, to_host=False)
 
     def zeros(self) -> jax.Array:
@@ -56,11 +56,11 @@ class Reduction:
         return jnp.zeros(self.cut.shard_shape, self.dtype)
 
     def row(self) -> Reduction | None:
-        """Returns how a row of a stack leaves, if rows can."""
+        """Returns the reduction of one row of a stack; `None` if the rows are cut."""
         return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
 
     def of(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
-        """Returns the same of an array of another shape; `dims` says which dimension each of its own was."""
+        """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
         old, dims = self.cut, list(range(len(shape)) if dims is None else dims)
         other_axes = [
             old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
@@ -70,21 +70,21 @@ class Reduction:
         return dataclasses.replace(self, cut=cut)
 
     def own(self, values: Sequence[Any], untouched: Any) -> list[Any]:
-        """Returns of one value for each dimension those of a shard's: `untouched` for what is cut."""
+        """Returns values per dimension of a shard, given those of the whole array: `untouched` for the cut one."""
         cut = self.cut
         return [*values[: cut.dim], untouched, *(() if cut.flat else values[cut.dim + 1 :])]
 
     def leaves_alone(self, dims: Sequence[bool]) -> bool:
-        """Whether those dimensions of a shard that are cut are left alone; `dims` says of each whether it is."""
+        """Whether an operation leaves the cut dimensions alone, given for each dimension whether it does."""
         return all(dims[self.cut.dim :]) if self.cut.flat else dims[self.cut.dim]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a gradient, or a whole one, that is reduced later.
+    """A whole gradient, or a summand of one, that is reduced later.
 
     Attributes:
-      is_awaited: Whether a loop, or the first block, waits for it, if it is made outside of blocks.
+      is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
 
     is_awaited: bool = True
@@ -94,11 +94,11 @@ Leaving: TypeAlias = Reduction | Part
 
 
 class OnShards(NamedTuple):
-    """An equation that is done to shards.
+    """An equation that runs on shards.
 
     Attributes:
-      inputs: How those of its inputs leave that are gradients.
-      apply: Given all inputs, shards among them, returns the shard of the result.
+      inputs: For each input that is a gradient, by index, its reduction.
+      apply: From all inputs, shards among them, to the shard of the result.
     """
 
     inputs: Mapping[int, Reduction]

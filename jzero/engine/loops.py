@@ -1,16 +1,17 @@
-"""Loops of the joint program: parameters are gathered, and gradients reduced, in the turns; some one turn ahead.
+"""Scans of the joint program: each turn (iteration) gathers its parameters and reduces its gradients.
 
-In: a `scan` equation whose inputs may be lazy stacks, [L, D/N, F]. Out: its results; what turns return of parameters
-alone stays lazy, gradients are stacks of shards. A forward loop and the backward loop of it are the same here:
+In: a `scan` equation whose inputs may be lazy stacks, [L, D/N, F]. Out: its results. Results made of parameters alone
+stay lazy, and gradients are stacks of shards. Forward and backward loops are treated alike:
 
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 
-runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row.
+runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row. A turn may also gather rows of the
+next one (`ahead`).
 
 [Note: Parameters that a loop hands to a later one]
-What a loop keeps for the backward pass it returns as stacks: activations, and also what it makes of its parameters
-alone, such as a cast weight. That stays what it is, lazy: the stack of shards that it was made of, or `Rows`, which a
-later loop makes whole row by row. If its shard is new in the turn, the shard is stacked: 1/N of the bytes.
+A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a
+cast weight. The latter stay lazy: as the stack of shards that they came from, or as `Rows`, which a later loop gathers
+row by row. If a turn makes a new shard, the loop stacks the shards: 1/N of the bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Equation = Any
 
 
 def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-    """Evaluates a scan; `arriving` inputs are gradients to which its turns add shards."""
+    """Evaluates a scan; `arriving` tells how those inputs leave that are gradients, to which turns add shards."""
     loop = _Loop(walk, eqn, inputs, arriving, wanted)
     end, (ys, kept) = loop.run()
     for j, whole in kept.items():
@@ -57,15 +58,16 @@ def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], want
 
 
 class _Loop:
-    """A scan and what it runs over.
+    """A scan and its inputs.
 
     Attributes:
-      consts: What every turn sees; parameters that each turn uses whole are gathered before the loop.
-      init: What the first turn gets; what the body hands on unchanged is a constant of the loop, and `fixed`.
-      values: What is scanned, each made of some of `stacks`.
+      consts: The constants of all turns; parameters that each turn uses whole are gathered before the loop.
+      init: The initial carry.
+      fixed: For each carried value, whether the body returns it unchanged, so that it is a constant of the loop.
+      values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
-      leaving: For each result how a turn's part of it leaves, if it is a gradient that turns reduce.
-      restored: For each stacked result what makes it of the stacks of arrays that turns return; filled by `turn`.
+      leaving: For each result that is a gradient reduced by the turns, how a turn's part leaves; else `None`.
+      restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
     """
 
     def __init__(self, walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> None:
@@ -90,7 +92,7 @@ class _Loop:
         self.restored: list[Callable[[Any], Any]] = []
 
     def turn(self, carry: list[Any], rows: list[Any]) -> tuple[list[Any], Any]:
-        """Returns what one turn hands on, and what it returns: arrays for its results, and whole rows that are kept."""
+        """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep."""
         inner = self.walk.inside(of_loop=True)
         left, values = iter(rows), []
         for x in self.values:
@@ -109,7 +111,7 @@ class _Loop:
         return new, ([arrays for arrays, _ in results], kept)
 
     def run(self) -> tuple[list[Any], Any]:
-        """Returns what the last turn hands on, and what the turns return, stacked."""
+        """Returns the final carry, and the stacked outputs of the turns."""
         init = self.walk.order.before_loop([None if same else x for x, same in zip(self.init, self.fixed, strict=True)])
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
         ahead = self._ahead(init)
@@ -121,7 +123,7 @@ class _Loop:
 
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
             carry, whole, at = state
-            following = gathered({j: _row(self.stacks[j], at + step) for j in ahead})  # of some row in the last turn
+            following = gathered({j: _row(self.stacks[j], at + step) for j in ahead})  # the last turn's are unused
             carry, results = self.turn(carry, self._rows(stacks, whole))
             return (carry, following, at + step), results
 
@@ -136,8 +138,8 @@ class _Loop:
         return end, results
 
     def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:
-        """Returns one row of each stack, with the whole parameters that are at hand."""
-        # A stack may be scanned twice: it is gathered ahead once.
+        """Returns one row of each stack, with the parameters that are already whole."""
+        # A stack may be scanned twice, but is gathered ahead once.
         at_hand = {id(self.stacks[j].shard): x for j, x in whole.items()}
         rows = []
         for j, (stack, x) in enumerate(zip(self.stacks, stacks, strict=True)):
@@ -150,11 +152,11 @@ class _Loop:
         return rows
 
     def _ahead(self, init: list[Any]) -> dict[int, Any]:
-        """Returns which stacks are gathered one turn ahead, and the dtype in which."""
+        """Returns the stacks to gather one turn ahead, with the dtype of each gather."""
         limit = self.walk.order.ahead
         if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
             return {}
-        # Traced once to see what a turn gathers.
+        # A first trace shows what a turn gathers.
         jax.eval_shape(lambda init, stacks: self.turn(init, self._rows(_rows_at(stacks, 0), {}))[1], init, self.stacks)
         first: dict[int, tuple[int, Any]] = {}
         for row_of, dtype in self.found:
@@ -165,13 +167,13 @@ class _Loop:
     def _result(
         self, inner: Walk, x: Any, rows: list[Any], kept: Mapping[int, Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Returns the arrays that a turn returns for a result, and what makes the result of stacks of them.
+        """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
 
         See [Note: Parameters that a loop hands to a later one].
         """
         number = {id(row.shard): j for j, row in enumerate(rows) if isinstance(row, Lazy)}
         bundle = Bundle.of([x])
-        # Where whole rows are kept, all else that is made of parameters is kept whole, too.
+        # If whole rows are kept, all other values made of parameters are kept whole, too.
         is_kept = all(number.get(id(getattr(y, "shard", None))) in kept for y in bundle.leaves)
         if not is_lazy(x) or (self.walk.keeps_passes and not is_kept):
             return [jnp.asarray(inner.whole([x])[0])], lambda ys: ys[0]
@@ -203,13 +205,13 @@ class _Loop:
 
 
 def _as_scanned(row: Lazy, stack: Lazy) -> Callable[[list[Any]], Any]:
-    """What makes a result of the stack that the loop scanned."""
+    """Returns a function that makes a result from the stack that the loop scanned."""
     dtypes = {"wire_dtype": row.wire_dtype, "dtype": row.dtype}
     return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, **dtypes)
 
 
 def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
-    """What makes a result of the arrays, or shards, that the turns return."""
+    """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
     if not isinstance(row, Lazy):
         return lambda ys: ys[index]
     like = dataclasses.replace(row, shard=None, whole=None, row_of=None)
@@ -217,7 +219,7 @@ def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
 
 
 def _before_loop(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) -> list[Any]:
-    """Returns a loop's constants and what it starts with; parameters are whole, but for those that turns index."""
+    """Returns a loop's constants and initial carry, with parameters whole, except those that the turns only index."""
     lazily = [
         is_lazy(x) and ((same and is_constant(x)) or _only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)
@@ -227,10 +229,10 @@ def _before_loop(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) ->
 
 
 def _sliceable(walk: Walk, x: Any) -> Any:
-    """Returns an array, or a stack whose shards can be sliced; all else is gathered as a whole, with a warning."""
+    """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
     if not is_unmade(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
         return x
-    if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # once for the loop and that of its backward pass
+    if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # warns once for the loop and its backward loop
         walk.cache["sliced", x.shape] = True
         why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
         warnings.warn(
@@ -259,7 +261,7 @@ def _only_indexed(jaxpr: Any, var: Any) -> bool:
 
 
 def _indexes(eqn: Equation, var: Any) -> bool:
-    """Whether an equation reads `var` by slices alone."""
+    """Whether an equation reads only slices of `var`."""
     if eqn.primitive.name not in REMAT | CALLS:
         return eqn.primitive.name == "dynamic_slice"
     body = next(_compat.contained_jaxprs(eqn))

@@ -1,12 +1,13 @@
-"""What equations say about meshes, and sharding constraints inside of the step.
+"""Meshes in equations, and sharding constraints inside the step.
 
-In: an equation. Out: whether it names axes, or has a mesh in a type, so that it has to be walked.
+In: an equation. Out: whether it names mesh axes, or has a mesh in a type, so that it must be walked.
 
 [Note: Meshes in types]
-The loss is traced and differentiated outside of the step's `shard_map`. What a sharding constraint returns carries its
-mesh in the type, with ZeRO's axes as automatic as all others, and so does all that is computed from it. Inside, ZeRO's
-axes are manual. An equation without jaxprs takes the types of its new inputs; one that holds jaxprs takes theirs, which
-then do not match. These are walked, or traced again where the step is.
+The loss is traced and differentiated outside the step's `shard_map`. The result of a sharding constraint carries its
+mesh in its type, where ZeRO's axes are automatic like all others, and so does everything computed from it. Inside the
+`shard_map`, ZeRO's axes are manual. An equation without jaxprs takes the types of its new inputs. An equation that
+contains jaxprs keeps their types, which then do not match. So the walk enters these equations, or traces them again
+inside the step.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ Jaxpr = Any
 
 
 class Meshes(NamedTuple):
-    """What jaxprs say about meshes.
+    """Facts about some jaxprs.
 
     Attributes:
-      named: One names axes, in a constraint or a `shard_map`: all around it has to be walked.
-      carried: One has a mesh in a type, or asks for that in which it was traced, see [Note: Meshes in types].
+      named: One names mesh axes, in a constraint or a `shard_map`, so everything around it must be walked.
+      carried: One has a mesh in a type, or depends on the mesh of its trace, see [Note: Meshes in types].
     """
 
     named: bool
@@ -42,24 +43,24 @@ class Meshes(NamedTuple):
 
 
 class MeshFacts:
-    """What the jaxprs of one trace say about meshes; each is looked at once."""
+    """Facts about the meshes in the jaxprs of one trace; looks at each jaxpr once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Meshes, Jaxpr]] = {}  # with the jaxpr: no other gets its id
+        self._known: dict[int, tuple[Meshes, Jaxpr]] = {}  # keeps each jaxpr alive, since its id is the key
 
     def in_equation(self, eqn: Equation) -> Meshes:
-        """Returns what the jaxprs that an equation holds say."""
+        """Returns facts about the jaxprs in an equation."""
         held = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
         return Meshes(any(x.named for x in held), any(x.carried for x in held))
 
     def of(self, jaxpr: Jaxpr) -> Meshes:
-        """Returns what a jaxpr says."""
+        """Returns facts about a jaxpr."""
         jaxpr, _ = _compat.open_jaxpr(jaxpr)
         if id(jaxpr) not in self._known:
             inside = [self.in_equation(eqn) for eqn in jaxpr.eqns]
             named = any(map(names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
-            # Its lowering asks the mesh in which it was traced for axes that are not manual.
+            # The lowering of `axis_index` reads the axes that are not manual off the mesh of the trace.
             asks = any(eqn.primitive.name == "axis_index" for eqn in jaxpr.eqns)
             carried = named or asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
             self._known[id(jaxpr)] = Meshes(named, carried), jaxpr
@@ -75,7 +76,7 @@ def names_mesh(eqn: Equation) -> bool:
 
 
 def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
-    """A sharding constraint without ZeRO's axes: inside of the step, they are this device's own."""
+    """Applies a sharding constraint without ZeRO's axes, which are manual inside the step."""
     if not isinstance(sharding, NamedSharding) or isinstance(x, Rows):
         return x
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,7 +1,7 @@
-"""The norm of reduced gradients, and whether they are finite.
+"""The global norm of reduced gradients, and whether they are finite.
 
-In: gradients as they were reduced, each a shard or whole, and what each is multiplied with. Out: one number for all of
-them, by one small sum over the devices that hold different shards.
+In: reduced gradients, each a shard or whole, and the factor of each. Out: one norm, by one small sum over the devices
+that hold different shards.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ __all__ = ["grad_norm"]
 
 
 def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
-    """Returns the global norm of reduced gradients times factors, and which are not finite if the policy asks.
-
-    One small sum over the devices that hold different shards.
-    """
+    """Returns the global norm of reduced gradients times factors, and, if the policy asks, which are not finite."""
     zero = jnp.zeros((), jnp.float32)
     cut = whole = zero
     pairs = list(zip(reduced, plan.leaves, strict=True)) if reduced else []
@@ -42,13 +39,13 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
             cut = cut + square
     if not plan.config.policy.skips or not reduced:
         return jnp.sqrt(sum_along(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
-    # Leaves that every device holds whole are the same everywhere: counted N times they are still what they are.
+    # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
     counts = [count for _, count in sums]
     cut, totals = sum_along((cut, jnp.stack(counts)), plan.config.axis)
     return jnp.sqrt(cut + whole), totals > 0
 
 
-@jax.jit  # traced once for all parameters of a shape, and of `lax`, which is traced three times as fast as `jnp`
+@jax.jit  # traced once per shape; uses `lax`, which traces three times as fast as `jnp`
 def _sums(x: jax.Array, factors: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
     x = scale_by(x, *factors)
     parts = [lax.real(x), lax.imag(x)] if jnp.issubdtype(x.dtype, jnp.complexfloating) else [x]
@@ -60,7 +57,7 @@ def _sums(x: jax.Array, factors: list[jax.Array]) -> tuple[jax.Array, jax.Array]
 
 
 def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of squares of a reduced gradient times factors, and how many elements are not finite."""
+    """Returns the sum of squares of a reduced gradient times factors, and the number of its non-finite elements."""
     if not is_on_host(x):
         return _sums(x, factors)
     is_tiled = platform_facts(plan.mesh).is_tiled

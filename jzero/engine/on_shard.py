@@ -1,8 +1,8 @@
-"""Operations that can be done on a parameter's shard, so that less travels, or what travels is narrower.
+"""Operations that run on a parameter's shard, so that gathers move fewer or narrower elements.
 
 In: an equation and lazy inputs. Out: its result as a lazy parameter, or `None`. A slice of a stack of layers,
-`w[i]` with shards of [L, D/N, F], slices the shards: one layer is gathered, not the stack. The dimension that is cut is
-left alone; an operation that would touch it is not for shards.
+`w[i]` with shards of [L, D/N, F], slices the shards: one layer is gathered, not the stack. An operation that touches
+the cut dimension cannot run on shards.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy 
 
 
 def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
-    """Returns the equation's result as a lazy parameter, if the operation can be done on the shard itself."""
+    """Returns the equation's result as a lazy parameter, if the operation can run on the shard itself."""
     lazy, *others = inputs or (None,)
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or not isinstance(lazy, Lazy):
         return None
-    # Indices that are made of literals are as good as literals.
+    # Indices made of literals count as literals.
     others = [Bundle.of([x]).computed()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
     return None if any(map(is_lazy, others)) else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
 
 
 def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
-    """Returns a lazy value whose arrays lie over further mesh axes by `spec`, of its natural shape.
+    """Returns a lazy value whose arrays are sharded over other mesh axes by `spec`, which is for its natural shape.
 
-    Those in host memory, and what is computed from parameters alone, lie as they did; so do all if `spec` names no axis
-    for a dimension that is not cut.
+    Arrays in host memory and deferred values stay as they are; so does everything if `spec` names no axis for a
+    dimension that is not cut.
     """
     if not isinstance(x, Lazy) or is_on_host(x.shard):
         return x
@@ -58,7 +58,7 @@ def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
 
 
 def widens(old: Any, new: Any) -> bool:
-    """Whether a floating-point dtype holds all numbers of another."""
+    """Whether floating-point dtype `new` holds all numbers of `old`."""
     of_old, of_new = jnp.finfo(old), jnp.finfo(new)
     return bool(of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp)
 
@@ -68,7 +68,7 @@ def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
 
 
 def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    """The first narrowing cast is done before it travels, widening ones after; a second narrowing one is deferred."""
+    """The first narrowing cast runs before the gather, widening casts after it; a second narrowing cast is deferred."""
     new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
         return None
@@ -121,15 +121,15 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
 
 
 def _is_cut(cut: Cut, dim: int) -> bool:
-    """Whether natural dimension `dim` does not lie whole in the shard."""
+    """Whether the shard holds only a part of natural dimension `dim`."""
     return dim >= cut.dim if cut.flat else dim == cut.dim
 
 
 def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
-    `own(values, untouched)` takes the value of each dimension that the array holds whole, and
-    `untouched` for the cut one. The result is of `shape`; `dims` are the dimensions that it had before.
+    `own(values, untouched)` picks, per dimension of the array, from `values` if the array holds it whole, and from
+    `untouched` if it is cut. The result has `shape`; its dimension `i` was `dims[i]`.
     """
     old = lazy.cut
     other_axes = [

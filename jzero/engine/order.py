@@ -1,33 +1,34 @@
-"""The order of one program: what has to be there before a parameter is gathered, or a pass begins.
+"""The order of one program: delays gathers and backward passes until other values exist.
 
 In: what the walk has gathered, computed and reduced so far, in program order. Out: values that wait. The joint program
-gathers a parameter twice, forward and backward, and a compiler would make that one gather and keep the result:
+gathers a parameter twice, forward and backward, and a compiler would merge the two gathers and keep the result:
 
     a = all_gather(w)   b = dot(x, a)   ...   c = all_gather(w)   d = dot(g, c)
 
-So the second one waits for what it is used with: `w, g = optimization_barrier(w, g)`.
+So the second gather waits for the other operands of its use: `w, g = optimization_barrier(w, g)`.
 
 [Note: Barriers and selects]
-`fenced` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
-shard. But compilers for GPUs drop barriers before they schedule, and start the gather when they like. `delayed` makes a
-value depend on others: it is selected by a comparison whose result is always the same, which no compiler finds out.
-That holds everywhere, and costs a pass over the value.
+`_fenced` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
+shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. `delayed` makes a
+value depend on others: it selects the value by a comparison whose result is always the same, which no compiler finds
+out. That works everywhere, and costs a pass over the value.
 
 [Note: What waits for what]
-* A parameter that is gathered again waits for the arrays that it is used with. On TPUs, where a barrier has its
-  operands written to memory, one element stands for arrays that are larger than the parameter. XLA for CPUs (jax 0.10)
-  merges gathers across barriers, so there the shard is selected by one element.
-* On GPUs the backward pass of a loop, or of a recomputed block, begins when gradients of what comes before it have been
-  reduced: their compilers put off the products that make gradients of weights, and keep what these are made of, such as
-  the gradient of the logits. The first block waits for the head, each other one for all blocks but the last. What waits
-  is the cotangent, not the shards, so gathers may start early. Nothing waits for gradients that go to the host. At
-  stage 3 parameters that stay whole are awaited in blocks alone: what makes the gradient of a norm's scale is as large
-  as an activation, and would be kept for each block (124M, unrolled and recomputed, on 8 H200: 1278 MiB, not 1122).
-* What a backward loop gathers before its first turn waits for what the loop begins with. Else it may be gathered
-  beside the head, whose own collectives then have nothing to hide behind (a scanned GPT with a tied head on 8 H200
-  exposed 43 % of its communication, not 26).
-* With `prefetch_bytes` a gather waits until enough of the uses before it are done, so that what is gathered and not yet
-  used stays within the bound.
+* A parameter that is gathered again waits for the arrays that it is used with. On TPUs a barrier writes its operands to
+  memory, so one element stands for arrays larger than the parameter. XLA for CPUs (jax 0.10) merges gathers across
+  barriers, so there one element selects the shard.
+* On GPUs the backward pass of a loop, or of a recomputed block, waits until gradients from before it are reduced.
+  Otherwise the compiler postpones the products that make gradients of weights, and keeps their operands, such as the
+  gradient of the logits. The first block waits for the head, each other block for all earlier ones but the latest. The
+  cotangent waits, not the shards, so gathers may start early. Nothing waits for gradients that go to the host. At
+  stage 3, gradients of whole parameters are awaited only if a block makes them: the operands of the gradient of a
+  norm's scale are as large as an activation, and would be kept for each block (124M, unrolled and recomputed, on 8
+  H200: 1278 MiB, not 1122).
+* Gathers of a backward loop before its first turn wait for the initial carry. Otherwise they may run beside the head,
+  whose own collectives then have nothing to hide behind (a scanned GPT with a tied head on 8 H200 exposed 43 % of its
+  communication, not 26).
+* With `prefetch_bytes`, a gather waits until enough earlier uses are done, so that gathered but unused parameters stay
+  within the bound.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ __all__ = ["Order", "delayed", "first_elements"]
 
 @dataclasses.dataclass
 class Order:
-    """What happened so far in a sequence of equations.
+    """The events so far in a sequence of equations, and the rules for values that wait for them.
 
     Attributes:
-      fence: What keeps a second gather apart, see `PlatformFacts`; `None`: no fence is needed.
-      waits: Whether loops and recomputed blocks begin when gradients of what comes before have been reduced.
-      limit: The most that is gathered ahead of its use, in bytes; `None`: as the compiler likes.
-      ahead: The most that a loop gathers one turn ahead, in bytes; `None`: a share of a turn, see `loops`.
+      fence: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
+      waits: Whether loops and recomputed blocks wait until gradients from before them are reduced.
+      limit: Most bytes to gather ahead of their use; `None`: the compiler decides.
+      ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `ahead`.
     """
 
     fence: Fence | None = None
@@ -67,10 +68,10 @@ class Order:
     ahead: int | None = 0
     _gathered: dict[int, Any] = dataclasses.field(default_factory=dict)
     _reduced: list[jax.Array] = dataclasses.field(default_factory=list)
-    _last: list[jax.Array] = dataclasses.field(default_factory=list)  # those that the last block reduced
+    _last: list[jax.Array] = dataclasses.field(default_factory=list)  # gradients that the last block reduced
     _in_blocks: bool = False
     _is_backward: bool = False
-    _turned_at: int = 0  # how many uses were before the backward pass
+    _turned_at: int = 0  # number of uses before the backward pass
     _uses: list[tuple[int, list[jax.Array]]] = dataclasses.field(default_factory=list)
 
     @classmethod
@@ -85,11 +86,11 @@ class Order:
         return cls(fence, waits=platform.postpones and differentiates, limit=limit, ahead=ahead)
 
     def inside(self) -> Order:
-        """Returns the order of a turn of a loop, or of a recomputed block: a program of its own, gathered for once."""
+        """Returns the order of a loop body or a recomputed block: a separate program, which gathers only once."""
         return Order(ahead=self.ahead)
 
     def in_call(self, gathered: Iterable[Lazy]) -> Order:
-        """Returns the order of a function that is called, given which of its inputs have been gathered before."""
+        """Returns the order of a called function, given those of its inputs that were gathered before."""
         order = Order(self.fence, self.waits, None, self.ahead)
         order.gathers(gathered)
         return order
@@ -97,14 +98,14 @@ class Order:
     # What happens.
 
     def turns(self, *, is_backward: bool) -> bool:
-        """Notes which pass the next equation is of; returns whether the backward pass begins with it."""
+        """Records the pass of the next equation; returns whether the backward pass begins with it."""
         if self._is_backward or not is_backward:
             return False
         self._is_backward, self._turned_at = True, len(self._uses)
         return True
 
     def gathers(self, params: Iterable[Lazy]) -> None:
-        """Notes that parameters are gathered. Their shards are kept, so that no other array gets their identity."""
+        """Records that parameters are gathered. Keeps their shards, so that no other array gets their `id`."""
         self._gathered |= {id(x.shard): x.shard for x in params}
 
     def was_gathered(self, x: Any) -> bool:
@@ -112,20 +113,20 @@ class Order:
         return isinstance(x, Lazy) and id(x.shard) in self._gathered
 
     def reduced(self, grads: Iterable[jax.Array]) -> None:
-        """Notes gradients that were reduced, or that are a part of what will be."""
+        """Records gradients that were reduced, or summands of gradients that will be."""
         self._reduced += [x for x in grads if not is_on_host(x)]
 
     def used(self, results: Sequence[Any]) -> None:
-        """Notes what was computed from the parameters that were gathered last."""
+        """Records a result computed from the parameters that were gathered last."""
         if self._uses and not self._uses[-1][1]:
             self._uses[-1][1].extend([x for x in results if _is_number(x)][:1])
 
     # What is about to happen.
 
     def before_use(self, leaves: list[Any]) -> list[Any]:
-        """Returns arrays and lazy parameters that are used together, waiting for their time.
+        """Returns arrays and lazy parameters that one equation uses, with the parameters waiting as needed.
 
-        A parameter that was gathered before waits for the arrays, or, with a limit, as all do, for earlier uses.
+        A parameter that was gathered before waits for the arrays. With a limit, all parameters wait for earlier uses.
         """
         again = {i: x for i, x in _cut(leaves).items() if self.was_gathered(x)}
         leaves, waits = self._within_limit(leaves)
@@ -143,7 +144,7 @@ class Order:
         return _replaced(leaves, again)
 
     def before_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
-        """Returns what a recomputed block gets, and whether its parameters may be gathered before it begins."""
+        """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
         again = [i for i, x in _cut(operands).items() if self.was_gathered(x)]
         operands, may_be_ahead = self._within_limit(operands)
         if not self._in_blocks:
@@ -158,14 +159,14 @@ class Order:
         return operands, may_be_ahead
 
     def before_loop(self, carry: list[Any]) -> list[Any]:
-        """Returns what a loop begins with."""
+        """Returns the initial carry of a loop, waiting for reduced gradients."""
         due, self._in_blocks, self._last, self._reduced = self._last + self._reduced, False, [], []
         return self._after(due, carry, [i for i, x in enumerate(carry) if _is_activation(x)])
 
     def before_turns(self, stacks: Sequence[Any], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
         """Returns the rows of stacks that are gathered before the first turn of a loop.
 
-        Those of stacks that were gathered before wait for what the loop begins with.
+        If a stack was gathered before, its row waits for the initial carry.
         """
         again = {i: x for i, x in rows.items() if self.was_gathered(stacks[i])}
         self.gathers(_cut(stacks).values())
@@ -175,10 +176,10 @@ class Order:
         return _replaced(values, delayed({i: values[i] for i in which}, due)) if self.waits else values
 
     def _within_limit(self, leaves: list[Any]) -> tuple[list[Any], bool]:
-        """Notes a use; with a limit, what it gathers waits until enough of the uses before are done.
+        """Records a use; with a limit, its gathers wait until enough earlier uses are done.
 
         Returns:
-          The values, and whether they wait and may be gathered ahead: what is more than the limit may not.
+          The values, and whether they wait and may be gathered ahead: more bytes than the limit may not.
         """
         cut = _cut(leaves)
         self.gathers(cut.values())
@@ -203,7 +204,7 @@ def _fenced(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[
 
 
 def delayed(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
-    """Returns arrays, and parameters with shards, that are there when others are: see [Note: Barriers and selects]."""
+    """Returns arrays, and parameters, that do not exist before others do: see [Note: Barriers and selects]."""
     firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]
     if not firsts:
         return dict(values)
@@ -213,16 +214,16 @@ def delayed(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[in
     def one(x: Any) -> Any:
         if isinstance(x, Lazy):
             return dataclasses.replace(x, shard=one(on_device(x.shard)))
-        # Behind a barrier, too, so that the selection is not merged into each of its uses.
+        # The barrier keeps compilers from merging the selection into each use.
         return lax.optimization_barrier(lax.select(jnp.broadcast_to(never, x.shape), jnp.zeros_like(x), x))
 
     return {i: one(x) for i, x in values.items()}
 
 
 def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns one element of each array of numbers: what waits for them waits for the arrays, or what makes them.
+    """Returns one element of each inexact array, the real part if it is complex; skips other and empty arrays.
 
-    Of complex numbers it is the real part; arrays of other types, or without elements, are left out.
+    A value that waits for the element waits for the array.
     """
     numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
     firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]

@@ -1,4 +1,7 @@
-"""What a loss returns: weighted sums, and auxiliary values with the way they are reduced over devices."""
+"""The values that a loss returns: weighted sums, and auxiliary values marked with their reduction over devices.
+
+In: `aux` of one device's rows. Out: `aux` of the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,11 @@ PyTree = Any
 class Weighted:
     """A loss as a weighted sum: the global loss is the sum of all `sum`s over the sum of all `weight`s.
 
-    Gives the exact token-weighted mean over devices and micro-batches where a mean of local means
-    would weight devices with few tokens too much. A total weight of zero skips the step.
+    This is the exact token-weighted mean over devices and micro-batches. A mean of local means would give devices with
+    few tokens too much weight. A total weight of zero skips the step.
 
     Attributes:
-      sum: Scalar, the sum of the local losses; this is what is differentiated.
+      sum: Scalar, the sum of the local losses; jzero differentiates this.
       weight: Scalar, the sum of the local weights, e.g. the number of tokens that count.
 
     Example:
@@ -64,7 +67,7 @@ class Summed:
     were), floating-point values in fp32 or wider.
 
     Attributes:
-      value: The local sum, any shape and numeric dtype; or a tree of such, each of which is summed.
+      value: The local sum, of any shape and numeric dtype; or a tree of such arrays, each of which is summed.
 
     Example:
       >>> int(jzero.Summed(jnp.array(3)).value)
@@ -77,10 +80,10 @@ class Summed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerExample:
-    """An auxiliary array with one row per example, which comes back for the whole batch.
+    """An auxiliary array with one row per example; the step returns the rows of the whole batch.
 
     Attributes:
-      value: `[local batch, ...]`; the result is `[global batch, ...]` in the order of the batch. Or a tree of such.
+      value: `[local batch, ...]`, or a tree of such arrays; the result is `[global batch, ...]` in batch order.
 
     Example:
       >>> jzero.PerExample(jnp.zeros((4, 2))).value.shape
@@ -93,7 +96,7 @@ class PerExample:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Synced:
-    """State that the loss carries on (batch statistics, counters): averaged if floating, else equal on all devices.
+    """State that the loss updates (batch statistics, counters): averaged if floating, else equal on all devices.
 
     Attributes:
       value: The local value. With several micro-batches the last one counts.
@@ -107,7 +110,7 @@ def _is_marked(x: Any) -> bool:
 
 
 def marked_leaves(aux: PyTree) -> PyTree:
-    """Returns `aux` with each mark around a tree around each of its leaves instead."""
+    """Returns `aux` with each mark around a tree moved to the leaves of the tree."""
 
     def spread(x: Any) -> Any:
         return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
@@ -116,11 +119,11 @@ def marked_leaves(aux: PyTree) -> PyTree:
 
 
 def check_aux(aux: PyTree, num_rows: int | None) -> None:
-    """Raises a `TypeError` that names each auxiliary leaf which cannot be reduced as it is.
+    """Raises a `TypeError` that names each auxiliary leaf that cannot be reduced.
 
     Args:
       aux: The auxiliary values as shapes.
-      num_rows: Examples that one call of the loss sees; `None` if the batch has no rows.
+      num_rows: Examples in one call of the loss; `None` if the batch has no rows.
     """
     bad = []
     for path, x in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_marked):
@@ -143,14 +146,14 @@ def check_aux(aux: PyTree, num_rows: int | None) -> None:
 
 
 def split_mutable(aux: PyTree, carried: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Returns the new values of `mutable` fields that a loss returned in `aux`, as `Synced`, and the rest of it.
+    """Splits `aux` into the new values of `mutable` fields, as `Synced`, and the rest.
 
     Args:
-      aux: What the loss returned beside the mean.
-      carried: What it was given of each field.
+      aux: The auxiliary values that the loss returned.
+      carried: The values of each field that the loss was given.
 
     Raises:
-      ValueError: A field did not come back in the structure, the shapes and the dtypes that it has.
+      ValueError: A field came back with another structure, shape or dtype.
     """
     given = aux if isinstance(aux, Mapping) else {}
     bad: list[str] = []
@@ -195,9 +198,9 @@ def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
 
 
 def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
-    """Reduces auxiliary values over devices and (stacked on dimension 0, if several) micro-batches.
+    """Reduces auxiliary values over devices and micro-batches; several micro-batches are stacked on dimension 0.
 
-    Sums are reckoned in fp32 or wider, and in 32-bit integers or wider; averages come back in the dtype that they had.
+    Sums are computed in fp32 or wider, and in 32-bit integers or wider; averages keep their dtype.
     """
     stacked = num_micro_batches > 1
 
@@ -219,7 +222,7 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
         wide = widen(x)
         if wide.dtype == x.dtype:
             return mean(x.mean(0) if stacked else x, wire)
-        # Divided first, since bf16 holds numbers whose sum fp32 does not.
+        # Divide first: the sum of large bf16 numbers can overflow fp32.
         wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches**stacked)
         return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
 
@@ -227,7 +230,7 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
 
 
 def _sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype that values are summed in over devices, which holds more than theirs."""
+    """Returns the dtype in which to sum values of `dtype` over devices: one with room for the sum."""
     if dtype == jnp.bool_:
         return jnp.int32
     if not jnp.issubdtype(dtype, jnp.integer):

@@ -1,6 +1,6 @@
-"""The loss before it is differentiated: what is computed again, and layers that do the same as calls of one function.
+"""Rewrites the loss before differentiation: adds checkpoints, and turns equal layers into calls of one function.
 
-In: the loss as a jaxpr. Out: a jaxpr of the same loss, in which loops and blocks stand in a `checkpoint`, so
+In: the loss as a jaxpr. Out: a jaxpr of the same loss, with loops and blocks inside `checkpoint`. So
 
     a = scan[jaxpr={ ... dot_general ... tanh ... }] x ws
 
@@ -8,15 +8,15 @@ becomes, with `remat="cheap"`,
 
     a = scan[jaxpr={ ... checkpoint[jaxpr={ ... dot_general ... tanh ... } policy=keeps_heavy] ... }] x ws
 
-Policies see whole parameters, never a gather.
+Checkpoint policies see whole parameters, never a gather.
 
 [Note: Repeated blocks]
-The layers of an unrolled model are the same equations again and again, see [Note: Blocks of unrolled models]. Those
-that do the same become calls of one `jax.jit`, around the `jax.checkpoint` of recomputed ones. Then jax differentiates
-one of them, the walk looks into one, and one is lowered; compilers put calls in line first. Layers that count as the
-same may differ in the scopes that they are in, which are entered around the call, so that profiles still tell them
-apart; in the numbers that random keys are folded with, which Flax makes of a layer's path and become inputs; and in
-source lines, which are those of the first.
+The layers of an unrolled model repeat the same equations, see [Note: Blocks of unrolled models]. Equal layers become
+calls of one `jax.jit`, with the `jax.checkpoint` of recomputed layers inside. So jax differentiates one layer, the walk
+enters one, and jax lowers one; compilers inline the calls before anything else. Equal layers may differ in three ways:
+in their scopes, which are entered around the call, so that profiles still tell layers apart; in the numbers that are
+folded into random keys, which Flax derives from a layer's path, and which become inputs; and in source lines, which
+are those of the first layer.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ BOUNDARY = "jzero_block_boundary"
 def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str] = ()) -> Callable[..., Any]:
     """Returns a policy for `jax.checkpoint` that keeps named activations in host memory until the backward pass.
 
-    Everything else is recomputed. Activations get names by `jax.ad_checkpoint.checkpoint_name(x, name)`. The policy is
-    for `jax.checkpoint(fn, policy=...)`, Flax's `nn.remat` and `nnx.remat`; gathered parameters are never kept, as with
-    any policy. `make_train_step(remat="offload")` does it for what goes from layer to layer of scanned models.
+    Everything else is recomputed. `jax.ad_checkpoint.checkpoint_name(x, name)` names an activation. The policy is for
+    `jax.checkpoint(fn, policy=...)`, Flax's `nn.remat` and `nnx.remat`. As with any policy, gathered parameters are
+    never kept. `make_train_step(remat="offload")` offloads the activations between the layers of scanned models.
 
     Args:
-      names: Activations that go to the host, one or several.
-      keep: Activations that are kept on the device.
+      names: Activations to keep on the host, one or several.
+      keep: Activations to keep on the device.
 
     Returns:
       The policy.
 
     Raises:
-      ValueError: There is no name, or a name is in both.
+      ValueError: There is no name, or a name is in both arguments.
 
     Example:
       >>> def layer(w, x):
@@ -100,15 +100,15 @@ def recomputes(eqn: Any) -> bool:
 def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> Any:
     """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
-    Looks into `jit`, `cond`, `scan` and `jax.checkpoint`; whatever else holds code stays as it is.
+    Enters `jit`, `cond`, `scan` and `jax.checkpoint`; other equations with jaxprs stay as they are.
 
     Args:
       jaxpr: A closed jaxpr.
-      remat: True: every pass of every scan that recomputes nothing yet keeps only what it is called with. "cheap": it
-        also keeps the results of heavy operations, and so does every block of equations that repeat, see [Note: Blocks
-        of unrolled models]; what does more than return its results, such as printing, is left as it is. "offload":
-        every pass of the outermost scans is recomputed, whatever the code says, and what it gets from the pass before
-        is kept in host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
+      remat: True: every iteration of a scan saves only its inputs, unless the scan already recomputes something.
+        "cheap": it also saves the results of heavy operations, and so does every repeated block of equations, see
+        [Note: Blocks of unrolled models]; scans and blocks with side effects, such as printing, stay as they are.
+        "offload": every iteration of the outermost scans is recomputed, whatever the code says, and its carry waits in
+        host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Example:
@@ -126,7 +126,7 @@ def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) ->
 
 
 def has_parts_to_recompute(jaxpr: Any) -> bool:
-    """Whether `remat="cheap"` changes anything: a scan, or a block that repeats, says nothing itself."""
+    """Whether `remat="cheap"` changes anything: whether some scan or repeated block has no checkpoint of its own."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     parts = parts_of(opened)
     if any(part.is_block and _is_free(part.eqns) for part in parts):
@@ -139,12 +139,12 @@ def has_parts_to_recompute(jaxpr: Any) -> bool:
 
 
 def _is_free(eqns: Sequence[Any]) -> bool:
-    """Whether equations may be recomputed, and say nothing about that themselves."""
+    """Whether equations may be recomputed, and have no checkpoints of their own."""
     return not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
 
 
 def _entered(eqn: Any) -> Sequence[Any]:
-    """The jaxprs of an equation that are looked into."""
+    """Returns the jaxprs of an equation that the rewrite enters."""
     kind = eqn.primitive.name
     return eqn.params["branches"] if kind == "cond" else [called(eqn)] if kind in CALLS else []
 
@@ -155,9 +155,9 @@ class _Rewrite:
 
     Attributes:
       remat: The option.
-      in_loop: Whether this is the body of a loop, in which nothing is shared: it is traced once.
-      structures: Numbers layers that do the same.
-      calls: The functions of calls, of which `jax.jit` keeps what is known.
+      in_loop: Whether this is a loop body, where no layers are shared, since it is traced once.
+      structures: Gives equal layers the same number.
+      calls: The functions of calls, kept so that `jax.jit` traces each once.
     """
 
     remat: Remat
@@ -166,7 +166,7 @@ class _Rewrite:
     calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr part by part: repeated blocks, and what lies around them."""
+        """Evaluates a jaxpr part by part: repeated blocks, and the equations around them."""
         if self.in_loop and self.remat != "cheap":
             return _compat.evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
@@ -191,7 +191,7 @@ class _Rewrite:
     def _shared(
         self, common: Common, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
     ) -> list[Any]:
-        """Calls the function of all jaxprs that do the same."""
+        """Calls the function that all equal jaxprs share."""
         key = self.remat, key, self.structures(common)
         if key not in self.calls:
 
@@ -257,12 +257,12 @@ class _Rewrite:
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         end = num_consts + num_carry
         consts, init, xs = inputs[:num_consts], inputs[num_consts:end], inputs[end:]
-        # What is carried unchanged stays so in plain sight.
+        # Values that are carried unchanged stay visibly unchanged.
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
 
         inner: Callable[[Any, Sequence[Any]], list[Any]]
         inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
-        if self.remat == "cheap":  # one checkpoint is enough: its policy is asked about loops inside, too
+        if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
             inner = functools.partial(_compat.evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:

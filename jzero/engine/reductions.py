@@ -1,23 +1,24 @@
-"""Which values of a differentiated loss are gradients on their way out, and how they leave.
+"""Finds the values of a differentiated loss that are gradients on their way out, and where to reduce each.
 
-In: a joint jaxpr and how its outputs leave. Out: for its variables how each leaves, and the equations that are done to
-shards. Here `d` is reduced, not `c` or `e`:
+In: a joint jaxpr and how its outputs leave. Out: for each of its gradients how it leaves, and the equations that run on
+shards. Here the walk reduces `d`, not `c` or `e`:
 
     c:f32[64,512] = dot_general[...] g x          # made
     d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device
-    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # done to the shard
+    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # runs on the shard
   in (loss, e)
 
 [Note: Reduced where it is made]
-Followed back from the outputs, a gradient is the result of a few operations that add, place or relabel (the transposes
-of what `on_shard` does to parameters), and before these of the operation that made it. It is reduced and cut right
-there, and those few are done to shards. So a loop that returns a stack of gradients stacks shards, and one that adds to
-the stack a layer at a time adds shards.
+Followed back from the outputs, a gradient passes a few operations that add, place or relabel (the transposes of those
+that `on_shard` applies to parameters), and ends at the operation that made it. The walk reduces and cuts it right
+there, and runs those few operations on shards. So a loop that returns a stack of gradients stacks shards, and a loop
+that adds to the stack layer by layer adds shards.
 
 [Note: Several uses]
 The gradients of a parameter's uses are summed first and reduced once: that holds one whole gradient between the uses,
-and sends each element once. Two cases are reduced one by one: parts of a stack, which together are the stack; and, from
-stage 2 on, uses with a loop between them, which would hold the whole gradient beside the activations of that loop.
+and sends each element once. There are two exceptions, each reduced one by one: parts of a stack, which together make
+the stack; and, from stage 2 on, uses with a loop between them, since the whole gradient would stay in memory beside the
+activations of that loop.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ Jaxpr = Any
 
 
 class Reductions(NamedTuple):
-    """What of a jaxpr's values are gradients on their way out.
+    """The gradients among a jaxpr's values.
 
     Attributes:
-      leaving: How each leaves. In the walk, those with a `Reduction` are shards.
-      on_shards: The equations that are done to shards, by index.
+      leaving: For each gradient, how it leaves. In the walk, gradients with a `Reduction` are shards.
+      on_shards: The equations that run on shards, by index.
     """
 
     leaving: dict[Any, Leaving]
@@ -53,12 +54,12 @@ class Reductions(NamedTuple):
 def reductions(
     jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: Mapping[Any, Reduction] | None = None
 ) -> Reductions:
-    """Returns what leaves, see [Note: Reduced where it is made].
+    """Finds the gradients of a jaxpr, see [Note: Reduced where it is made].
 
     Args:
       jaxpr: An open jaxpr.
-      wanted: For each output how it leaves, if it does.
-      given: Inputs that are shards already.
+      wanted: For each output that is a gradient, how it leaves; else `None`.
+      given: Inputs that are already shards, with their reductions.
 
     Example:
       >>> from jzero.arrays.collectives import Wire
@@ -86,7 +87,7 @@ def reductions(
 
 
 class Search:
-    """What has been found so far, going back through the equations of a jaxpr."""
+    """A search backward through the equations of a jaxpr, with its findings so far."""
 
     def __init__(self, jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: dict[Any, Reduction]) -> None:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
@@ -99,7 +100,7 @@ class Search:
         self._first: dict[Any, int] = {}
 
     def equation(self, i: int, eqn: Equation) -> None:
-        """Looks at what makes a gradient."""
+        """Visits an equation whose result is a gradient."""
         leaving = self.leaving[eqn.outvars[0]]
         if isinstance(leaving, Part):
             if eqn.primitive.name == "add_any":
@@ -111,7 +112,7 @@ class Search:
             self.leaving |= {eqn.invars[j]: x for j, x in found.inputs.items()}
 
     def scan(self, eqn: Equation) -> None:
-        """What a loop adds to leaves before it, if its turns can add shards."""
+        """Visits a scan: if its turns can add shards to a carried gradient, the initial one is a shard, too."""
         num_consts, num_carry = _compat.scan_groups(eqn)
         for k, (out, start) in enumerate(zip(eqn.outvars[:num_carry], eqn.invars[num_consts:], strict=False)):
             leaving = self.leaving.get(out)
@@ -123,11 +124,11 @@ class Search:
         return not _compat.is_literal(atom) and self.uses[atom] == 1 and (atom in self.made or atom in self.given)
 
     def maker(self, atom: Any) -> Equation | None:
-        """The equation that made a value."""
+        """Returns the equation that made a value; `None` for literals and inputs."""
         return None if _compat.is_literal(atom) or atom not in self.made else self.eqns[self.made[atom]]
 
     def first_made(self, atom: Any) -> int:
-        """Where the first of what is summed in a gradient was made, before it was relabelled; -1 before the program."""
+        """Returns the index of the first equation that made a summand of a gradient; -1 for inputs and literals."""
         if _compat.is_literal(atom) or atom not in self.made:
             return -1
         if atom not in self._first:
@@ -137,7 +138,7 @@ class Search:
         return self._first[atom]
 
     def have_loop_between(self, x: Any, y: Any) -> bool:
-        """Whether a loop stands between what made two gradients, or makes the second."""
+        """Whether a loop stands between the equations that made two gradients, or makes the second."""
         first, second = sorted(map(self.first_made, (x, y)))
         return any(first < i <= second for i in self.loops)
 
@@ -149,7 +150,7 @@ class Search:
         return maker is not None and maker.primitive.name == "broadcast_in_dim" and self.is_zero(maker.invars[0])
 
     def is_part(self, atom: Any, leaving: Reduction) -> bool:
-        """Whether a gradient is one of a part, with zeros around, of which a shard can be cut."""
+        """Whether a gradient is that of a part of a parameter, padded with zeros, and can be cut into shards."""
         eqn = self.maker(atom)
         if eqn is None:
             return False
@@ -159,7 +160,7 @@ class Search:
 
 
 def _has_loop(eqn: Equation) -> bool:
-    """Whether an equation is a scan, or holds one."""
+    """Whether an equation is a scan, or contains one."""
     if eqn.primitive.name == "scan":
         return True
     return any(_has_loop(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns)
@@ -177,7 +178,7 @@ def _adds_shards(eqn: Equation, index: int, leaving: Reduction) -> bool:
 
 
 def _num_reduced(jaxpr: Jaxpr, found: Reductions) -> int:
-    """Returns how many elements are reduced where they are made, in calls, too."""
+    """Returns the number of elements that are reduced where they are made, including those in calls."""
     number = 0
     for i, eqn in enumerate(jaxpr.eqns):
         wanted = [found.leaving.get(v) for v in eqn.outvars]

@@ -1,4 +1,4 @@
-"""The roles of a parameter: all that differs between ZeRO's stages.
+"""The roles of a parameter: everything that differs between ZeRO's stages.
 
     role                    held   the loss gets     its gradient is                    stage
     REPLICATED              whole  the array         all-reduced at the end             0; leaves too small to cut
@@ -7,7 +7,8 @@
     SHARDED                 shard  a lazy parameter  reduce-scattered where it is made  3
     SHARDED_REDUCED_AT_END  shard  a lazy parameter  reduce-scattered at the end        3 with `reduce="last"`
 
-In: a parameter's plan. Out: how the walk takes it, and how its gradient leaves. "The end" is after all micro-batches.
+In: a parameter's plan. Out: its value in the walk, and the reduction of its gradient. "At the end" means after all
+micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Parameter", "Role"]
 
 
 class Role(enum.Enum):
-    """What a parameter is to the loss: `(is held as a shard, its gradient is cut, and reduced as it is made)`."""
+    """A parameter's role: `(is held as a shard, its gradient is cut, its gradient is reduced as it is made)`."""
 
     REPLICATED = (False, False, False)
     REDUCED_AT_END = (False, True, False)
@@ -41,7 +42,7 @@ class Role(enum.Enum):
 
     @classmethod
     def of(cls, leaf: LeafPlan, wire: Wire) -> Role:
-        """Returns the role that a plan gives to a parameter."""
+        """Returns the role of a parameter, given its plan."""
         is_cut = leaf.grad.cut is not None
         return cls((leaf.param.cut is not None, is_cut, is_cut and not wire.reduce_last))
 
@@ -53,9 +54,9 @@ class Parameter:
     Attributes:
       leaf: Its layout.
       mesh: The mesh.
-      wire: How it travels.
+      wire: How collectives move it.
       stage: The stage.
-      to_host: Whether its gradient leaves for the host as soon as it is reduced.
+      to_host: Whether its gradient moves to the host as soon as it is reduced.
     """
 
     leaf: LeafPlan
@@ -66,7 +67,7 @@ class Parameter:
 
     @property
     def role(self) -> Role:
-        """What it is to the loss."""
+        """Its role."""
         return Role.of(self.leaf, self.wire)
 
     @property
@@ -76,12 +77,12 @@ class Parameter:
 
     @property
     def leaving(self) -> Leaving | None:
-        """How its gradient leaves in the walk; `None` if that is all-reduced."""
+        """How the walk handles its gradient; `None` if it is all-reduced after the walk."""
         is_held_cut, is_cut, as_made = self.role.value
         cut = self.leaf.grad.for_collectives(self.mesh)
         if not is_cut or cut is None:
             return None
-        # At stage 3 parameters that stay whole are small: to wait for a norm beside the head exposes communication.
+        # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not as_made:
             return Part(is_awaited)
@@ -90,26 +91,26 @@ class Parameter:
 
     @property
     def kept_dtype(self) -> Any:
-        """What its reduced gradient is kept and summed in: 8 bits have no room for a sum."""
+        """The dtype in which its reduced gradient is kept and summed: 8 bits have no room for a sum."""
         dtype = self.leaf.grad.dtype
         return wide_dtype(dtype) if is_float8(dtype) else dtype
 
     def like_gradient(self) -> jax.ShapeDtypeStruct:
-        """Returns what the walk returns of its gradient."""
+        """Returns shape and dtype of its gradient as the walk returns it."""
         if isinstance(self.leaving, Reduction):
             return jax.ShapeDtypeStruct(self.leaving.cut.shard_shape, self.leaving.dtype)
         return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)
 
     def value(self, stored: jax.Array) -> Any:
-        """Returns the parameter as the walk takes it."""
+        """Returns the parameter as an input of the walk: lazy if it is cut, else an array."""
         cut = self.leaf.param.for_collectives(self.mesh)
-        if cut is None:  # stored as the loss sees it, but for parameters that are not trained
+        if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
         dtype = jnp.dtype(self.leaf.compute_dtype)
         return Lazy(stored, None, cut, self.wire, dtype, dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
-        """Returns the gradient that the walk made, reduced over all devices, in the plan's layout."""
+        """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
         cut = self.leaf.grad.for_collectives(self.mesh)
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)

@@ -1,15 +1,15 @@
-"""How the walk looks inside of equations that hold jaxprs, and what lazy parameters may pass as they are.
+"""Rules of the walk for equations that contain jaxprs, and for equations that lazy parameters pass unchanged.
 
-In: an equation, its inputs, and how its outputs leave. Out: its outputs, as they leave. Each rule is a function, in
-`RULES` by the name of its primitive. So a recomputed block gathers inside, once for both of its passes:
+In: an equation, its inputs, and how its outputs leave. Out: its outputs, gradients reduced. `RULES` maps the names of
+primitives to rules. So a recomputed block gathers inside, once for its recomputation and its backward pass:
 
     c = checkpoint[jaxpr={ lambda ; a:f32[512,64] b:f32[8,512]. let ... }] w x
 
 is evaluated in place, with `w` lazy, behind a barrier that keeps the compiler from merging it with its forward pass.
 
 [Note: Branches and loops]
-Devices may take different branches of a `cond`, or different numbers of turns of a `while`; a collective inside
-would hang. Parameters are made whole before such an equation, gradients reduced after it.
+Devices may take different branches of a `cond`, or run different numbers of iterations of a `while`; a collective
+inside would hang. So the walk gathers parameters before such an equation, and reduces gradients after it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-    """A long call stays a call, where nothing in it has to know what is outside."""
+    """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
     jaxpr = called(eqn)
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
     returned = eqn.params.get("out_shardings") or [None] * len(wanted)
@@ -87,19 +87,19 @@ def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wan
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """A value that a function returns while it is traced, in place of an array."""
+    """A static value that a function returns from its trace, instead of an array."""
 
     value: Any
 
 
 def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
-    """Calls the function of a jaxpr, one for each way to call it, of which `jax.jit` tells layouts of inputs apart."""
+    """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
     bundle = Bundle.of(inputs)
     is_block = any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns)
     if is_block:
         leaves, _ = walk.order.before_block(list(bundle.leaves))
         bundle = Bundle(tuple(leaves), bundle.template)
-    # What was gathered before the call is gathered behind a barrier in it, as elsewhere.
+    # Parameters that were gathered before the call are gathered behind a barrier inside it, as elsewhere.
     again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
     inside = tuple(None if isinstance(how, Part) else how for how in wanted)
     key = id(jaxpr), again, inside
@@ -107,7 +107,7 @@ def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tu
         walk.cache[key] = _function(walk, eqn, jaxpr, again, inside)
     outputs, gathered = walk.cache[key](bundle)
     walk.order.gathers(bundle.leaves[i] for i in gathered.value)
-    # A shard that the function returns is the one that it was given, so that it is known again.
+    # If the function returns one of its input shards, the result is that input itself, so that the walk recognizes it.
     arrays = jax.tree.leaves(bundle)
     places = jax.tree.map(
         lambda x: arrays[x.value] if isinstance(x, _Static) else x, outputs, is_leaf=lambda x: isinstance(x, _Static)
@@ -118,8 +118,8 @@ def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tu
 
 
 def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
-    """Returns the function of a jaxpr: of a bundle to a bundle, and which of its leaves it gathers."""
-    anew = walk.in_call([])  # the function outlives this walk, and must not hold what it traces
+    """Returns a jaxpr's function, from a bundle to a bundle and the indices of the leaves that it gathers."""
+    anew = walk.in_call([])  # the function outlives this walk, so it must not hold the walk's tracers
 
     def call(bundle: Bundle) -> Any:
         inner = anew.in_call([bundle.leaves[i] for i in again])
@@ -136,18 +136,18 @@ def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wan
 
 
 def _is_recomputed(eqn: Equation) -> bool:
-    """Whether an equation is a block that `jax.checkpoint` has put into the backward pass."""
+    """Whether an equation is a block that `jax.checkpoint` recomputes in the backward pass."""
     return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])
 
 
 def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-    """A block that is evaluated in place; what it gathers is held to its end."""
+    """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
     given = eqn.params["prevent_cse"]
     if _is_recomputed(eqn):
         bundle = Bundle.of(inputs)
         leaves, may_be_ahead = walk.order.before_block(list(bundle.leaves))
         if given if isinstance(given, bool) else any(given):
-            # Parameters that are kept from the forward pass, or that wait already, stay what they are.
+            # Parameters that are kept from the forward pass, or that already wait, stay as they are.
             stays = walk.keeps_passes or may_be_ahead
             leaves = _behind_a_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
         inputs = Bundle(tuple(leaves), bundle.template).values()
@@ -160,7 +160,7 @@ def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any
 
 
 def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
-    """Returns values, none of which is there before all are, nor is merged with what was made of them before."""
+    """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
     def near(x: Any) -> Any:
         return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, Lazy) else x
@@ -173,7 +173,7 @@ def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
     return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]
 
 
-# What parameters may pass as they are.
+# Equations that lazy parameters pass unchanged.
 
 
 def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ def _constraint(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
 
 
 def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
-    """Branches return what the backward pass needs of either; that of the other is empty. Parameters stay lazy."""
+    """Evaluates a `cond`, whose branches return each other's residuals as empty values. Parameters stay lazy."""
     lazily: list[Any] = [None] * len(eqn.outvars)
     if any(map(is_lazy, inputs)):
         by_branch = [_of_parameters(branch, inputs[1:]) for branch in eqn.params["branches"]]
@@ -204,7 +204,7 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
 
 
 def _of_parameters(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Returns for each output of a branch the lazy value that it is, `_EMPTY` if it is nothing, else `None`."""
+    """Returns, for each output of a branch, its lazy value, `_EMPTY` if the branch leaves it empty, else `None`."""
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     known = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if is_lazy(x)}
     for eqn in jaxpr.eqns:
@@ -218,7 +218,7 @@ def _of_parameters(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
-    """The loss's own `shard_map`, on the mesh of the step."""
+    """Applies the loss's own `shard_map`, on the mesh of the step."""
     axes = _compat.shard_map_axes(eqn)
     if axes & walk.axes:
         raise ValueError(
@@ -256,7 +256,7 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
 
 
 def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Returns the results of a `shard_map` that are parameters cast to vary, for its backward pass: copies of them."""
+    """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
     found: dict[Any, Any] = {
         v: (x, spec) for v, x, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True)
@@ -280,7 +280,7 @@ def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _leaving(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
-    """Returns a rule whose gradients are reduced after it."""
+    """Returns a rule that reduces gradients after the equation."""
 
     def whole_rule(walk: Walk, eqn: Equation, inputs: list[Any], _: list[Any], wanted: list[Any]) -> list[Any]:
         return [walk.leave(x, how) for x, how in zip(rule(walk, eqn, inputs), wanted, strict=True)]
@@ -294,7 +294,7 @@ RULES: dict[str, Rule] = {
     "scan": scan,
     "cond": _leaving(_cond),
     "optimization_barrier": _leaving(_barrier),
-    # jax puts it where a mesh is set; no axis has to be named that way.
+    # jax adds it if a mesh is set; here it changes nothing, since no axis is explicit.
     "reshard": _leaving(lambda walk, eqn, inputs: inputs[:1]),
     "shard_map": _leaving(_shard_map),
     "sharding_constraint": _leaving(_constraint),

@@ -1,12 +1,12 @@
-"""The loss as a jaxpr: whole parameters, and one device's rows of the batch.
+"""Traces the loss as a jaxpr over whole parameters and one device's rows of the batch.
 
-In: `loss_fn(params, batch[, rng])` and the plan. Out: a jaxpr over the leaves of parameters in their natural shapes and
-in the dtype in which the loss sees them, of carried state, batch and key. With 8 devices and a batch of 32 rows,
+In: `loss_fn(params, batch[, rng])` and the plan. Out: a jaxpr over the leaves of parameters, carried state, batch and
+key. Parameters have their natural shapes and the compute dtype. With 8 devices and a batch of 32 rows,
 
     loss_fn = lambda params, batch: ((batch @ params["w"]) ** 2).mean()
 
-is `{ lambda ; a:f32[512,64] b:f32[4,512]. let ... in (c,) }`. It names ZeRO's axes where the loss does, and nothing of
-how parameters are stored.
+is `{ lambda ; a:f32[512,64] b:f32[4,512]. let ... in (c,) }`. The jaxpr names ZeRO's axes where the loss does, and does
+not know how parameters are stored.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ __all__ = [
 PyTree = Any
 
 FROZEN = "frozen"
-"""Name of the carried state that holds parameters which no optimizer knows."""
+"""Name of the carried state that holds parameters outside the optimizer."""
 
 
 class LossInputs(NamedTuple):
-    """What a loss is evaluated on.
+    """The inputs of a loss.
 
     Attributes:
       params: The parameters as stored.
       carried: State that the loss reads and changes, by name; whole on every device.
       batch: The global batch.
-      rng: A PRNG key, to be folded with the index of the device, or `None`.
-      loss_scale: What the loss is multiplied with before it is differentiated, or `None`.
+      rng: A PRNG key, into which each device folds its index, or `None`.
+      loss_scale: The factor of the loss before differentiation, or `None`.
     """
 
     params: PyTree
@@ -65,12 +65,12 @@ class TracedLoss:
     """A loss as a jaxpr over whole parameters and one device's part of the batch.
 
     Attributes:
-      jaxpr: Its inputs are the leaves of params, carried state, batch and rng, in this order; its outputs
+      jaxpr: Its inputs are the leaves of params, carried state, batch and rng, in this order; its outputs are
         the leaves of `out_shape`.
       out_shape: `(loss, aux)` as shapes.
-      num_inputs: Leaves of params, carried state, batch and rng.
+      num_inputs: The number of leaves of params, carried state, batch and rng.
       batch_specs: How each leaf of the batch is split.
-      remat: What is recomputed: the option, or what it comes to where it is `None`.
+      remat: The recomputation, with the default resolved.
     """
 
     jaxpr: Any
@@ -81,7 +81,7 @@ class TracedLoss:
 
 
 def axis_env(plan: ZeroPlan) -> list[tuple[str, int]]:
-    """Returns the names and sizes of ZeRO's axes, which the loss may name."""
+    """Returns the names and sizes of ZeRO's axes, which the loss may use."""
     return [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
 
 
@@ -93,7 +93,7 @@ def trace_loss(
     accumulate_steps: int = 1,
     remat: Remat | None = None,
 ) -> TracedLoss:
-    """Traces `loss_fn` over whole parameters and the part of the batch that one device sees at once."""
+    """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch."""
     batch, rng = inputs.batch, inputs.rng
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     local = jax.tree.map(
@@ -120,7 +120,7 @@ def trace_loss(
 
 
 def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -> tuple[Any, PyTree]:
-    """Returns a function's jaxpr, and what it returns as shapes."""
+    """Returns a function's jaxpr, and the shapes of its results."""
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
     except NameError as error:
@@ -151,7 +151,7 @@ def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -
 
 
 def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
-    """Returns what is done about recomputation, which by default goes with gathering again."""
+    """Returns `remat` with the default resolved: "cheap" if parameters are gathered again, else "as_written"."""
     if remat is None and not plan.regathers:
         return "as_written"
     if remat not in (None, "cheap") or has_parts_to_recompute(jaxpr):
@@ -166,7 +166,7 @@ def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
 
 
 def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf | None]:
-    """Returns for each leaf of the carried state its layout if it is a frozen parameter, else `None`."""
+    """Returns, for each leaf of the carried state, its layout if it is a frozen parameter, else `None`."""
     frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
     return [
         leaf
@@ -176,7 +176,7 @@ def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf
 
 
 def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Returns the carried state as the loss sees it."""
+    """Returns the shapes of the carried state as the loss sees it."""
     frozen = {name: jax.tree.map(unboxed, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
     leaves, treedef = jax.tree.flatten({**carried, **frozen})
     shapes = [

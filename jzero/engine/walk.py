@@ -1,6 +1,7 @@
-"""The walk: parameters are made whole where an equation uses them, gradients are reduced where one makes them.
+"""The walk: gathers parameters where an equation uses them, reduces gradients where an equation makes them.
 
-In: the joint jaxpr, with lazy parameters, and how its outputs leave. Out: its outputs; gradients as shards. So
+In: the joint jaxpr, lazy parameters, and the reduction of each output that is a gradient. Out: its outputs, gradients
+as shards. So
 
     b:f32[8,64] = dot_general[...] x w          # w: [512, 64]
     ...
@@ -14,13 +15,13 @@ becomes, on each of N devices,
     c = dot_general(x, g)
     d = psum_scatter(c)         # [512, 64] -> [512/N, 64]
 
-Forward and backward pass are equations of one program, and nothing of what the walk emits is differentiated. So when a
-parameter is gathered again, or a gradient reduced, is a matter of which equation reads what, and of `order`.
+Forward and backward pass are equations of one program, and the walk's own output is never differentiated. So data
+dependence and `order` alone decide when a parameter is gathered again, or a gradient reduced.
 
 [Note: Short reuse]
-A whole parameter is kept until an equation gathers another one, or the backward pass begins, which the loss's largest
-activations are near. So a weight that is computed from itself, such as a normalized one, is gathered once. In a turn of
-a loop, and in a recomputed block, it is kept to their end.
+A whole parameter is kept until an equation gathers another one, or until the backward pass begins, since the loss's
+largest activations are near there. So a weight that several equations read in a row, such as one divided by its norm,
+is gathered once. Loop bodies and recomputed blocks keep parameters to their end.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ Wanted = Sequence[Leaving | None]
 
 
 class Held:
-    """The whole parameters that are kept for equations to come, see [Note: Short reuse].
+    """Whole parameters kept for later equations, see [Note: Short reuse].
 
     Attributes:
-      keeps: Whether all are kept, to the end of the walk.
+      keeps: Whether to keep all of them to the end of the walk.
     """
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
-        self._whole: dict[Any, dict[Any, jax.Array]] = {}  # by parameter and the dtype that travelled
-        self._alive: dict[Any, Any] = {}  # shards, whose identities are keys
+        self._whole: dict[Any, dict[Any, jax.Array]] = {}  # by parameter and the dtype of the gather
+        self._alive: dict[Any, Any] = {}  # keeps shards alive, since their identities are keys
 
     def filled(self, x: Any) -> Any:
-        """Returns `x`; a parameter that is kept comes whole."""
+        """Returns `x`, with the whole array if it is a kept parameter."""
         if not isinstance(x, Lazy) or not is_cut(x):
             return x
         found = self._whole.get(x.key, {})
@@ -69,11 +70,11 @@ class Held:
         return x if whole is None else dataclasses.replace(x, whole=whole)
 
     def whole_of(self, x: Any) -> jax.Array | None:
-        """Returns what is kept of a parameter."""
+        """Returns the kept array of a parameter, if any."""
         return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, Lazy) else None
 
     def keep(self, params: Sequence[Lazy]) -> None:
-        """Keeps parameters that have been made whole for one equation; drops the others, if not all are kept."""
+        """Keeps parameters that were gathered for one equation; drops the others, unless all are kept."""
         new = [x for x in params if x.wire_dtype not in self._whole.get(x.key, {})]
         if new and not self.keeps:
             needed = {x.key for x in params}
@@ -84,7 +85,7 @@ class Held:
             self._alive[x.key] = x.shard
 
     def drop(self) -> None:
-        """Drops what is not kept to the end."""
+        """Drops all parameters, unless they are kept to the end."""
         if not self.keeps:
             self._whole = {}
 
@@ -94,14 +95,14 @@ class Walk:
     """A walk over one sequence of equations.
 
     Attributes:
-      axes: The mesh axes that are manual: ZeRO's and the replicas'.
-      order: What happened so far, and what gathers wait for.
+      axes: The manual mesh axes: ZeRO's and the replicas'.
+      order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
       keeps_passes: Whether parameters are kept from the forward to the backward pass (`reshard_after_forward=False`).
-      depth: How many loops this is inside of.
-      found: Of which stacks rows were gathered, and the dtypes that travelled, in their order.
-      meshes: What the jaxprs of this trace say about meshes.
-      cache: The functions of this trace's calls, and which warnings it gave; lives as long as the trace.
+      depth: How many loops enclose this walk.
+      found: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
+      meshes: Mesh facts about the jaxprs of this trace.
+      cache: Functions of this trace's calls, and the warnings already given; lives as long as the trace.
     """
 
     axes: frozenset[str]
@@ -115,16 +116,16 @@ class Walk:
 
     @classmethod
     def start(cls, axes: frozenset[str], order: Order | None = None, *, keeps: bool = False) -> Walk:
-        """Returns the walk over a program; `keeps`: parameters are kept from their first use to the end."""
+        """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
         return cls(axes, order or Order(), Held(keeps=keeps), keeps_passes=keeps)
 
     def inside(self, *, of_loop: bool = False) -> Walk:
-        """Returns the walk over a recomputed block, or a turn of a loop: parameters are kept to its end."""
+        """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
         of_body = dataclasses.replace(self, order=self.order.inside(), held=Held(keeps=True), keeps_passes=False)
         return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
 
     def in_call(self, gathered: Sequence[Lazy]) -> Walk:
-        """Returns the walk over a function that is called; `gathered` of its inputs have been gathered before."""
+        """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
         return dataclasses.replace(self, order=self.order.in_call(gathered), held=Held(keeps=False))
 
     def __call__(
@@ -135,11 +136,11 @@ class Walk:
         Args:
           jaxpr: The jaxpr, open or closed.
           inputs: Arrays, lazy values, or shards of gradients.
-          wanted: For each output how it leaves, if it is a gradient: it is returned as a shard.
-          given: The same of inputs that are shards.
+          wanted: For each output that is a gradient, how it leaves; a `Reduction` returns a shard.
+          given: For each input that is a shard, how it was reduced.
 
         Returns:
-          The outputs, lazy where they are made of parameters alone.
+          The outputs, lazy if they are made of parameters alone.
         """
         closed, (jaxpr, _) = jaxpr, _compat.open_jaxpr(jaxpr)
         shards = {v: x for v, x in zip(jaxpr.invars, given, strict=False) if x is not None}
@@ -169,7 +170,7 @@ class Walk:
             is_of_mesh = name == "reshard" or names_mesh(eqn) or self.meshes.in_equation(eqn).carried
             if lazy or is_of_mesh or any(w is not None for w in wanted):
                 return rule(self, eqn, inputs, arriving, wanted)
-        # What is made of literals alone, such as a mask, is made where it is used, too: jax has moved it out of loops.
+        # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
         elif (lazy and not any(isinstance(x, Rows) for x in inputs)) or all(map(is_constant, inputs)):
             kept = on_shard(eqn, inputs) or defer(eqn, inputs)
             if kept is not None:
@@ -177,7 +178,7 @@ class Walk:
         return [self.leave(x, w) for x, w in zip(bind_whole(self, eqn, inputs), wanted, strict=True)]
 
     def leave(self, x: Any, how: Leaving | None) -> Any:
-        """Reduces a gradient as it is wanted."""
+        """Reduces a gradient if `how` is a reduction; returns other values as they are."""
         if how is None:
             return x
         (x,) = self.whole([x])
@@ -186,7 +187,7 @@ class Walk:
         return reduced
 
     def note(self, grads: Sequence[Any], wanted: Wanted, *, of_block: bool = False) -> None:
-        """Notes gradients that are on their way out, for passes that wait for them; of a block for all."""
+        """Records gradients for the passes that wait for them: the awaited ones, or all of a block's."""
         awaited = [x for x, how in zip(grads, wanted, strict=True) if how is not None and (of_block or how.is_awaited)]
         self.order.reduced(awaited)
 
@@ -195,7 +196,7 @@ class Walk:
         return self.whole(self(jaxpr, inputs))
 
     def whole(self, values: Sequence[Any]) -> list[Any]:
-        """Returns values that are used together, whole: the only place where parameters are gathered."""
+        """Returns values that are used together, whole. This is the only place where parameters are gathered."""
         values = [self._all_rows(x) if isinstance(x, Rows) else x for x in values]
         if not any(map(is_lazy, values)):
             return values
@@ -203,7 +204,7 @@ class Walk:
         leaves = list(map(self.held.filled, bundle.leaves))
         self.found += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, Lazy)]
-        made: dict[Any, jax.Array] = {}  # of parameters that differ in nothing but what they are cast to in the end
+        made: dict[Any, jax.Array] = {}  # shared by parameters that differ only in their final dtype
         for i, x in enumerate(self.order.before_use(leaves)):
             if not isinstance(x, Lazy):
                 leaves[i] = x
@@ -215,7 +216,7 @@ class Walk:
         return Bundle(tuple(leaves), bundle.template).computed()
 
     def _all_rows(self, x: Rows) -> jax.Array:
-        """Returns all rows, whole, of what a loop returned."""
+        """Returns all rows of a loop's result, whole."""
         stacks, shared = self.whole(x.stacks), self.whole(x.shared)
         of_whole = dataclasses.replace(x, shared=tuple(shared))
         return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).computed()[0])(stacks)

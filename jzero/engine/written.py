@@ -1,14 +1,15 @@
-"""What the loss wrote into the variables of a model, told from what it only handed through.
+"""Tells the variables that the loss wrote from those that it only passed through.
 
-In: a traced loss whose `aux` holds `Written` pairs, what a variable holds after the loss and before it. Out: the loss
-without the pairs that are the same value, and with `Synced` in place of the others.
+In: a traced loss whose `aux` holds `Written` pairs, the values of a variable after and before the loss. Out: the loss
+without the pairs of equal values, and with `Synced` instead of the others.
 
-A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from it, so
-that in the trace each is a new value. In the jaxpr it is not: what comes out of
+A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from the
+function, so each becomes a new value in the trace. The jaxpr shows that it is not new: the first result of
 
     c = checkpoint[jaxpr={ lambda ; a:f32[8,4] b:f32[8,4]. let ... in (a, ...) }] w x
 
-is `w`. Without this each parameter of such a part would leave the step whole, to be written back as it was.
+is `w`. If jzero did not see that, each parameter of such a part would leave the step whole, and be written back
+unchanged.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Written:
     """A variable of the model.
 
     Attributes:
-      value: What it holds after the loss.
-      before: What it held before.
+      value: Its value after the loss.
+      before: Its value before the loss.
     """
 
     value: jax.Array
@@ -48,10 +49,10 @@ class Written:
 
 
 def written_alone(traced: TracedLoss) -> TracedLoss:
-    """Returns a traced loss that returns only those `Written` values which differ from what was there before.
+    """Returns a traced loss that returns only those `Written` values that differ from the ones before.
 
     Raises:
-      ValueError: The loss writes a random key, of which each device has another.
+      ValueError: The loss writes a random key, which differs between devices.
     """
     treedef: Any
     found, treedef = jax.tree_util.tree_flatten_with_path(traced.out_shape, is_leaf=_is_written)
@@ -85,7 +86,7 @@ def _is_written(x: Any) -> bool:
 
 
 def _roots(jaxpr: Jaxpr) -> list[Atom]:
-    """Returns for each output where its value comes from: an input, or what an equation made first."""
+    """Returns the origin of each output: an input, or the result of the equation that made the value."""
     origin: dict[Any, Any] = {}
 
     def root(atom: Atom) -> Atom:
@@ -99,14 +100,14 @@ def _roots(jaxpr: Jaxpr) -> list[Atom]:
 
 
 def _handed_through(eqn: Equation) -> Sequence[int | None]:
-    """Returns for each output of an equation which of its inputs it is, by number; `None` for a new value."""
+    """Returns, for each output of an equation, the index of the input that it equals; `None` for a new value."""
     name = eqn.primitive.name
     if name in RUNS:
         return _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
     if name == "scan":
         first, num_carry = _compat.scan_groups(eqn)
         found = _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
-        # Carried values that each turn hands on in their place, and rows that it returns as they come.
+        # Equal are a carried value that the body returns in its place, and a stack whose rows the body returns.
         carried = [j if j == first + i else None for i, j in enumerate(found[:num_carry])]
         return [*carried, *(j if j is not None and j >= first + num_carry else None for j in found[num_carry:])]
     if name == "while":

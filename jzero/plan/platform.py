@@ -1,6 +1,6 @@
-"""What the compilers of CPUs, GPUs and TPUs do differently, as far as jzero's programs depend on it: one row each.
+"""How the compilers for CPUs, GPUs and TPUs differ, as far as jzero's programs depend on it: one row for each.
 
-Found by compiling and by the benchmarks in `benchmarks/`; the notes that the attributes name tell the figures.
+The facts come from compiled programs and from `benchmarks/`; the notes that the attributes name give figures.
 """
 
 from __future__ import annotations
