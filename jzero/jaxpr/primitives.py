@@ -106,8 +106,8 @@ REMAT = named(Trait.REMAT)
 RUNS = named(Trait.CALL | Trait.CUSTOM | Trait.REMAT)
 
 CHEAP = named(Trait.ELEMENTWISE | Trait.LAYOUT)
-"""Operations that cost little compared with the gather of their operands. Applied to parameters alone, they are repeated
-at each use; keeping the result would keep an array of whole size."""
+"""Operations that cost little compared with the gather of their operands. Applied to parameters alone, they are
+repeated at each use; keeping the result would keep an array of whole size."""
 
 LIGHT = CHEAP | named(Trait.REDUCTION | Trait.BOOKKEEPING) | {"custom_jvp_call"}
 """Takes little more time than reading the operands: recomputed in the backward pass. All others are heavy, unknown

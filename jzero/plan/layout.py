@@ -1,27 +1,26 @@
-"""Where each leaf is cut, padded or kept whole. Pure arithmetic on shapes; touches no device.
+"""Chooses where each leaf is cut or padded, or keeps it whole. Pure arithmetic on shapes; touches no device.
 
 [Note: Which dimension is cut]
 A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest.
-Dimensions that another mesh axis already shards, and the dimension that a scan runs over, do not take part. If N
-divides none, the leaf is padded on the dimension that wastes least, and if that wastes more than `MAX_PADDING` of it,
-all of its dimensions (those behind a scan dimension) are flattened into one and that is padded. A leaf of fewer
-elements than devices stays whole: some devices would hold nothing but padding, and whole it costs each device at most
-N elements. Above that line everything is cut: at N=512 the biases and norms of a model kept whole would cost as much as
-its matrices cut, and the compiler merges their small collectives into few.
+Dimensions that another mesh axis already shards, and the dimension that a scan runs over, are excluded. If N divides
+none, the leaf is padded on the dimension that wastes least. If that wastes more than `MAX_PADDING` of the leaf, all of
+its dimensions (those after a scan dimension) are flattened into one, and the flat one is padded. A leaf with fewer
+elements than devices stays whole: some devices would hold nothing but padding, and a whole leaf costs each device at
+most N elements. Every larger leaf is cut: at N=512, whole biases and norms would cost as much as a model's cut
+matrices, and the compiler merges their small collectives into a few.
 
-Why stacks differ: cut on its first dimension, a shard of one layer is one piece of memory, which is what collectives on
-GPUs want. Cut on another, XLA transposes whole stacks of fp32 masters before the loop: GPTs of 1.4B and 7B on 8 H200
-took 5205 and 17194 MiB in place of 4869 and 15402. Other leaves gain nothing, and a stack of vectors that was not
-recognized would be cut on its layers.
+Stacks differ for a reason. If a stack is cut on a layer's first dimension, the shard of one layer is contiguous, as
+collectives on GPUs want it. If it is cut on another dimension, XLA transposes whole stacks of fp32 masters before the
+loop: GPTs of 1.4B and 7B on 8 H200 took 5205 and 17194 MiB instead of 4869 and 15402. Other leaves gain nothing from
+the earliest dimension, and a stack of vectors that was not recognized would be cut across its layers.
 
 [Note: Scanned stacks]
-A scan slices its inputs on one dimension; cut there, each step would need another device's data and
-the compiler would gather the whole stack. Trees do not say which leaves are stacks, so two signs are
-taken together, and `LeafRule(scan_dim=...)` overrules both: (1) all leaves below one node have two or
-more dimensions, one of them three or more, and share a leading size that is not larger than every
-other; (2) a leaf has three or more dimensions and its leading one is not its largest. Taking a
-dense leaf for a stack costs little (it is cut on another dimension); the engine, which sees the
-loops, warns where a real stack was missed.
+A scan slices its inputs on one dimension. If that is cut, each iteration needs another device's data, and the compiler
+gathers the whole stack. Trees do not say which leaves are stacks, so either of two signs counts, and
+`LeafRule(scan_dim=...)` overrides both: (1) all leaves below one node have two or more dimensions, one of them has
+three or more, and they share a leading size that is not larger than every other; (2) a leaf has three or more
+dimensions and its leading one is not its largest. Mistaking a dense leaf for a stack costs little (it is cut on another
+dimension). The engine, which sees the loops, warns about a stack that was missed.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Cut:
     """One leaf cut over `num_shards` devices.
 
     Attributes:
-      dim: The dimension that is cut; if `flat`, the first of those flattened into one.
+      dim: The cut dimension; if `flat`, the first of those flattened into one.
       shape: The natural shape of the leaf.
       num_shards: N.
-      flat: Dimensions `dim` and up are stored as one.
-      other_axes: The further mesh axes that each dimension lies over, where collectives have to know; empty for none.
+      flat: Whether dimensions `dim` and up are stored as one.
+      other_axes: The other mesh axes that shard each dimension, if collectives must know them; else empty.
     """
 
     dim: int
@@ -71,7 +70,7 @@ class Cut:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the stored (global) array: every shard of it has the same size."""
+        """Shape of the stored (global) array, whose shards all have the same size."""
         tail = () if self.flat else self.shape[self.dim + 1 :]
         return (*self.shape[: self.dim], self.stored_size, *tail)
 
@@ -83,12 +82,12 @@ class Cut:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the stored array holds elements that the leaf does not."""
+        """Whether the stored array has padding."""
         return self.stored_size != self.natural_size
 
     @property
     def is_stored_naturally(self) -> bool:
-        """Whether stored and natural array are the same."""
+        """Whether the stored array has the natural shape."""
         return not self.flat and not self.is_padded
 
     @property
@@ -97,22 +96,22 @@ class Cut:
         return math.prod(self.stored_shape) - math.prod(self.shape)
 
     def drop_leading(self) -> Cut:
-        """Returns the cut of one slice of a stack (one step of a scan over dimension 0)."""
+        """Returns the cut of one slice of a stack (one iteration of a scan over dimension 0)."""
         assert self.dim > 0
         other_axes = self.other_axes[1:] if any(self.other_axes[1:]) else ()
         return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], other_axes=other_axes)
 
     def add_leading(self, size: int) -> Cut:
-        """Returns the cut of a stack of so many."""
+        """Returns the cut of a stack of `size` such leaves."""
         other_axes = (None, *self.other_axes) if self.other_axes else ()
         return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), other_axes=other_axes)
 
     def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
-        """Returns the cut of a leaf that also lies over further mesh axes.
+        """Returns the cut of a leaf that other mesh axes shard, too.
 
         Args:
-          spec: The axes of each dimension of the natural shape, as in a `PartitionSpec`. Those of the dimension that
-            is cut, and those that do not divide theirs, are left out.
+          spec: The axes of each dimension of the natural shape, as in a `PartitionSpec`. Axes of the cut dimension, and
+            axes that do not divide their dimension, are dropped.
           sizes: The size of each mesh axis.
         """
 
@@ -130,13 +129,13 @@ class Cut:
         """Returns the spec of the stored array: `base` plus the ZeRO axis on the cut dimension."""
         entries = [*base, *[None] * (len(self.shape) - len(base))][: len(self.stored_shape)]
         entries[self.dim] = axis
-        while entries[-1] is None:  # as the compiler writes it, so that what leaves a user's `jit` compares equal
+        while entries[-1] is None:  # as the compiler writes it, so that the outputs of a user's `jit` compare equal
             entries.pop()
         return PartitionSpec(*entries)
 
 
 def choose_even_cut(shape: Sequence[int], num_shards: int, dims: Iterable[int]) -> Cut | None:
-    """Returns a cut of the first of `dims` that `num_shards` divides, without padding, if worth it."""
+    """Returns a cut of the first of `dims` that `num_shards` divides; `None` if there is none, or the leaf is tiny."""
     if num_shards == 1 or math.prod(shape) < num_shards:
         return None
     dim = next((d for d in dims if shape[d] % num_shards == 0), None)
@@ -171,7 +170,7 @@ def choose_cut(
         return None, f"fewer elements than the {num_shards} devices"
     if not free:
         return None, "no free dimension"
-    # Largest first; Python's sort is stable, so the earliest among equals.
+    # Largest first, and the earliest among equals, since Python's sort is stable.
     by_size = sorted(free, key=lambda d: -shape[d])
     even = choose_even_cut(shape, num_shards, by_size if scan_dim is None else free)
     if even is not None:
@@ -194,7 +193,7 @@ def find_scan_dims(
     Args:
       paths: Key path of each leaf, as a tuple of keys.
       shapes: Natural shape of each leaf.
-      rules: The rule of each leaf; its `scan_dim` overrules what the tree suggests.
+      rules: The rule of each leaf; its `scan_dim` overrides the signs in the tree.
     """
     groups: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
     for path, shape in zip(paths, shapes, strict=True):

@@ -1,4 +1,4 @@
-"""What a plan says about one leaf."""
+"""The layout of one leaf in a plan."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class StateLeaf:
       cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
       reason: Why it stays whole; empty if it is cut.
       owner: Index of the parameter that an optimizer leaf follows.
-      wide: The dtype that the optimizer computes an optimizer leaf in, where it is stored in another.
+      wide: The dtype in which the optimizer computes an optimizer leaf, if the leaf is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
-      compute_dtype: What the loss sees of such a parameter; `None` for other leaves.
-      on_host: Whether it lies in pinned memory of each device's host.
+      compute_dtype: The dtype of such a parameter in the loss; `None` for other leaves.
+      on_host: Whether it lives in pinned memory of each device's host.
     """
 
     path: str
@@ -55,7 +55,7 @@ class StateLeaf:
 
     @property
     def size(self) -> int:
-        """Elements, padding not counted."""
+        """Number of elements, without padding."""
         return math.prod(self.shape)
 
     @property
@@ -68,16 +68,16 @@ class StateLeaf:
         return self.base if self.cut is None else self.cut.spec(self.base, axis)
 
     def boxed(self, x: Any) -> Any:
-        """Returns an array in the shape in which this leaf is stored as one of its natural shape."""
+        """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
         return boxed(x, self.path, self.shape, self.cut)
 
     def for_collectives(self, mesh: AnyMesh) -> Cut | None:
-        """Its cut as collectives take it, see [Note: Collectives beside other mesh axes]."""
+        """Returns its cut for collectives, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
 
     def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
         """Bytes of one device's part of the stored array, padding included."""
-        # An abstract mesh will do here: nothing but the sizes of its axes counts.
+        # Only the sizes of the axes count, so the mesh may be abstract.
         names = jax.tree.leaves(tuple(self.spec(axis)))
         parts = math.prod(int(mesh.shape[name]) for name in names)
         return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
@@ -85,14 +85,14 @@ class StateLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Layout of one parameter, its gradient and what optimizer state follows it.
+    """Layout of one parameter, its gradient and the optimizer state that follows it.
 
     Attributes:
       param: The parameter as stored between steps.
       grad: Its gradient as `value_and_grad` returns it; optimizer leaves of its shape follow.
       scan_dim: The dimension that a scan runs over, which is never cut.
-      compute_dtype: What the loss sees.
-      update_dtype: What the optimizer sees of parameter and gradient.
+      compute_dtype: Its dtype in the loss.
+      update_dtype: The dtype of parameter and gradient in the optimizer.
       master: Its master copy in the optimizer state; `None` if `param` is what the optimizer updates.
       trained: Whether it has a gradient.
     """
@@ -112,7 +112,7 @@ class LeafPlan:
 
     @property
     def updated(self) -> StateLeaf:
-        """What the optimizer updates: the master copy, or the parameter itself."""
+        """The leaf that the optimizer updates: the master copy, or the parameter itself."""
         return self.param if self.master is None else self.master
 
 

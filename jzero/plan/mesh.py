@@ -1,4 +1,4 @@
-"""Meshes: how they are made and what ZeRO asks of them."""
+"""Meshes: making them, checking them against a configuration, platforms and memories of their devices."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ __all__ = [
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 HOST_MEMORY = "pinned_host"
-"""The memory of a device's host that the device copies from and to by itself: page-locked."""
+"""Page-locked memory of the host, which devices copy from and to directly."""
 
 
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int) -> Mesh:
-    """Returns a mesh for ZeRO: every device on one axis, `"data"`, unless told otherwise.
+    """Returns a mesh for ZeRO: by default, every device on one axis, `"data"`.
 
-    Axis sizes are given by name, the slowest-varying first. One of them may be -1: what the other
-    axes leave. Axes other than ZeRO's own are left to GSPMD (tensor parallelism) or, named as
-    `ZeroConfig.replica_axis`, replicate the shards.
+    Pass axis sizes by name, the slowest-varying first. One of them may be -1: it takes the remaining devices. The axis
+    named by `ZeroConfig.replica_axis` replicates the shards; other axes are for GSPMD (tensor parallelism).
 
     Args:
       devices: The devices to use, in order. All of `jax.devices()` by default.
@@ -48,7 +47,7 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
 
     Raises:
       ValueError: The sizes do not multiply to the number of devices, or a device is named twice.
-      TypeError: `devices` are none.
+      TypeError: `devices` is not a sequence of devices.
 
     Example:
       >>> jzero.make_mesh(replica=2, data=4).shape["data"]
@@ -83,7 +82,7 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
 
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
-    """Raises if `mesh` lacks an axis that `config` names; warns where devices would lie idle."""
+    """Raises if `mesh` lacks an axis that `config` names; warns if devices would be idle."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(
             f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
@@ -96,7 +95,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
                 f"Set `ZeroConfig({field}=...)`, or make the mesh with `jzero.make_mesh({name}=...)`."
             )
     explicit = [n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t != AxisType.Auto]
-    if explicit and isinstance(mesh, Mesh):  # of an abstract mesh nothing but names and sizes counts
+    if explicit and isinstance(mesh, Mesh):  # only names and sizes of an abstract mesh count
         raise ValueError(
             f"Mesh axes {explicit} are not automatic; jzero places arrays itself. Make the mesh with "
             "`jzero.make_mesh(...)`, or pass `axis_types=(AxisType.Auto,) * n` to `jax.make_mesh`."
@@ -120,12 +119,12 @@ def mesh_platform(mesh: AnyMesh) -> str | None:
 
 
 def memory_kinds(device: jax.Device) -> list[str]:
-    """Returns the kinds of memory that a device can address; none for compile-only GPUs, which do not say."""
+    """Returns the kinds of memory that a device can address; compile-only GPUs report none."""
     return [memory.kind for memory in device.addressable_memories()]
 
 
 def check_host_memory(mesh: AnyMesh) -> None:
-    """Raises if devices that are there have no memory on their host. Of devices that are not there nothing is known."""
+    """Raises if existing devices have no pinned host memory. Nothing is known about absent ones."""
     if not isinstance(mesh, Mesh):
         return
     for device in mesh.local_devices:
@@ -143,7 +142,7 @@ def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
 
 
 def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
-    """Returns the mesh axes that the batch is split over, the slowest-varying first."""
+    """Returns the mesh axes over which the batch is split, the slowest-varying first."""
     return (config.axis,) if config.replica_axis is None else (config.replica_axis, config.axis)
 
 

@@ -37,7 +37,7 @@ class _Owned:
 def plan_opt_leaf(
     leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> StateLeaf:
-    """Returns the layout of an optimizer leaf; `made` is the dtype in which the optimizer makes it."""
+    """Returns the layout of an optimizer leaf; `made` is its dtype in `tx.init`."""
     policy = config.policy
     leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
     if owner is not None and leaf.shape == plans[owner].param.shape:
@@ -59,7 +59,7 @@ def plan_opt_leaf(
 def check_opt_state(
     made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
 ) -> None:
-    """Raises unless `opt_state` is what the optimizer makes for `params`; lists every leaf that is not."""
+    """Raises unless `opt_state` has the structure and shapes of `tx.init(params)`; lists every leaf that differs."""
     want = {path_str(path): tuple(x.shape) for path, x in made}
     have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
     bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
@@ -97,13 +97,13 @@ def find_owners(
         )
         owners = [x.owner for x in jax.tree.leaves(owned)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError):
-        # A mask or label function that looks into the parameters fails on optax's placeholder; key paths then tell.
+        # A mask or label function that reads the parameters fails on optax's placeholders; then key paths decide.
         return _owners_by_path(params, opt_state, paths)
     return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
 
 
 def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """Owners in subtrees of the structure of `params`; elsewhere the parameter whose key path ends the leaf's."""
+    """Finds owners by subtrees with the structure of `params`, else by the parameter path that ends a leaf's path."""
     treedef = jax.tree.structure(params)
     index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
 

@@ -1,4 +1,4 @@
-"""The optimizer state of a precision policy: the optimizer's own, master weights, the loss scale."""
+"""The optimizer state that jzero adds to the optimizer's own: masters, loss scale, pending updates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class LossScaleState:
     """State of a dynamic loss scale.
 
     Attributes:
-      scale: What the loss is multiplied with, float32.
-      good_steps: Steps without overflow since the last one that had one, int32.
+      scale: The factor of the loss, float32.
+      good_steps: Steps since the last overflow, int32.
       hysteresis: Overflows left before the scale is halved, plus one, int32.
       exhausted: Whether the last step overflowed at the minimum scale, with no hysteresis left.
       overflowed: One boolean per parameter leaf: whether its gradient was not finite in the last step.
@@ -43,8 +43,8 @@ class PendingUpdate:
     """Gradients that the next step applies, see `Offload.delay`.
 
     Attributes:
-      grads: One per parameter leaf, unscaled and clipped, in fp32 or wider, cut like the gradient, in the memory where
-        the parameter's optimizer state is; `None` where a parameter is not trained.
+      grads: One per parameter leaf: unscaled and clipped, in fp32 or wider, cut like the gradient, in the memory of
+        the parameter's optimizer state; `None` if the parameter is not trained.
       ready: Whether there is anything to apply, a 0-d boolean.
     """
 
@@ -55,14 +55,14 @@ class PendingUpdate:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ZeroOptState:
-    """Takes the place of `opt_state` where a precision policy, or a delayed update, has state of its own.
+    """Replaces `opt_state` if a precision policy, or a delayed update, needs its own state.
 
     Attributes:
       inner: The state of the user's optax transformation.
       masters: The master copy of each parameter that is stored in 16 bits, in the structure of the parameters;
-        `None` where the parameter as stored is its own master (stage 3) or is not trained.
+        `None` if the stored parameter is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
-      num_updates: Optimizer steps taken, int32; drives stochastic rounding. `None` where nothing is rounded so.
+      num_updates: Number of optimizer steps, int32; seeds stochastic rounding. `None` if nothing is rounded that way.
       pending: Gradients that the next step applies, with `Offload(delay=1)`; else `None`.
 
     Example:
@@ -80,7 +80,7 @@ class ZeroOptState:
 
 
 def host_array(value: Any, dtype: Any) -> Any:
-    """Returns a leaf of the state that is not placed yet."""
+    """Returns a leaf of the state on the host, before it is placed."""
     return np.array(value, dtype)
 
 
@@ -99,8 +99,8 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
     """Returns the loss scale after a step, by DeepSpeed's rules, see `DynamicLossScale`.
 
     Args:
-      state: The loss scale that the step had.
-      rules: How it changes.
+      state: The loss scale of the step.
+      rules: The rules by which it changes.
       overflowed: One boolean per parameter leaf.
     """
     overflow = jnp.any(overflowed)
@@ -120,6 +120,6 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
     )
 
 
-# Flax serializes the types in its registry and hands others on as they are. So it must know these before there is a
-# state of them: one that pickle restores, too, and one of a program that imports Flax later.
+# Flax serializes only registered types, and passes others through. So these types must be registered before a state
+# exists, even one that pickle restores, or one in a program that imports Flax later.
 importlib.import_module("jzero.integrations.linen")

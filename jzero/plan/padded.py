@@ -1,16 +1,17 @@
-"""Leaves of a state that are stored in another shape than their natural one, as arrays of that.
+"""Leaves that are not stored in their natural shape, but behave like arrays of it.
 
 [Note: Padded leaves in a loop of one's own]
-A leaf that is padded (or flattened) is a node of the pytree: inside is the stored array, the leaf, so `jit`, optax,
-checkpoints and everything else that flattens a state sees what it always saw. But code that is given the parameters,
-`params["kernel"]`, finds the natural array: `shape`, indexing, operators, methods, and by `__jax_array__` every
-function of `jax.numpy`, Linen's and NNX's layers. The natural array is a slice of the stored one; its gradient
-comes back padded with zeros, in the same node. What a transformation makes of the stored array (a slice in a scan, a
-stack) is natural too where its cut dimension is still whole; else it is an error that names the leaf.
+A padded (or flattened) leaf is a pytree node that contains the stored array. So `jit`, optax, checkpoints and
+everything else that flattens a state see the stored array. Code that uses the parameter itself, `params["kernel"]`,
+sees the natural array: `shape`, indexing, operators, methods, and by `__jax_array__` every function of `jax.numpy` and
+the layers of Linen and NNX. The natural array is a slice of the stored one; its gradient comes back padded with zeros,
+in the same node. If a transformation slices or stacks the stored array (as a scan does), the result has a natural
+shape, too, as long as the cut dimension is whole; otherwise an error names the leaf.
 
 Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over
 those: trees of their shardings, dtypes and bytes are as they would be without padding. Their sums and norms are right,
-since padding is zero; their means are not. Functions of `jax.lax` take arrays alone, `jnp.asarray(params["kernel"])`.
+since padding is zero; their means are not. Functions of `jax.lax` take only arrays, such as
+`jnp.asarray(params["kernel"])`.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ OF_STORAGE = frozenset(
     "addressable_data addressable_shards block_until_ready committed copy_to_host_async delete device devices "
     "global_shards is_deleted is_fully_addressable is_fully_replicated on_device_size_in_bytes sharding".split()
 )
-"""Attributes of the array that is stored."""
+"""Attributes that refer to the stored array, not to the natural one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """What is static in a node. Layers of equal layout have equal structure, whatever their names."""
+    """The static part of a node. Layers of equal layout have equal structure, whatever their names."""
 
     cut: Cut
     path: str = dataclasses.field(compare=False)
 
 
 class _Inside:
-    """The key of what is in a node: nothing, so that leaves keep the names that they have without padding."""
+    """The key of the array in a node: an empty name, so that leaves keep their names without padding."""
 
     def __str__(self) -> str:
         return ""
@@ -73,16 +74,16 @@ _INSIDE = _Inside()
 
 @jax.tree_util.register_pytree_with_keys_class
 class Padded:
-    """A leaf as it is stored, to be used as the array that it stands for.
+    """A stored leaf that behaves like the array of its natural shape.
 
     Attributes:
-      stored: The stored array, or what stands for it.
+      stored: The stored array, or a placeholder for it.
       path: The key path of the leaf.
       cut: How it is stored.
     """
 
     __array_priority__ = 100  # NumPy leaves operators to this class
-    __hash__ = None  # type: ignore[assignment]  # as arrays have none
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
 
     def __init__(self, stored: Any, path: str, cut: Cut) -> None:
         self.stored = stored
@@ -90,22 +91,22 @@ class Padded:
         self.cut = cut
 
     def tree_flatten_with_keys(self) -> Any:
-        """Returns the stored array with its key, and what is static."""
+        """Returns the stored array with its key, and the static layout."""
         return ((_INSIDE, self.stored),), _Layout(self.cut, self.path)
 
     def tree_flatten(self) -> Any:
-        """Returns the stored array, and what is static."""
+        """Returns the stored array, and the static layout."""
         return (self.stored,), _Layout(self.cut, self.path)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Any:
-        """Returns a node made of what was flattened; what is no number, such as a sharding, as it is."""
+        """Returns a node around numbers; returns anything else, such as a sharding, as it is."""
         (stored,) = children
         is_number = hasattr(stored, "dtype") or isinstance(stored, float | complex)
         return cls(stored, aux.path, aux.cut) if is_number else stored
 
     def _cut(self) -> Cut:
-        """The cut of what is stored here: a slice of the leaf, or a stack of such."""
+        """Returns the cut of the stored array, which may be a slice of the leaf, or a stack of slices."""
         shape, cut = np.shape(self.stored), self.cut
         while len(shape) < len(cut.stored_shape) and cut.dim > 0:
             cut = cut.drop_leading()
@@ -129,7 +130,7 @@ class Padded:
 
     @property
     def at(self) -> Any:
-        """Edits, as of an array; the result is a leaf of a state like this one."""
+        """Edits as `jax.Array.at` does; the result is a padded leaf like this one."""
         return _At(self)
 
     @property
@@ -153,19 +154,19 @@ class Padded:
         return int(np.prod(self.shape))
 
     def unbox(self) -> jax.Array:
-        """Returns the natural array: to Flax a node is a box around a parameter."""
+        """Returns the natural array; Flax takes the node for a box around a parameter."""
         return self.natural
 
     def replace_boxed(self, value: Any) -> Any:
-        """Returns what was made of the natural array."""
+        """Returns `value`, which was computed from the natural array."""
         return value
 
     def add_axis(self, index: int, params: Any) -> Padded:
-        """Returns the node itself, which tells from its array what was stacked."""
+        """Returns the node itself, which recognizes a stack by the shape of its array."""
         return self
 
     def remove_axis(self, index: int, params: Any) -> Padded:
-        """Returns the node itself, which tells from its array what is a slice."""
+        """Returns the node itself, which recognizes a slice by the shape of its array."""
         return self
 
     def __jax_array__(self) -> jax.Array:
@@ -184,7 +185,7 @@ class Padded:
 
 
 class _At:
-    """`x.at[index]`, and then its methods."""
+    """`x.at[index]`, with its methods."""
 
     def __init__(self, leaf: Padded, index: Any = None) -> None:
         self.leaf, self.index = leaf, index
@@ -197,7 +198,7 @@ class _At:
 
         def edit(*args: Any, **kwargs: Any) -> Any:
             new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
-            if new.shape != leaf.shape:  # of `get`
+            if new.shape != leaf.shape:  # from `get`
                 return new
             new = to_stored(new, leaf._cut())
             is_traced = isinstance(new, jax.core.Tracer)
@@ -238,14 +239,14 @@ for (
 
 
 def boxed(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
-    """Returns a leaf in another shape than its natural one as a node; anything else as it is."""
+    """Returns a leaf as a node if it is not stored in its natural shape; anything else as it is."""
     if cut is None or cut.stored_shape == shape or getattr(x, "shape", None) != cut.stored_shape:
         return x
     return Padded(x, path, cut)
 
 
 def unboxed(x: Any) -> Any:
-    """Returns what is stored of a leaf."""
+    """Returns the stored array of a leaf."""
     return x.stored if isinstance(x, Padded) else x
 
 

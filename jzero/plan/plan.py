@@ -1,4 +1,4 @@
-"""The plan of a train state: the layout of every leaf, its bytes, and what stays whole and why."""
+"""The plan of a train state: the layout and bytes of every leaf, and the reason for each leaf that stays whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Term = Literal["params", "grads", "opt_state", "other"]
 
 
 class BytesPerDevice(NamedTuple):
-    """Bytes on one device, by term. `grads` is the most that a step holds of them."""
+    """Bytes on one device, by term. `grads` is the maximum during a step."""
 
     params: int
     grads: int
@@ -51,17 +51,17 @@ class ZeroPlan:
     """Where every leaf of a train state lives. Immutable, hashable, made by `plan_train_state`.
 
     Attributes:
-      config: The configuration that it was made for.
+      config: Its configuration.
       mesh: The mesh; abstract if the plan was made without devices.
       leaves: One `LeafPlan` per parameter.
       opt_leaves: One `StateLeaf` per leaf of the optimizer state as stored; those of the user's own optimizer first.
       other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
       closed_over: Arrays above the persistence threshold that the loss closes over. Every device holds
-        them whole; known only to the plan that `step.plan(state, batch)` returns.
+        them whole; only the plan from `step.plan(state, batch)` knows them.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
-        precision policy or a delayed update keeps state of its own.
+        precision policy or a delayed update adds state.
 
     Example:
       >>> plan = jzero.plan_of(state)
@@ -87,11 +87,11 @@ class ZeroPlan:
         return hash((self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over))
 
     def flat_params(self, tree: PyTree) -> list[Any]:
-        """Returns the leaves of a tree of the parameters' structure; of padded ones what is stored."""
+        """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
         return [unboxed(x) for x in self.params_treedef.flatten_up_to(tree)]
 
     def stored_params(self, leaves: Sequence[Any]) -> PyTree:
-        """Returns the tree of parameters as a state holds it, see [Note: Padded leaves in a loop of one's own]."""
+        """Returns the tree of parameters for a state, see [Note: Padded leaves in a loop of one's own]."""
         return self.params_treedef.unflatten([x.param.boxed(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
     @property
@@ -106,12 +106,12 @@ class ZeroPlan:
 
     @property
     def has_opt_state(self) -> bool:
-        """Whether jzero keeps state of its own (masters, what waits), so that `opt_state` is a `ZeroOptState`."""
+        """Whether jzero adds state (masters, pending gradients), so that `opt_state` is a `ZeroOptState`."""
         return bool(self.opt_treedef != self.inner_treedef)
 
     @property
     def regathers(self) -> bool:
-        """Whether parameters are gathered again in the backward pass."""
+        """Whether the backward pass gathers parameters again."""
         cut = any(leaf.param.cut for leaf in self.leaves) or any(x.is_param and x.cut for x in self.other_leaves)
         return self.config.reshard_after_forward and cut
 
@@ -124,7 +124,7 @@ class ZeroPlan:
 
     @property
     def plain(self) -> ZeroPlan:
-        """The same plan for the plain state: masters in place of parameters, the user's own optimizer state."""
+        """The plan of the plain state: masters instead of parameters, the user's own optimizer state."""
         leaves = tuple(dataclasses.replace(leaf, param=leaf.updated, master=None) for leaf in self.leaves)
         return dataclasses.replace(
             self, leaves=leaves, opt_leaves=self.inner_leaves, opt_treedef=self.inner_treedef, closed_over=()
@@ -152,17 +152,17 @@ class ZeroPlan:
 
     @property
     def waiting(self) -> PyTree:
-        """The layout of what waits for the next step, a `PendingUpdate`; `None` unless `Offload.delay` is 1."""
+        """The layout of the `PendingUpdate` for the next step; `None` unless `Offload.delay` is 1."""
         return self.opt_treedef.unflatten(self.opt_leaves).pending if self.config.offload.delay else None
 
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
-        """Returns the sharding of one leaf's stored array, in the memory where it lies between steps."""
+        """Returns the sharding of one leaf's stored array, in its memory between steps."""
         sharding = self.device_sharding(leaf)
         return sharding.with_memory_kind(HOST_MEMORY) if leaf.on_host and self.names_host_memory else sharding
 
     @functools.cached_property
     def names_host_memory(self) -> bool:
-        """Whether programs can tell host memory from the devices' own; those for compile-only GPUs cannot."""
+        """Whether programs can distinguish host memory from device memory; those for compile-only GPUs cannot."""
         if not isinstance(self.mesh, Mesh):
             return True
         here = self.mesh.local_devices or list(self.mesh.devices.flat)
@@ -175,7 +175,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def whole_sharding(self) -> NamedSharding:
-        """The sharding of what every device holds whole."""
+        """The sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
@@ -189,14 +189,14 @@ class ZeroPlan:
 
     @functools.cached_property
     def offloaded(self) -> frozenset[int]:
-        """Indices of the trained parameters that lie on the host, or whose master or optimizer state does."""
+        """Indices of the trained parameters that are on the host, or whose master or optimizer state is."""
         own = {i for i, x in enumerate(self.leaves) if x.trained and (x.param.on_host or x.updated.on_host)}
         owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
         return frozenset(own | owners)
 
     @functools.cached_property
     def wholly_offloaded(self) -> frozenset[int]:
-        """Indices of the trained parameters that lie on the host with all optimizer state of their shape."""
+        """Indices of the trained parameters that are on the host with all optimizer state of their shape."""
         near = {
             x.owner
             for x in self.inner_leaves
@@ -206,9 +206,9 @@ class ZeroPlan:
 
     @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:
-        """Bytes that one device has in the memory of its host, by term, padding included.
+        """Bytes of one device in host memory, by term, padding included.
 
-        Gradients that wait (`Offload.delay`) are optimizer state.
+        Pending gradients (`Offload.delay`) count as optimizer state.
         """
         return BytesPerDevice(
             params=self._sum_bytes(self._all_params, on_host=True),
@@ -220,8 +220,8 @@ class ZeroPlan:
     def bytes_per_device(self) -> BytesPerDevice:
         """Bytes in the memory of one device, by term, padding included; `host_bytes_per_device` has the host's.
 
-        Gradients count at their most: whole at stages 0 and 1, since stage 1 sums whole local gradients where there
-        is more than one micro-batch, cut at stages 2 and 3.
+        Gradients count at their maximum: cut at stages 2 and 3, whole at stages 0 and 1, since stage 1 sums whole local
+        gradients if there are several micro-batches.
         """
         grads = [leaf.grad for leaf in self.leaves if leaf.trained]
         if self.config.stage < 2:
@@ -234,7 +234,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def replicated_bytes(self) -> BytesPerDevice:
-        """The same terms for replicated training (stage 0), to compare with."""
+        """The same terms for replicated training (stage 0), for comparison."""
         return BytesPerDevice(
             *(
                 sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
@@ -260,8 +260,8 @@ class ZeroPlan:
         """Bytes of whole parameters that one training step gathers.
 
         Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`,
-        again for the backward pass; parameters that stay whole are gathered once, after their update.
-        A parameter that the loss uses more than once is gathered once per use, which a plan cannot know.
+        again for the backward pass. Parameters that stay whole are gathered once, after their update.
+        The plan does not know that a parameter is gathered once per use if the loss uses it more than once.
         """
         passes = 2 if self.config.reshard_after_forward else 1
         total = 0
@@ -294,13 +294,13 @@ class ZeroPlan:
         return self.table()
 
     def table(self, *, max_rows: int | None = 40) -> str:
-        """Returns the plan as text: bytes by term, one row per parameter, what stays whole.
+        """Returns the plan as text: bytes by term, one row per parameter, the leaves that stay whole.
 
         Args:
-          max_rows: Rows per section; the rest is counted. `None` for all.
+          max_rows: Rows per section; the rest is only counted. `None` for all rows.
         """
         return format_plan(self, max_rows=max_rows)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON: bytes by term, one row per parameter, what stays whole."""
+        """Returns the plan as JSON: bytes by term, one row per parameter, the leaves that stay whole."""
         return json.dumps(plan_as_dict(self), indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Makes a plan from a train state: which leaves there are, who follows whom, where each is cut."""
+"""Makes a plan from a train state: lists its leaves, finds the parameter of each optimizer leaf, and cuts each leaf."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     """Returns the plan of a train state in natural shapes, concrete or abstract; touches no device.
 
     Args:
-      state: Anything with the fields of Flax's `TrainState`; plain, without what a precision policy adds.
+      state: Anything with the fields of Flax's `TrainState`; plain, without the state that a precision policy adds.
       tx: Its optax transformation, unwrapped.
-      config: What to partition.
-      mesh: Over what; may be abstract.
+      config: The configuration.
+      mesh: The mesh; may be abstract.
     """
     check_mesh(mesh, config)
     check_arrays(state)
@@ -77,10 +77,12 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
 
 
 def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) -> tuple[list[int], list[int], int]:
-    """Returns which parameters' optimizer state may go to the host, in the order in which it does, and their sizes.
+    """Orders the parameters whose optimizer state may go to the host.
 
-    First come those that a rule sends there, whose number is returned as well, then the largest. Numbers are never
-    worth the way.
+    Parameters that a rule sends there come first, then the largest. Scalars are not worth the transfer.
+
+    Returns:
+      Their indices and sizes, and how many a rule sends to the host.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     rules = [config.rule_for(path_str(path)).offload for path, _ in leaves]
@@ -140,7 +142,7 @@ _PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.Wea
 
 
 def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
-    """Returns the plan that was made first of those that are equal: jax compares plans in each call of a step."""
+    """Returns the first of all equal plans: jax compares plans in each call of a step, and identity is fast."""
     first = _PLANS.get(plan)
     known = None if first is None else first()
     if known is None:
@@ -169,12 +171,12 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
 
 
 def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) -> ZeroOptState | None:
-    """Returns what jzero keeps beside the optimizer's own state, at its start; `None` if nothing.
+    """Returns the initial state that jzero adds to the optimizer's own; `None` if it adds none.
 
     Args:
       plan: The plan.
-      masters: Per parameter leaf what stands for its master copy; only used where there is one.
-      grads: Per parameter leaf what stands for a gradient that waits; only used where updates are delayed.
+      masters: The entry for each parameter's master copy; used only if it has one.
+      grads: The entry for each parameter's pending gradient; used only if updates are delayed.
     """
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
@@ -193,7 +195,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) 
 
 
 def zero_grads(plan: ZeroPlan, *, in_trace: bool = True) -> list[Any]:
-    """Returns a zero for each gradient that may wait, in natural shape; outside of a trace without its memory."""
+    """Returns zeros for each pending gradient, in natural shape; outside a trace they take no memory."""
     if not plan.config.offload.delay:
         return [None] * len(plan.leaves)
     made = jnp.zeros if in_trace else _zero_view
@@ -205,7 +207,7 @@ def _zero_view(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def other_fields(state: Any) -> dict[str, PyTree]:
-    """Returns the fields of a train state that hold arrays, other than params and opt_state, in order of name."""
+    """Returns the fields of a train state that hold arrays, other than params and opt_state, sorted by name."""
     return {
         f.name: getattr(state, f.name)
         for f in sorted(dataclasses.fields(state), key=lambda f: f.name)
@@ -215,7 +217,7 @@ def other_fields(state: Any) -> dict[str, PyTree]:
 
 
 def check_arrays(state: Any) -> None:
-    """Raises a `TypeError` that lists every leaf of a train state which is neither an array nor a number."""
+    """Raises a `TypeError` that lists every leaf of a train state that is neither an array nor a number."""
     bad = []
     trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
     for name, tree in trees.items():
@@ -233,7 +235,7 @@ def check_arrays(state: Any) -> None:
 
 
 def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
-    """A leaf as it comes in: natural shape, dtype, and the spec of other mesh axes."""
+    """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
@@ -274,7 +276,7 @@ def _plan_params(
             )
         grad = dataclasses.replace(leaf, cut=cut, reason=reason)
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
-        # Vectors, also those of a scanned layer, are not worth the way; nor could TPUs slice 16-bit stacks of them.
+        # Vectors, even in a scanned layer, are not worth the transfer, and TPUs cannot slice 16-bit stacks of them.
         is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
         away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
         param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
@@ -286,7 +288,7 @@ def _plan_params(
 def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
     policy, given = config.policy, plan.param.dtype
-    if is_key(given):  # whose gradient and update nobody sees
+    if is_key(given):  # its gradient and update are never used
         grad = dataclasses.replace(plan.grad, dtype=jnp.dtype(jnp.float32))
         return dataclasses.replace(plan, grad=grad, update_dtype=grad.dtype)
     compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
@@ -295,8 +297,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
         kept = compute  # a rule asks for more than the master's dtype
     update = cast_dtype(given, jnp.promote_types(kept, jnp.float32) if policy.master is not None else None)
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
-    # What every device holds whole is held as the loss sees it; the copy that is updated is then cut. So is what has
-    # that copy on the host.
+    # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
     separate = (plan.param.cut is None or offloaded) and compute != kept
     master = dataclasses.replace(plan.grad, dtype=kept, on_host=offloaded) if separate else None
     param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
@@ -304,7 +305,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
 
 
 def _freeze(plan: LeafPlan, given: Any) -> LeafPlan:
-    """Returns the plan of a parameter that is not trained: no gradient, no master, kept in the dtype that it has."""
+    """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype."""
     param = dataclasses.replace(plan.param, dtype=given)
     grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
     update = grad.dtype if is_key(given) else given
@@ -325,7 +326,7 @@ def _check_rules(config: ZeroConfig, leaves: Sequence[StateLeaf], rules: Sequenc
 
 
 def _check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
-    """Raises if a rule decides nothing about any parameter, trained or not."""
+    """Raises if a rule applies to no parameter, trained or not."""
     unused = [p for p in config.rules if not any(config.rule_for(path) is config.rules[p] for path in paths)]
     if unused:
         some = ", ".join(map(repr, paths[:5]))
@@ -336,7 +337,7 @@ def _check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
 
 
 def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
-    """Returns why each parameter stays whole at stage 3; an empty string if it does not."""
+    """Returns the reason why each parameter stays whole at stage 3; an empty string if it does not."""
     reasons = ["by rule" if rule.persistent else "" for rule in rules]
     kept = 0
     for i in sorted(range(len(leaves)), key=lambda i: leaves[i].size):
@@ -353,7 +354,7 @@ def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: 
 def _plan_other(
     name: str, value: PyTree, params_treedef: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> list[StateLeaf]:
-    """A copy of the parameters (such as a moving average) is laid out like them; all else stays whole."""
+    """Lays out a copy of the parameters (such as a moving average) like them; keeps everything else whole."""
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
     prefix = jax.tree_util.GetAttrKey(name)
     leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
@@ -372,7 +373,7 @@ def _plan_other(
 
 
 def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:
-    """Parameters that no optimizer knows, in a field of their own: laid out like parameters, without a gradient."""
+    """Lays out a field of parameters outside the optimizer: like parameters, but without gradients."""
     prefix = jax.tree_util.GetAttrKey(name)
     return [
         dataclasses.replace(

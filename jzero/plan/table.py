@@ -1,4 +1,4 @@
-"""A plan as a text table, and as data."""
+"""Formats a plan as a text table, or as data for JSON."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
 
 
 def _idle_axes(plan: ZeroPlan) -> list[str]:
-    """The mesh axes that nothing is split over, unless the loss shards activations."""
+    """Returns the mesh axes over which neither batch nor state is split."""
     leaves = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves, *plan.other_leaves]
     used = {*batch_axes(plan.config), *jax.tree.leaves([tuple(x.base) for x in leaves])}
     return [f"{name!r} ({size})" for name, size in plan.mesh.shape.items() if size > 1 and name not in used]
 
 
 def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
-    """The parameters that no optimizer knows."""
+    """Returns the parameters outside the optimizer."""
     return [leaf for leaf in plan.other_leaves if leaf.is_param]
 
 
@@ -107,7 +107,7 @@ def _columns(rows: Sequence[Row]) -> str:
 
 
 def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
-    """Returns `plan` as what JSON can hold, see `ZeroPlan.to_json`."""
+    """Returns `plan` as data for JSON, see `ZeroPlan.to_json`."""
     config, ours, whole = plan.config, plan.bytes_per_device, plan.replicated_bytes
     return {
         "stage": config.stage,

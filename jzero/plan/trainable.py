@@ -1,13 +1,13 @@
-"""Which parameters an optimizer trains.
+"""Finds the parameters that an optimizer trains, and restricts an optimizer to some parameters.
 
 [Note: Frozen parameters]
-A parameter is frozen if its optimizer never reads its gradient and always returns a zero update:
-`optax.set_to_zero` in `multi_transform`, or behind `masked`. Both are read off the jaxpr of the update: a zero is a
-literal zero and what cheap operations make of zeros; a gradient is read if any other output depends on it. An
-optimizer that clips by the norm of all gradients before it freezes some of them does read these, so they are
-computed, and its numbers stay what they are on one device. An update that cannot be traced without further arguments
-(`value=`, `obj_fn=`) tells nothing: its parameters count as trained, as the plan shows. `trainable=` freezes whatever
-the optimizer: that is then handed the trained parameters alone.
+A parameter is frozen if its optimizer never reads its gradient and always returns a zero update, such as
+`optax.set_to_zero` in `multi_transform` or behind `masked`. jzero reads both off the jaxpr of the update. A zero is a
+literal zero, or the result of cheap operations on zeros; a gradient is read if any other output depends on it. An
+optimizer that clips by the norm of all gradients, and then freezes some parameters, does read their gradients. So
+jzero computes them, and the numbers stay those of one device. If an update cannot be traced without further arguments
+(`value=`, `obj_fn=`), its parameters count as trained, as the plan shows. `trainable=` works with any optimizer, which
+then sees only the trained parameters.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTransformation:
-    """An optax transformation that sees some of the parameters and leaves the others as they are. A frozen value.
+    """An optax transformation of some parameters, which leaves the others as they are. A frozen value.
 
     Attributes:
       inner: The transformation of the trained parameters.
@@ -61,11 +61,11 @@ class MaskedTransformation:
 
 
 def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
-    """Returns for each parameter leaf whether `trainable` asks for it.
+    """Returns for each parameter leaf whether `trainable` selects it.
 
     Args:
-      trainable: A regular expression over whole key paths, or a tree of booleans of which the structure of
-        `params` is a refinement.
+      trainable: A regular expression over whole key paths, or a tree of booleans whose structure is a prefix of that
+        of `params`.
       params: The parameters.
 
     Raises:
@@ -100,10 +100,10 @@ def trainable_mask(trainable: Any, params: PyTree) -> tuple[bool, ...]:
 
 
 def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
-    """Returns `tx`, or what `trainable=` makes of it. Random keys among the parameters are never trained.
+    """Returns `tx`, restricted to the parameters that `trainable` selects. Random keys are never trained.
 
     Raises:
-      ValueError: `trainable` is malformed, or `tx` already leaves other parameters out.
+      ValueError: `trainable` is malformed, or `tx` is already restricted to other parameters.
     """
     numbers = [not is_key(jax.dtypes.result_type(x)) for x in jax.tree.leaves(params)]
     if trainable is None and (all(numbers) or isinstance(tx, MaskedTransformation)):
@@ -121,9 +121,9 @@ def restrict_optimizer(tx: Any, trainable: Any, params: PyTree) -> Any:
 
 
 def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTree) -> PyTree:
-    """Returns the state of `tx` made from the state of its inner transformation for all parameters.
+    """Returns the state of `tx`, made from the state of its inner transformation for all parameters.
 
-    Every leaf that `tx` needs is taken over from `opt_state` by its key path.
+    Copies every leaf that `tx` needs from `opt_state`, by key path.
     """
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
     wanted = jax.eval_shape(tx.init, abstract)
@@ -145,7 +145,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
       tx: The optax transformation.
       params: The parameters as the optimizer sees them, as shapes.
       opt_state: Its state, as shapes.
-      has_state: For each parameter leaf, whether the optimizer keeps state of its shape: these are trained.
+      has_state: For each parameter leaf, whether the optimizer keeps state of its shape; if so, it is trained.
     """
     num = len(has_state)
     left_out = [not trained for trained in tx.mask] if isinstance(tx, MaskedTransformation) else [False] * num
@@ -153,7 +153,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
         return left_out
     try:
         jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
-    except Exception:  # asks for further arguments, in whatever way: nothing can be said
+    except Exception:  # it needs further arguments, and may say so by any exception
         return left_out
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     zero = _zeros(jaxpr, {})
@@ -172,7 +172,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
 
 
 def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
-    """Returns the variables that are zero whatever the inputs; `known` tells inputs that are."""
+    """Returns the variables that are zero for all inputs; `known` says which inputs are zero."""
     zero = {v for v, is_zero in known.items() if is_zero}
 
     def is_zero(atom: Any) -> bool:
@@ -194,7 +194,7 @@ def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
 
 
 def _finite_elsewhere(eqn: Any, is_zero: Sequence[bool]) -> bool:
-    """Whether the factors beside a zero are literals, which are finite: zero times anything else may be NaN."""
+    """Whether all other factors are finite literals: zero times anything else may be NaN."""
     return all(
         z or (_compat.is_literal(v) and np.all(np.isfinite(v.val))) for v, z in zip(eqn.invars, is_zero, strict=True)
     )
