@@ -1,5 +1,5 @@
-"""Train states of every kind: sharded, gathered, born, edited, moved and replaced by the next one.
+"""Train states: creates, shards, gathers, edits, moves and updates them.
 
-Read `train_state` (what jzero takes for a state), `shard` and `gather` (the public calls), `init` (states that are born
-sharded), `next_state` (what becomes of gradients), then `inspect`, `offload`, `model_size`. Nothing here calls a loss.
+Read `train_state` (the kinds of states), `shard` and `gather` (the public calls), `init` (creates states in shards),
+`next_state` (applies gradients), then `inspect`, `offload`, `model_size`. Nothing here calls a loss.
 """

@@ -1,4 +1,4 @@
-"""Whole states and parameters from sharded ones, and parameters that are edited whole."""
+"""Gathers whole states and parameters, and writes edited parameters back to shards."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ State = Any
 def unshard_train_state(state: State) -> State:
     """Returns the whole state on every device: natural shapes, no padding, the plain optax transformation.
 
-    Peak memory per device is the shards plus the whole state. Of a precision policy the masters remain, as parameters,
-    and the optimizer's own state in its own dtypes; the loss scale does not. Frozen parameters have no master: they
-    come back in the dtype that they are stored in.
+    Peak memory per device is the shards plus the whole state. With a precision policy, masters become the parameters,
+    the optimizer's own state has its own dtypes, and the loss scale is dropped. Frozen parameters have no master, and
+    keep their stored dtype.
 
     Args:
       state: A sharded train state.
@@ -76,17 +76,17 @@ def unshard_train_state(state: State) -> State:
 def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
     """Returns whole parameters, in their natural shapes, replicated on every device.
 
-    Peak memory per device is the shards plus the leaves asked for.
+    Peak memory per device is the shards plus the chosen leaves.
 
     Args:
       state: A sharded train state.
       paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
         match come back as `None`. All leaves by default.
-      masters: Whether to return the master copies that the optimizer updates in place of 16-bit parameters.
+      masters: Whether to return the optimizer's master copies instead of 16-bit parameters.
 
     Returns:
-      A tree of `jax.Array` with the structure of `state.params`: shape as the model declares it, without
-      padding; dtype as stored (at stage 3 of a precision policy that of the masters anyway, but for
+      A tree of `jax.Array` with the structure of `state.params`: shapes as the model declares them, without
+      padding; dtypes as stored (at stage 3 of a precision policy those of the masters, except for
       persistent leaves).
 
     Raises:
@@ -118,15 +118,15 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
 
 
 def update_params(state: State, fn: Callable[[PyTree], PyTree], *, paths: str | None = None) -> State:
-    """Edits whole parameters and writes them back sharded, masters included. The optimizer state stays as it is.
+    """Edits whole parameters and writes them back sharded, masters included. The optimizer state does not change.
 
-    The result shares the arrays that were not edited with `state`: a step consumes both.
+    The result shares unedited arrays with `state`: a step consumes both.
 
     Args:
       state: A sharded train state.
-      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns and returns it with new
-        values; shapes and dtypes must stay. In several processes each must return the same values.
-      paths: Which leaves to gather, as in `gather_params`; the others stay as they are.
+      fn: Takes the tree that `gather_params(state, paths=paths, masters=True)` returns, and returns it with new
+        values of the same shapes and dtypes. With several processes, each must return the same values.
+      paths: Which leaves to gather, as in `gather_params`; the others do not change.
 
     Returns:
       The state with the new parameters.
@@ -182,7 +182,7 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
 
 
 def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
-    """Returns whole values, which all processes must give alike, as the plan stores them."""
+    """Returns whole values as the plan stores them; all processes must pass the same."""
     noted: list[str] = []
     placed = agree(
         "the new values of a state",
@@ -194,21 +194,21 @@ def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iter
 
 
 def note_value(noted: list[str] | None, leaf: StateLeaf) -> Look | None:
-    """Returns what notes the value of a leaf that this process supplies."""
+    """Returns a function that records the value that this process supplies for a leaf; `None` without a list."""
     return None if noted is None else lambda value: noted.append(describe_value(leaf.path, value))
 
 
 def natural_params(state: State) -> PyTree:
     """Returns the parameters in their natural shapes. Pure, differentiable, for use inside `jax.jit`.
 
-    For plain `jax.jit` steps that call `jax.grad` themselves; the gradients go to `state.apply_gradients`.
-    Outside `jit` the result is whole on every device (`gather_params`), since jax keeps no uneven shards.
+    For plain `jax.jit` steps that call `jax.grad` themselves; pass the gradients to `state.apply_gradients`.
+    Outside `jit` the result is whole on every device (`gather_params`), since jax has no uneven shards.
 
     Args:
       state: A sharded train state.
 
     Returns:
-      A tree with the structure of `state.params`, in the dtypes that the loss sees.
+      A tree with the structure of `state.params`, in the compute dtypes.
 
     Raises:
       TypeError: The state was not sharded by jzero.

@@ -1,15 +1,15 @@
-"""Train states that are born sharded.
+"""Creates train states in shards.
 
 [Note: One leaf at a time]
-A compiler that sees all initialisers at once may start them all and hold the random bits of the whole model. The key of
-each equation that draws a large array is therefore combined with a zero computed from the array drawn before. (An
-optimization barrier would say it better, but compilers drop it before they schedule.) One scalar per array crosses
-devices for that. GPT of 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
+A compiler that sees all initializers at once may start them all, and hold the random bits of the whole model. So each
+equation that draws a large array combines its key with a zero computed from the array drawn before. (An optimization
+barrier would be clearer, but compilers drop it before they schedule.) This sends one scalar per array between devices.
+GPT with 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
 
 [Note: Birth on the host]
-Programs make arrays on the devices before they can leave for the host. One that makes all of a state holds more there
-than training ever does, so leaves that go to the host are made by programs of their own, about an eighth of them each,
-at least one; parameters together with the masters that they are rounded from.
+A program makes arrays on the devices before they move to the host. One program for the whole state would hold more on
+the devices than training ever does. So separate programs make the leaves that go to the host: each makes about an
+eighth of them, at least one leaf, and parameters together with the masters that they are rounded from.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["init_train_state", "lower_init"]
 State = Any
 
 LARGE = 1024
-"""Elements from which on drawing an array counts as an initialiser."""
+"""Fewest elements of an array whose drawing counts as an initializer."""
 
 
 def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
@@ -58,28 +58,28 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     trainable: Any = None,
     check_processes: bool | float = True,
 ) -> State:
-    """Makes a train state that is born sharded: no device ever holds the whole model.
+    """Creates a train state in shards: no device ever holds the whole model.
 
-    `make_state` is traced once and compiled as one program whose outputs are the shards; what goes to the host is made
-    by programs of its own, a few leaves each. The values are the same on any mesh.
+    jzero traces `make_state` once and compiles it as one program whose outputs are the shards; separate programs make
+    the leaves that go to the host, a few at a time. The values are the same on any mesh.
 
     Args:
       make_state: Takes a PRNG key and returns a train state of any kind that `shard_train_state` takes.
       key: The key.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how.
-      mesh: Over which devices; all of them by default.
+      mesh: The devices; all of them by default.
       trainable: Which parameters are trained, as for `shard_train_state`.
-      check_processes: Whether several processes make sure that they make the same state from the same key. A number
-        says how many seconds they wait for each other, 300 by default.
+      check_processes: Whether several processes check that they make the same state from the same key. A number says
+        how many seconds they wait for each other, 300 by default.
 
     Returns:
       The state, as `shard_train_state(make_state(key), ...)` would place it.
 
     Raises:
-      ValueError: `key` is no key, the configuration does not fit the mesh or the state, or processes disagree; each
-        says how.
-      TypeError: `make_state` is no function.
+      ValueError: `key` is not a key, the configuration does not fit the mesh or the state, or processes disagree; the
+        message says how.
+      TypeError: `make_state` is not a function.
 
     Example:
       >>> make_state = lambda key: jzero.TrainState.create(
@@ -127,7 +127,11 @@ def lower_init(
     *,
     trainable: Any = None,
 ) -> tuple[list[Any], Callable[[list[list[jax.Array]]], State], ZeroPlan]:
-    """Returns the lowered programs of `init_train_state`, what turns their outputs into the state, and its plan."""
+    """Lowers the programs of `init_train_state`.
+
+    Returns:
+      The lowered programs, a function from their outputs to the state, and the plan.
+    """
     adapted: list[Adapted] = []
 
     def call(key: jax.Array) -> Any:
@@ -143,7 +147,7 @@ def lower_init(
     treedef = jax.tree.structure(shapes)
 
     def stored(state: Any, *, in_trace: bool = False) -> Any:
-        """The state in the structure that the plan stores, leaves handed on as they are."""
+        """Returns the state in the structure that the plan stores, with unchanged leaves."""
         if tx is not shapes.tx:
             state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
         return stored_state(state, plan, in_trace=in_trace)
@@ -184,11 +188,11 @@ def _values(plan: ZeroPlan, state: Any) -> list[Any]:
 
 
 def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: ZeroPlan) -> list[list[int]]:
-    """Returns which leaves each program makes, by number; see [Note: Birth on the host].
+    """Returns the indices of the leaves that each program makes, see [Note: Birth on the host].
 
     Args:
       leaves: The layouts of all leaves.
-      made_from: For each the number of what it is made from, if anything: a parameter and its master are made from one.
+      made_from: For each leaf the index of its source, if any: a parameter and its master have the same source.
       plan: The plan.
     """
     units: dict[Any, list[int]] = {}
@@ -200,7 +204,7 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
     sizes = [sum(leaves[k].bytes_per_device(plan.mesh, plan.config.axis) for k in unit) for unit in away]
     most = max([*sizes, sum(sizes) // 8], default=0)
     groups: list[list[int]] = [near] if near else []
-    filled = most + 1  # the first one begins a group
+    filled = most + 1  # so that the first unit begins a group
     for unit, size in zip(away, sizes, strict=True):
         if filled + size > most:
             groups.append([])
@@ -216,11 +220,11 @@ def _one_leaf_at_a_time(
     """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
 
     Args:
-      jaxpr: It.
+      jaxpr: The jaxpr.
       consts: Its constants.
       key: Its argument.
-      side_effects: Whether equations with side effects run although nothing needs their outputs.
-      wanted: Which outputs are needed, by number; in place of the others zeros are returned.
+      side_effects: Whether to run equations with side effects even if nothing needs their outputs.
+      wanted: Indices of the outputs that are needed; the others come back as zeros.
     """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
     last: Any = None
@@ -254,7 +258,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _after(key: jax.Array, drawn: jax.Array) -> jax.Array:
-    """Returns `key`, not before the array `drawn` is there."""
+    """Returns `key`, which does not exist before the array `drawn` does."""
     first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
     bits = lax.bitcast_convert_type(first, jnp.uint32)
     zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))

@@ -1,4 +1,4 @@
-"""Single parameters, gradients and optimizer leaves, whole, by path: for debugging and for edits."""
+"""Reads and writes single parameters, gradients and optimizer leaves by path, whole: for debugging and edits."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DEEPSPEED_NAMES = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 def get_full_param(state: State, path: str) -> jax.Array:
     """Returns one parameter as the optimizer keeps it, whole on every device.
 
-    Peak memory per device is the shards plus this leaf. In several processes each must call it.
+    Peak memory per device is the shards plus this leaf. With several processes, each must call it.
 
     Args:
       state: A sharded train state.
       path: The key path of the parameter, such as `"decoder/layer_0/kernel"`, trained or frozen.
 
     Returns:
-      The master copy where the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
+      The master copy if the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
       replicated.
 
     Raises:
@@ -68,20 +68,20 @@ def get_full_param(state: State, path: str) -> jax.Array:
 
 
 def set_full_param(state: State, path: str, *, value: Any) -> State:
-    """Replaces one parameter, its master copy included. The optimizer state stays as it is.
+    """Replaces one parameter, its master copy included. The optimizer state does not change.
 
     Args:
       state: A sharded train state.
       path: The key path of the parameter, trained or frozen.
-      value: Its new value in its natural shape, cast to the dtype of the master; in several processes each must pass
-        the same.
+      value: Its new value in its natural shape, cast to the dtype of the master; with several processes, each must
+        pass the same.
 
     Returns:
       The new state, which shares its other arrays with `state`.
 
     Raises:
-      ValueError: `path` names no parameter, or `value` has another shape, or numbers that the dtype does not hold.
-      TypeError: `value` is no array of numbers.
+      ValueError: `path` names no parameter, or `value` has another shape, or numbers that the dtype cannot hold.
+      TypeError: `value` is not an array of numbers.
 
     Example:
       >>> zeroed = jzero.set_full_param(state, "w", value=np.zeros((512, 512)))
@@ -103,26 +103,25 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
         return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
     i = _index(plan, path)
     check_alive(adapted.state)
-    # First to the master's dtype: a parameter that is not the rounded master counts as edited.
+    # Cast to the master's dtype first: a parameter that is not the rounded master counts as edited.
     value = _as_leaf(value, plan.leaves[i].updated)
     return adapted.rebuild(write_params(adapted.state, {i: value}, [i == j for j in range(len(plan.leaves))]))
 
 
 def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
-    """Returns what the optimizer keeps for one parameter under a name, whole on every device.
+    """Returns one leaf of the optimizer state for one parameter, whole on every device.
 
     Args:
       state: A sharded train state.
       path: The key path of the parameter, such as `"decoder/layer_0/kernel"`.
-      name: The key before the path of the parameter: "mu" and "nu" for Adam, "trace" for momentum. Where a chain has
-        it twice, more of the keys: "0/mu". DeepSpeed's "exp_avg" and "exp_avg_sq" stand for "mu" and "nu".
+      name: The key before the path of the parameter: "mu" and "nu" for Adam, "trace" for momentum. If a chain has it
+        twice, pass more of the keys: "0/mu". DeepSpeed's "exp_avg" and "exp_avg_sq" stand for "mu" and "nu".
 
     Returns:
-      The leaf in its natural shape, in the dtype that the optimizer computes in, replicated.
+      The leaf in its natural shape, in the optimizer's compute dtype, replicated.
 
     Raises:
-      ValueError: `path` names no parameter, the optimizer keeps nothing of that name for it, or several things; the
-        message lists the names.
+      ValueError: `path` names no parameter, or `name` no leaf or several; the message lists the names.
 
     Example:
       >>> mu = jzero.get_full_opt_state(state, "w", name="mu")
@@ -141,21 +140,21 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
 
 
 def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
-    """Replaces what the optimizer keeps for one parameter under a name.
+    """Replaces one leaf of the optimizer state for one parameter.
 
     Args:
       state: A sharded train state.
       path: The key path of the parameter.
       name: As for `get_full_opt_state`.
-      value: Its new value in its natural shape, cast (rounded to nearest) to the dtype that it is stored in; in several
-        processes each must pass the same.
+      value: Its new value in its natural shape, cast (rounded to nearest) to its stored dtype; with several processes,
+        each must pass the same.
 
     Returns:
       The new state, which shares its other arrays with `state`.
 
     Raises:
-      ValueError: As for `get_full_opt_state`, or `value` has another shape, or numbers that the dtype does not hold.
-      TypeError: `value` is no array of numbers.
+      ValueError: As for `get_full_opt_state`, or `value` has another shape, or numbers that the dtype cannot hold.
+      TypeError: `value` is not an array of numbers.
 
     Example:
       >>> ones = jzero.set_full_opt_state(state, "w", name="mu", value=jnp.ones((512, 512)))
@@ -189,7 +188,7 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
       The gradient in the natural shape of the parameter, in float32 or wider, replicated.
 
     Raises:
-      ValueError: `path` names no parameter or one that is not trained, or `grads` are not those of `state`.
+      ValueError: `path` names no trained parameter, or `grads` are not those of `state`.
 
     Example:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -221,7 +220,7 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
 
 
 def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
-    """Returns which leaf beside `params` is the parameter with this path, with or without the field it lies in."""
+    """Returns the index of a parameter outside `params`, by its path with or without its field; `None` if none."""
     if any(leaf.path == path for leaf in plan.leaves):
         return None
     return next(
@@ -230,7 +229,7 @@ def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
 
 
 def _index(plan: ZeroPlan, path: str) -> int:
-    """Returns which parameter has this path."""
+    """Returns the index of the parameter with this path."""
     paths = [leaf.path for leaf in plan.leaves]
     if _frozen_index(plan, path) is not None:
         raise ValueError(f"{path!r} is not trained: it has no gradient and no optimizer state.")
@@ -242,7 +241,7 @@ def _index(plan: ZeroPlan, path: str) -> int:
 
 
 def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
-    """Returns which leaf of the optimizer's own state follows a parameter under a name."""
+    """Returns the index of the leaf of the optimizer's own state for a parameter and a name."""
     owner = _index(plan, path)
     names = {
         leaf.path.removesuffix(path).removesuffix("/"): i
@@ -262,7 +261,7 @@ def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
 
 
 def _matching(name: str, names: dict[str, int]) -> list[str]:
-    """Returns the names that `name` is, or else those that end with it."""
+    """Returns `name` itself if it is in `names`, else all names that end with it."""
     return [name] if name in names else [full for full in names if full.endswith(f"/{name}")]
 
 
@@ -276,7 +275,7 @@ def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 
 
 def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
-    """Returns a value in the dtype of a leaf; raises unless it has its natural shape, and numbers that fit."""
+    """Returns a value in the dtype of a leaf; raises unless it has the natural shape, and numbers that fit."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)
     except (TypeError, ValueError) as error:

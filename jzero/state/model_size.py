@@ -1,4 +1,4 @@
-"""The parameters of a model of any library, and how many its largest layer has."""
+"""Counts the parameters of a model of any library, and those of its largest layer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _MODEL_VIEWS: list[ModelView] = []
 
 
 def register_model_view(view: ModelView) -> None:
-    """Registers how the parameters of another library's models are found.
+    """Registers a function that finds the parameters of another library's models.
 
     Args:
-      view: Takes an object; returns its parameters by key path, or `None` if it is none of its kind. A shared parameter
-        is the same object under each of its paths.
+      view: Takes an object; returns its parameters by key path, or `None` if the object is not of that library. A
+        shared parameter is the same object under each of its paths.
     """
     _MODEL_VIEWS.append(view)
 
 
 def state_params(state: Any) -> Params:
-    """Returns the parameters of a train state by key path, frozen ones too; those of a sharded one as their shapes."""
+    """Returns the parameters of a train state by key path, including frozen ones; as shapes if it is sharded."""
     if isinstance(state.tx, ZeroTransformation):
         state = map_state(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state)
     fields = ("params", *getattr(state, "frozen_fields", ()))
@@ -67,14 +67,14 @@ def _params(model: Any) -> Params:
 
 
 def count_params(model: Any) -> tuple[int, int]:
-    """Returns the parameters of a model, and those of its largest layer."""
+    """Returns the number of parameters of a model, and that of its largest layer."""
     params = _params(model)
     _check_leaves(params)
     total: dict[Any, int] = {}
     layers: dict[tuple[str, ...], dict[Any, int]] = {}
     shapes = [tuple(getattr(x, "shape", ())) for x in params.values()]
     for (path, x), shape, in_stack in zip(params.items(), shapes, _in_stack(list(params), shapes), strict=True):
-        # Shapes and numbers have no identity: what looks like one object may be two parameters.
+        # Shapes and numbers have no identity: one object may stand for two parameters.
         key = path if isinstance(x, jax.ShapeDtypeStruct | numbers.Number) else id(x)
         total[key] = math.prod(shape)
         layers.setdefault(path[:-1], {})[key] = math.prod(shape) // max(1, shape[0]) if in_stack else math.prod(shape)
@@ -84,8 +84,8 @@ def count_params(model: Any) -> tuple[int, int]:
 def _in_stack(paths: list[tuple[str, ...]], shapes: list[tuple[int, ...]]) -> list[bool]:
     """Returns for each leaf whether it stacks the layers of a scan.
 
-    `find_scan_dims` also takes a leaf alone for a stack if its leading dimension is not its largest, which costs a
-    layout little. Here it would divide convolutions and projections of attention, so siblings have to bear it out.
+    `find_scan_dims` also takes a single leaf for a stack if its leading dimension is not its largest, which costs a
+    layout little. Here that would divide convolutions and attention projections, so siblings must agree.
     """
     dims = find_scan_dims(paths, shapes, [LeafRule()] * len(paths))
     below: dict[tuple[str, ...], list[int | None]] = {}

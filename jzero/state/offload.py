@@ -1,4 +1,4 @@
-"""Moves of a state's arrays between device and host memory."""
+"""Moves a state's arrays between device and host memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ State = Any
 def offload_train_state(state: State, *, include: Collection[str] = ("params", "opt_state")) -> State:
     """Moves parts of a state to host memory, to make room on the devices: for evaluation, generation, another model.
 
-    Each array goes to pinned memory of its device's host, sharded as before, and leaves the device at once, so the
-    input cannot be used afterwards. Training steps refuse such a state until `reload_train_state` brings it back, to
-    the bit; checkpoints of it can be saved, which takes one leaf at a time to the device. Peak device memory is what
-    was there.
+    Each array moves to pinned memory of its device's host, sharded as before, and leaves the device at once, so the
+    input cannot be used afterwards. Training steps reject such a state until `reload_train_state` moves it back, bit
+    for bit. It can be saved to a checkpoint, which copies one leaf at a time to the device. Peak device memory does not
+    rise.
 
     Args:
       state: A sharded train state.
@@ -34,8 +34,8 @@ def offload_train_state(state: State, *, include: Collection[str] = ("params", "
       The state, with these arrays on the host.
 
     Raises:
-      ValueError: A field is not there, or the devices have no pinned host memory; the message says what they have.
-      RuntimeError: An array stayed on the device although it was told to leave it.
+      ValueError: There is no such field, or the devices have no pinned host memory; the message says what they have.
+      RuntimeError: The backend left an array on the device.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -58,13 +58,13 @@ def offload_train_state(state: State, *, include: Collection[str] = ("params", "
 
 
 def reload_train_state(state: State) -> State:
-    """Brings everything that `offload_train_state` moved to the host back to the devices. The input is consumed.
+    """Moves everything that `offload_train_state` moved to the host back to the devices. Consumes its input.
 
     Args:
       state: A sharded train state.
 
     Returns:
-      The state with every array on the devices, where and what it was, to the bit.
+      The state with every array back in its place on the devices, bit for bit.
 
     Raises:
       TypeError: The state was not sharded by jzero.
@@ -91,7 +91,7 @@ def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]
 
 
 def _moved(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:
-    """Returns the state with the arrays of some fields (`None` for all) in a kind of memory; consumes what it moves."""
+    """Moves the arrays of some fields (`None` for all) to a kind of memory (`None`: the plan's); consumes them."""
     counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
     fields = [name for name, count in counts.items() for _ in range(count)]
     fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
@@ -103,7 +103,7 @@ def _moved(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind
         wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
         if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
             return x
-        moved = jax.block_until_ready(jax.device_put(x, target))  # one at a time, so that none is there twice for long
+        moved = jax.block_until_ready(jax.device_put(x, target))  # one at a time, so that only one exists twice
         if moved.sharding.memory_kind != wanted:
             raise RuntimeError(f"{leaf.path} was to be in {wanted!r} memory, but is in {moved.sharding.memory_kind!r}.")
         x.delete()

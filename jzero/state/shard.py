@@ -1,4 +1,4 @@
-"""Plan, shard, unshard, gather and update train states."""
+"""The public calls that plan and shard train states."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def plan_train_state(
     mesh: AnyMesh | None = None,
     trainable: PyTree | str | None = None,
 ) -> ZeroPlan:
-    """Returns where every leaf of a train state would live. Pure: places nothing.
+    """Plans where every leaf of a train state would live. Pure: places nothing.
 
     Args:
       state: A train state in natural shapes, concrete or abstract (`jax.ShapeDtypeStruct` leaves), or one
         already sharded by jzero.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how. By default as a state that is sharded already.
-      mesh: Over which devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
-        machine that is not there.
+      config: What to partition, and how. By default that of an already sharded state.
+      mesh: The devices; all of them by default. A `jax.sharding.AbstractMesh` plans for a
+        machine that you do not have.
       trainable: Which parameters are trained, as for `shard_train_state`.
 
     Returns:
@@ -61,7 +61,7 @@ def plan_train_state(
 
     Raises:
       ValueError: The configuration does not fit the mesh or the state.
-      TypeError: The state holds leaves that are no arrays; the message lists them.
+      TypeError: The state has leaves that are not arrays; the message lists them.
 
     Example:
       >>> mesh = jax.sharding.AbstractMesh((512,), ("data",))
@@ -84,32 +84,32 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     donate: bool = False,
     check_processes: bool | float = True,
 ) -> State:
-    """Places a train state over the devices as ZeRO's stage says. Values do not change.
+    """Places a train state over the devices, as the stage says. Values do not change.
 
-    With a precision policy parameters and optimizer state take the dtypes that it gives them, and `opt_state`
-    becomes a `ZeroOptState` that holds the optimizer's own state (`inner`) and the masters.
+    With a precision policy, parameters and optimizer state take its dtypes, and `opt_state` becomes a `ZeroOptState`
+    that holds the optimizer's own state (`inner`) and the masters.
 
     Args:
       state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
-        `jzero.TrainState`. One that jzero has sharded before is laid out anew.
+        `jzero.TrainState`. An already sharded state is sharded again.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how. By default as a state that is sharded already.
-      mesh: Over which devices. By default all of them, or those of an already sharded state.
-      trainable: Which parameters are trained: a tree of booleans of the structure of `params` (or of its upper
-        part), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
+      config: What to partition, and how. By default that of an already sharded state.
+      mesh: The devices. By default all of them, or those of an already sharded state.
+      trainable: Which parameters are trained: a tree of booleans with the structure of `params` (or a prefix of
+        it), or a regular expression over whole key paths such as `".*/lora_[ab]"`. The others get no
         gradient, no master copy and no optimizer state. By default those that the optimizer updates. Random keys are
         never trained.
       donate: Free each input leaf as soon as it is placed. The input cannot be used afterwards.
-      check_processes: Whether several processes make sure that they have the same configuration, leaves and values. A
+      check_processes: Whether several processes check that they have the same configuration, leaves and values. A
         number says how many seconds they wait for each other, 300 by default.
 
     Returns:
-      A state of the caller's own class: every leaf a committed `jax.Array` on the mesh, in its stored
+      A state of the caller's own class: every leaf is a committed `jax.Array` on the mesh, in its stored
       shape; its `tx` carries the plan. It shares no buffer with the input.
 
     Raises:
-      ValueError: The configuration does not fit the mesh or the state, or processes disagree; each says how.
-      TypeError: The state holds leaves that are no arrays.
+      ValueError: The configuration does not fit the mesh or the state, or processes disagree; the message says how.
+      TypeError: The state has leaves that are not arrays.
 
     Example:
       >>> state = jzero.shard_train_state(plain_state, stage=3)
@@ -150,7 +150,7 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
 def _placed(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
-    """Returns a state, laid out as `old` says, as `plan` stores it; notes what values this process supplies."""
+    """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
     arrays, before = _to_place(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
 
@@ -161,14 +161,14 @@ def _placed(
             (whole,) = gather_leaves([x], [was], old.mesh)
         placed = place_leaf(whole, leaf, plan, look=note_value(values, leaf))
         uses[id(x)] -= 1
-        if old is not None or donate:  # one leaf at a time, so that at most one is held whole
+        if old is not None or donate:  # one leaf at a time, so that at most one is whole
             jax.block_until_ready(placed)
         if donate and isinstance(x, jax.Array) and not uses[id(x)]:
             x.delete()
         return placed
 
     placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan))
-    if donate:  # what the new state has no use for
+    if donate:  # free the leaves that the new state does not need
         for x in jax.tree.leaves(train_state):
             if isinstance(x, jax.Array) and not x.is_deleted():
                 x.delete()
@@ -183,15 +183,15 @@ def abstract_train_state(
     mesh: AnyMesh | None = None,
     trainable: PyTree | str | None = None,
 ) -> State:
-    """Returns what `shard_train_state` would return, as shapes with shardings: to restore into, or to lower steps with.
+    """Returns the result of `shard_train_state` as shapes with shardings: to restore into, or to lower steps with.
 
-    Places nothing, so it costs no device memory.
+    Places nothing, so it takes no device memory.
 
     Args:
       state: A train state, plain or sharded before, concrete or abstract (`jax.eval_shape(make_state, key)`).
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
-      config: What to partition, and how. By default as a state that is sharded already.
-      mesh: Over which devices; they may be of a machine that is not there.
+      config: What to partition, and how. By default that of an already sharded state.
+      mesh: The devices, possibly those of a machine that you do not have.
       trainable: Which parameters are trained, as for `shard_train_state`.
 
     Returns:
@@ -199,7 +199,7 @@ def abstract_train_state(
 
     Raises:
       ValueError: The configuration does not fit the mesh or the state.
-      TypeError: The state holds leaves that are no arrays; the message lists them.
+      TypeError: The state has leaves that are not arrays; the message lists them.
 
     Example:
       >>> like = jzero.abstract_train_state(plain_state, stage=3)
@@ -220,7 +220,7 @@ def abstract_train_state(
 
 
 def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
-    """Returns a plain state and its optimizer for the trained parameters alone."""
+    """Returns a plain state and its optimizer, restricted to the trained parameters."""
     new_tx = restrict_optimizer(tx, trainable, state.params)
     if new_tx is tx:
         return state, tx
@@ -228,7 +228,7 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
 
 
 def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
-    """Returns the state in the structure that `plan` stores, and the layouts that its leaves had before, in order."""
+    """Returns the state in the structure that `plan` stores, and the old layouts of its leaves, in order."""
 
     def arranged(plain: Any, old_tx: Any, before: Any = None) -> Any:
         if tx is not old_tx:
@@ -249,7 +249,7 @@ def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
-    """Returns the configuration that `stage=` or `config=` asks for, or else that of an already sharded state."""
+    """Returns the configuration given by `stage=` or `config=`, or else that of an already sharded state."""
     if config is None:
         if stage is None:
             plan = None if state is None else plan_if_sharded(adapt(state).state)
@@ -265,7 +265,7 @@ def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = No
 
 
 def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
-    """Returns the mesh given, or that of an already sharded state, or one of all devices."""
+    """Returns the given mesh, or that of an already sharded state, or one of all devices."""
     if mesh is not None:
         return mesh
     plan = None if state is None else plan_if_sharded(adapt(state).state)

@@ -1,4 +1,4 @@
-"""The train state for plain pytrees, and how states of other libraries are seen as one."""
+"""The train state for plain pytrees, and adapters that present other libraries' states as one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrainState:
       params: Any pytree of arrays.
       opt_state: The optimizer's state for `params`.
       tx: The optax transformation; static.
-      apply_fn: Anything callable that the training loop wants at hand; static.
+      apply_fn: Any function that the training loop needs; static.
 
     Example:
       >>> state = jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=optax.sgd(0.1))
@@ -90,20 +90,20 @@ class TrainState:
 
 
 def _moved(param: Any, update: Any) -> Any:
-    """Returns a parameter after its update, as optax adds the two; random keys stay, to which it cannot add."""
+    """Returns a parameter after its update, as optax adds the two; random keys do not change."""
     return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
 
 
 class Adapted(NamedTuple):
-    """An object of some library, seen as a train state.
+    """An object of some library, presented as a train state.
 
     Attributes:
       state: The train state: a dataclass pytree with `params`, `opt_state`, `tx`, `replace` and `apply_gradients`. It
-        may have a method `bind_loss(loss_fn, axes)`, see `_train_step`.
+        may have a method `bind_loss(loss_fn, axes)`, see `jzero.step.jitted`.
       rebuild: Turns a train state of the same structure back into such an object.
-      wrap_grads: Turns a tree of gradients into what the library's own `update` takes.
-      absorb: Takes the state that the loss changed in the model (batch statistics …) by name.
-      ties: Returns the further names (keys joined by dots) of each parameter that a model holds in several places.
+      wrap_grads: Turns a tree of gradients into the form that the library's own `update` takes.
+      absorb: Writes state that the loss changed (batch statistics …), given by name, back to the model.
+      ties: Returns the other names (keys joined by dots) of each parameter that a model holds in several places.
     """
 
     state: Any
@@ -115,28 +115,28 @@ class Adapted(NamedTuple):
 
 Adapter = Callable[[Any], "Adapted | None"]
 _ADAPTERS: list[Adapter] = []
-_TRAIN_STATES: set[type] = set()  # dataclasses that no adapter wanted: each call of a step asks
-_INTEGRATIONS = {"flax.nnx": "jzero.integrations.nnx"}  # by the package that makes the objects
+_TRAIN_STATES: set[type] = set()  # dataclasses that no adapter takes, kept since each call of a step asks
+_INTEGRATIONS = {"flax.nnx": "jzero.integrations.nnx"}  # by the package of the objects
 
 
 def register_adapter(adapter: Adapter) -> None:
-    """Registers how the objects of another library are seen as train states.
+    """Registers an adapter for the objects of another library.
 
     Args:
-      adapter: Takes an object; returns `None` if it is none of its kind.
+      adapter: Takes an object; returns `None` if the object is not of that library.
     """
     _ADAPTERS.append(adapter)
 
 
 def load_integrations() -> None:
-    """Imports the bridges to libraries that this program uses: an object of a library cannot be there before it is."""
+    """Imports the integrations of libraries that the program has imported; others cannot have made any objects."""
     for package, module in _INTEGRATIONS.items():
         if package in sys.modules:
             importlib.import_module(module)
 
 
 def adapt(state: Any) -> Adapted:
-    """Returns anything that jzero can train as a train state."""
+    """Returns any object that jzero can train as a train state."""
     if type(state) in _TRAIN_STATES:
         return Adapted(state)
     load_integrations()
@@ -180,7 +180,7 @@ def plan_if_sharded(state: Any) -> ZeroPlan | None:
 
 
 def adapt_sharded(state: Any) -> Adapted:
-    """Returns a state that carries a plan, as a train state; raises a `TypeError` for any other."""
+    """Returns a sharded state as a train state; raises a `TypeError` if it has no plan."""
     adapted = adapt(state)
     if plan_if_sharded(adapted.state) is None:
         raise TypeError(
@@ -193,8 +193,8 @@ def adapt_sharded(state: Any) -> Adapted:
 def check_alive(tree: Any) -> None:
     """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
     leaves = jax.tree.leaves(tree)
-    # Each call of a step comes here: types are fewer than leaves, and a list is made twice as fast as it is generated.
-    concrete = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # tracers say no
+    # Each call of a step runs this: there are fewer types than leaves, and a list is twice as fast as a generator.
+    concrete = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # not tracers
     if any([x.is_deleted() for x in leaves if type(x) in concrete]):  # noqa: C419
         raise RuntimeError(
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "
@@ -203,12 +203,12 @@ def check_alive(tree: Any) -> None:
 
 
 def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -> None:
-    """Raises unless the arrays of a traced state are in the memory where the plan has them.
+    """Raises unless the arrays of a traced state are in the memory that the plan gives them.
 
     Args:
       state: A sharded train state, whose arrays are tracers.
       plan: Its plan.
-      with_opt_state: Whether the optimizer state is looked at, too.
+      with_opt_state: Whether to check the optimizer state, too.
     """
     away: list[StateLeaf] = []
     near: list[StateLeaf] = []
@@ -231,12 +231,12 @@ def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -
 
 
 def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
-    """Returns a stored state with masters in place of parameters and the user's own optimizer state: `plan.plain`.
+    """Returns a stored state with masters instead of parameters and the user's own optimizer state: `plan.plain`.
 
     Args:
       state: The stored state.
       plan: Its plan.
-      take_edits: Whether to take over into the masters what was edited in the parameters, as the optimizer would.
+      take_edits: Whether to copy edits of the parameters to the masters, as the optimizer would.
     """
     if not plan.has_opt_state:
         return state
@@ -251,13 +251,13 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
 
 
 def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
-    """Returns a plain state with what the precision policy adds; leaves are handed on as they are.
+    """Returns a plain state with the state that the precision policy adds; its leaves do not change.
 
     Args:
       state: A state laid out as `plan.plain`.
       plan: The plan.
-      before: The optimizer state of an earlier layout, whose loss scale and counter go on.
-      in_trace: Whether zeros cost nothing, since they are traced.
+      before: The optimizer state of an earlier layout, whose loss scale and counter continue.
+      in_trace: Whether this runs inside a trace, where zeros take no memory.
     """
     params = plan.flat_params(state.params)
     own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
@@ -272,7 +272,7 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bo
 
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
-    """Returns `state` with `fn(leaf, leaf_plan)` in place of every array, and `tx` in place of its own if given."""
+    """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given."""
     params = [fn(x, leaf.param) for x, leaf in zip(plan.flat_params(state.params), plan.leaves, strict=True)]
     opt = [
         fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)
