@@ -1,5 +1,5 @@
-"""Settings: what the user asked for, validated where it is written.
+"""The user's settings, validated on construction.
 
-Read `zero` (`ZeroConfig`, `Offload`, `LeafRule`), then `precision`; `settings` is the one check of their values.
-Nothing here knows a mesh, a state or an array.
+Read `zero` (`ZeroConfig`, `Offload`, `LeafRule`), then `precision`; `settings` checks their values. Nothing here knows
+a mesh, a state or an array.
 """

@@ -1,4 +1,4 @@
-"""Which dtype each thing has: what is computed, reduced, accumulated and kept between steps; loss scaling."""
+"""The precision policy: dtypes to compute, reduce, accumulate and store in; loss scaling."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = [
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**100
-"""Beyond it the inverse would leave the normal numbers of fp32."""
+"""The inverse of a larger scale would not be a normal fp32 number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """A loss scale that follows overflows, by DeepSpeed's rules.
+    """A loss scale that adapts to overflows, by DeepSpeed's rules.
 
-    An overflow skips the step. The first `hysteresis - 1` of them only use up hysteresis, later ones halve the scale,
-    never below `minimum`, where one more raises. After `window + 1` steps in a row without overflow the scale doubles,
-    and then after every `window` more; this also restores the hysteresis.
+    An overflow skips the step. The first `hysteresis - 1` overflows only use up hysteresis; later ones halve the scale,
+    down to `minimum`, where one more raises an error. After `window + 1` steps in a row without overflow the scale
+    doubles, and then after every `window` more; this also restores the hysteresis.
 
     Attributes:
       initial: The scale of the first step.
-      window: Steps without overflow between two growths; the first one of a row does not count.
-      hysteresis: Overflows that it takes to halve the scale.
+      window: Steps without overflow between two doublings; the first step of a row does not count.
+      hysteresis: Number of overflows that halve the scale.
       minimum: The smallest scale.
       consecutive_hysteresis: Every good step restores the hysteresis, so that only overflows in a row count.
 
@@ -85,24 +85,25 @@ LOSS_SCALE = Setting('None, a number > 0 up to 2^100, "dynamic" or a `DynamicLos
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of a training run. `None` throughout leaves every leaf in the dtype that it has.
+    """Dtypes of a training run. By default every leaf keeps its own dtype.
 
-    Only floating-point leaves are ever cast. `LeafRule(compute_dtype=...)` overrules `compute_dtype` by path.
+    Only floating-point leaves are cast. `LeafRule(compute_dtype=...)` overrides `compute_dtype` by path.
 
     Attributes:
-      compute_dtype: What the loss sees of the parameters, and what travels when they are gathered. Stages 0-2 hold
-        the parameters in it; stage 3 casts each shard before its gather. Parameters that are not trained are kept in
-        the dtype that they come in, at every stage. `None`: as they are. The batch is not cast.
-      reduce_dtype: What gradients are reduced in over devices. `None`: as the loss makes them (`compute_dtype`).
-      accumulate_dtype: What reduced gradients are kept and summed in over micro-batches. `None`: `reduce_dtype`.
-      master_dtype: What is kept between steps and updated by the optimizer. `None`: float32 if `compute_dtype` is
-        set. "bfloat16" keeps no wider copy anywhere: updates are rounded stochastically.
+      compute_dtype: The dtype of parameters in the loss and in gathers. Stages 0-2 store the parameters in it; stage 3
+        casts each shard before its gather. Parameters that are not trained keep their own dtype, at every stage.
+        `None`: the dtype of each parameter. The batch is not cast.
+      reduce_dtype: The dtype in which gradients are reduced over devices. `None`: that of the gradient
+        (`compute_dtype`).
+      accumulate_dtype: The dtype in which reduced gradients are kept and summed over micro-batches. `None`:
+        `reduce_dtype`.
+      master_dtype: The dtype of the copy that the optimizer updates, kept between steps. `None`: float32 if
+        `compute_dtype` is set. "bfloat16" keeps no wider copy anywhere: updates are rounded stochastically.
       state_dtype: "bfloat16" stores optimizer state of a parameter's shape (moments) in 16 bits, rounded
-        stochastically; the optimizer computes in its own dtype. `None`: as the optimizer makes it. "float32"
-        widens state that it makes narrower.
-        `LeafRule(state_dtype=...)` does it by path.
+        stochastically; the optimizer computes in its own dtype. "float32" widens narrower state. `None`: the
+        optimizer's own dtype. `LeafRule(state_dtype=...)` decides by path.
       loss_scale: `None`, a number (static), "dynamic" or a `DynamicLossScale`. A step that overflows is skipped.
-      skip_nonfinite: Skip steps with a gradient that is not finite. Always so with a loss scale.
+      skip_nonfinite: Whether to skip steps with a gradient that is not finite. With a loss scale they always are.
 
     Raises:
       ValueError: A field has an impossible value, or two contradict each other.
@@ -147,7 +148,7 @@ class Precision:
 
     @property
     def master(self) -> np.dtype | None:
-        """The dtype that masters have; `None` if parameters stay as they are."""
+        """The dtype of masters; `None` if parameters keep their own dtypes."""
         return None if self.compute_dtype is None else jnp.dtype(self.master_dtype or "float32")
 
     @property
@@ -157,47 +158,47 @@ class Precision:
 
     @property
     def accumulate(self) -> np.dtype | None:
-        """The dtype of reduced gradients; `None` if it is that of the parameter as the loss sees it."""
+        """The dtype of reduced gradients; `None` if it is the parameter's compute dtype."""
         name = self.accumulate_dtype or self.reduce_dtype
         return None if name is None else jnp.dtype(name)
 
     @property
     def skips(self) -> bool:
-        """Whether a step with a gradient that is not finite is skipped."""
+        """Whether steps with a gradient that is not finite are skipped."""
         return self.skip_nonfinite or self.loss_scale is not None
 
 
 def cast_dtype(dtype: Any, to: np.dtype | None) -> Any:
-    """Returns `to` for real floating-point dtypes, `dtype` for all others or if `to` is `None`."""
+    """Returns `to` for real floating-point dtypes; `dtype` for others, or if `to` is `None`."""
     return to if to is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def is_float8(dtype: Any) -> bool:
-    """Whether a dtype is a float of at most 8 bits, which jax promotes to nothing by itself."""
+    """Whether a dtype is a float of at most 8 bits, which jax does not promote."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < 2
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of random keys, which are neither trained nor cut."""
+    """Whether a dtype is one of random keys, which are neither trained nor cut."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """Returns `x` in fp32 or wider; integers as they are."""
+    """Returns `x` in fp32 or wider; integers do not change."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return x.astype(wide_dtype(x.dtype))
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns the dtype that gradients have once they are widened: fp32 or wider; that of integers stays."""
+    """Returns the dtype of widened gradients: fp32 or wider; integer dtypes do not change."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     return jnp.dtype(jnp.float32) if is_float8(dtype) else jnp.promote_types(dtype, jnp.float32)
 
 
 def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
-    """Returns a gradient in fp32 or wider, multiplied with one factor after the other; integers as they are."""
+    """Returns a gradient in fp32 or wider, multiplied by one factor after another; integers do not change."""
     grad = widen(grad)
     for factor in factors if jnp.issubdtype(grad.dtype, jnp.inexact) else ():
         grad = grad * factor.astype(grad.dtype)
@@ -206,7 +207,7 @@ def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:
 
 def _dtype_name(*allowed: str) -> Setting:
     def name(value: Any) -> str:
-        if not isinstance(value, str | np.dtype | type):  # of an array it would be the dtype that it has
+        if not isinstance(value, str | np.dtype | type):  # an array would count as its own dtype
             raise TypeError
         found = str(jnp.dtype(value).name)
         if found not in allowed:
@@ -217,9 +218,9 @@ def _dtype_name(*allowed: str) -> Setting:
 
 
 DTYPE = _dtype_name("float32", "bfloat16", "float16")
-"""A dtype that a policy may have, kept as its name."""
+"""A dtype of a policy, kept as its name."""
 STATE_DTYPE = _dtype_name("float32", "bfloat16")
-"""A dtype that optimizer state can be stored in."""
+"""A stored dtype of optimizer state."""
 
 
 PRESETS = {
@@ -230,7 +231,7 @@ PRESETS = {
 
 
 def resolve_precision(precision: Any) -> Precision:
-    """Returns the policy that a name stands for, or the policy itself."""
+    """Returns the policy for a name, or the policy itself."""
     if isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str) or precision not in PRESETS:

@@ -1,7 +1,7 @@
-"""What values settings may have: one check for fields of configurations and arguments of functions alike.
+"""Checks the values of settings: fields of configurations and arguments of functions alike.
 
-An array is never a setting: its truth and its order are errors of their own, and its dtype is not meant. So values are
-told apart by their types first.
+Checks look at a value's type first. An array is never a setting: its truth value and its comparisons raise errors of
+their own, and its dtype is not a value that the user meant.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a setting may be.
+    """The allowed values of a setting.
 
     Attributes:
-      says: What is allowed, as an error says it.
-      of: Returns the value as it is kept; raises a `TypeError` or a `ValueError` if it is not allowed.
+      says: The allowed values, in the words of an error.
+      of: Returns the value to keep; raises a `TypeError` or a `ValueError` if it is not allowed.
     """
 
     says: str
@@ -42,7 +42,7 @@ class Setting:
 
 
 def check(name: str, value: Any, setting: Setting) -> Any:
-    """Returns a value as it is kept; raises a `ValueError` that names the setting, the value and what is allowed."""
+    """Returns the value to keep; raises a `ValueError` that names the setting, the value and what is allowed."""
     try:
         return setting.of(value)
     except (TypeError, ValueError):
@@ -50,7 +50,7 @@ def check(name: str, value: Any, setting: Setting) -> Any:
 
 
 def check_fields(settings: Any, allowed: Mapping[str, Setting], *, prefix: str = "") -> None:
-    """Checks the fields of a frozen dataclass, and keeps them as `check` returns them."""
+    """Checks the fields of a frozen dataclass, and replaces them by the results of `check`."""
     for name, setting in allowed.items():
         object.__setattr__(settings, name, check(prefix + name, getattr(settings, name), setting))
 
@@ -62,7 +62,7 @@ def _require(condition: bool, value: Any) -> Any:
 
 
 def one_of(*choices: Any, says: str | None = None) -> Setting:
-    """One of some values of Python's own; 1 is not True."""
+    """One of some Python values; 1 is not True."""
 
     def kept(value: Any) -> Any:
         found = [x for x in choices if type(x) is type(value) and x == value]
@@ -81,7 +81,7 @@ def whole(least: int, says: str | None = None) -> Setting:
 
 
 def number(says: str, holds: Callable[[float], bool]) -> Setting:
-    """A real number: Python's, or a scalar of NumPy or jax, which is kept as a float."""
+    """A real number: a Python number, or a scalar of NumPy or jax, which is kept as a float."""
 
     def kept(value: Any) -> Any:
         if isinstance(value, int | float):
@@ -94,7 +94,7 @@ def number(says: str, holds: Callable[[float], bool]) -> Setting:
 
 
 def optional(setting: Setting) -> Setting:
-    """The same, or `None`."""
+    """A value that `setting` allows, or `None`."""
     return Setting(f"None or {setting.says}", lambda x: x if x is None else setting.of(x))
 
 
@@ -103,7 +103,7 @@ def _is_key(value: Any, *, one: bool) -> bool:
     if shape is None or dtype is None:
         return False
     is_typed = bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
-    words = len(shape) - (dtype == np.uint32)  # a key of the older kind is a vector of words
+    words = len(shape) - (dtype == np.uint32)  # an old-style key is a vector of words
     return (is_typed or dtype == np.uint32) and (words == 0 if one else words >= 0)
 
 

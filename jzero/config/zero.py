@@ -33,43 +33,41 @@ def _axis_name(value: Any, but: str = "") -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What of a train state lives in the memory of the host, and how it travels.
+    """The parts of a train state that live in host memory, and how they are updated.
 
-    With `optimizer="host"` master copies and the optimizer state of a parameter's shape (moments) are kept in pinned
-    memory of each device's host, cut as before. The update goes through them in chunks: to the device, update, back to
-    the host. At stage 3 of a 16-bit precision the devices then hold 16-bit parameters, and masters are on the host.
+    With `optimizer="host"`, master copies and the optimizer state of a parameter's shape (moments) live in pinned
+    memory of each device's host, cut as before. The update moves them in chunks: to the device, update, back to the
+    host. At stage 3 of a 16-bit precision, the devices then hold 16-bit parameters, and masters are on the host.
 
-    With `params="host"`, at stage 3, the shards of parameters are there too. Each is brought to its device where it is
-    about to be gathered, in the body of the loop for scanned layers, and again for the backward pass; the update writes
-    it back. Gradients go to the host as they are reduced, if all optimizer state is there and there are no
-    micro-batches to sum. Such a state is trained by `make_train_step` alone.
+    With `params="host"`, at stage 3, the shards of parameters are on the host, too. Each moves to its device just
+    before its gather, inside the loop for scanned layers, and again for the backward pass; the update writes it back.
+    Gradients move to the host as they are reduced, if all optimizer state is there and there are no micro-batches to
+    sum. Only `make_train_step` trains such a state.
 
-    With `compute="host"` the update runs where its state is, on the host's CPU: gradients and parameters go down, and
-    new parameters come back (of fp32 parameters, what is added to them). That is for slow links and for optimizers that
-    treat each element alone (sums over a leaf, such as LAMB's norms, are fine); any other is refused when a step is
-    traced. It saves traffic (for AdamW and 16-bit parameters 6 bytes per parameter in place of 24) and costs the time
-    of a CPU.
+    With `compute="host"`, the update runs on the host's CPU: gradients and parameters move to the host, and new
+    parameters come back (for fp32 parameters, their updates). That is for slow links, and for elementwise optimizers
+    (sums over a leaf, such as LAMB's norms, are fine); others raise an error when a step is traced. It saves traffic (6
+    bytes instead of 24 per 16-bit parameter with AdamW) and costs CPU time.
 
-    With `delay=1` a train step applies the gradients of the step before, so that the update on the host does not wait
-    for the step's own gradients and can run beside them, where the compiler schedules it so: jax 0.12's does for GPUs
-    with `make_train_step(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True})`, and for TPUs does not.
-    These are other numbers than training without: each gradient is taken at parameters that lack the update before.
-    See `apply_pending`.
+    With `delay=1`, a train step applies the gradients of the step before, so that the update on the host does not wait
+    for the step's own gradients, and can overlap with them if the compiler schedules it so. jax 0.12's does for GPUs
+    with `make_train_step(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True})`, but not for TPUs. The
+    numbers differ from training without delay: each gradient is taken at parameters that lack the latest update. See
+    `apply_pending`.
 
     Attributes:
       optimizer: "host" or "none".
-      params: "host" or "none". Vectors stay on the device, and so does what stage 3 keeps whole.
-      ratio: Share of the trained parameters, in elements, whose optimizer state goes to the host, the largest leaves
-        first; at least so much goes, as far as rules let it (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for
-        single leaves.
-      chunk_bytes: The most, in bytes of masters and optimizer state, that travels as one piece; the largest leaves are
-        split. Each device holds up to about four pieces at a time.
-      device_budget_bytes: What parameters and optimizer state may take of one device between steps, in bytes; the
-        largest leaves' optimizer state goes to the host until the rest fits. Takes the place of `ratio`.
-      compute: "device" or "host": where the update of what is on the host is computed.
+      params: "host" or "none". Vectors, and parameters that stage 3 keeps whole, stay on the device.
+      ratio: Minimum share of the trained parameters, in elements, whose optimizer state goes to the host, the largest
+        leaves first, as far as rules allow (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
+      chunk_bytes: Most bytes of masters and optimizer state in one transfer; the largest leaves are split. Each device
+        holds up to about four chunks at a time.
+      device_budget_bytes: Most bytes of parameters and optimizer state on one device between steps; the largest leaves'
+        optimizer state goes to the host until the rest fits. Replaces `ratio`.
+      compute: "device" or "host": where the update of offloaded state runs.
       delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They are kept in fp32,
-        4 bytes per parameter over the devices that share it, in the memory where its optimizer state is. Saving a
-        checkpoint applies them to a second copy of the state.
+        4 bytes per parameter over the devices that share it, in the memory of its optimizer state. Saving a checkpoint
+        applies them to a second copy of the state.
 
     Raises:
       ValueError: A field has an impossible value, or two contradict each other.
@@ -127,23 +125,23 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafRule:
-    """How the leaves under one path are laid out, where the default choice is not wanted.
+    """Overrides the default layout of the leaves that match one path.
 
     Attributes:
       dim: Dimension (of the natural shape) that the ZeRO axis cuts; padded if the axis size does
         not divide it. `None` lets the layout choose.
-      persistent: `True` keeps the parameter whole at stage 3 whatever its size (its gradient and
-        optimizer state are still cut); `False` cuts it however small. `None` lets
+      persistent: `True` keeps the parameter whole at stage 3, whatever its size (its gradient and
+        optimizer state are still cut); `False` cuts it, however small. `None` lets
         `persistence_threshold` decide.
       replicated: `True` keeps parameter, gradient and optimizer state whole at every stage.
       scan_dim: The dimension that a `lax.scan` runs over, which is never cut; -1 says that there
         is none. `None` lets the layout infer it from the tree.
-      compute_dtype: What the loss sees of the leaf, e.g. "float32" for a normalisation scale in a
+      compute_dtype: The leaf's dtype in the loss, e.g. "float32" for a normalization scale in a
         16-bit model. `None`: `Precision.compute_dtype`.
-      state_dtype: What optimizer state of the leaf's shape is stored in: "bfloat16" (rounded
+      state_dtype: The stored dtype of optimizer state of the leaf's shape: "bfloat16" (rounded
         stochastically) or "float32". `None`: `Precision.state_dtype`.
-      offload: What `Offload` puts on the host: `True` puts the leaf's there, `False` keeps it on the device. `None`
-        lets `Offload` decide. Numbers, and of parameters vectors and what stage 3 keeps whole, stay in any case.
+      offload: `True` puts what `Offload` offloads of the leaf on the host, `False` keeps it on the device. `None`
+        lets `Offload` decide. Scalars, vectors among parameters, and parameters that stage 3 keeps whole always stay.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -190,7 +188,7 @@ class ZeroConfig:
 
     Attributes:
       stage: 0 (nothing), 1 (optimizer state), 2 (and gradients), 3 (and parameters).
-      axis: Mesh axis that ZeRO cuts over.
+      axis: Mesh axis over which ZeRO partitions.
       replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is
         split over both axes.
       persistence_threshold: Parameters of up to this many elements stay whole at stage 3
@@ -200,23 +198,23 @@ class ZeroConfig:
       reshard_after_forward: Stage 3 frees gathered parameters after their use in the forward pass
         and gathers them again in the backward pass. `False` keeps them, as FSDP2 does with the same
         option: one gather less, whole parameters alive between the passes.
-      prefetch_bytes: The most, in bytes of whole parameters as they travel, that stage 3 gathers before it is needed.
-        Scans (layers) then gather for the next turn while they compute on this one, the parameters that a turn uses
-        first before others, as many as fit (DeepSpeed's `prefetch_bucket_size`, in bytes), but at most a 32nd of what
-        the scan gathers, since its last turn does so in vain (a warning says where nothing is left). `None`: on GPUs
-        scans gather up to a third of a turn ahead; all else is left to the compiler. 0: nothing is gathered ahead.
+      prefetch_bytes: Most bytes that stage 3 gathers ahead of their use, counted in whole parameters and the dtypes of
+        their gathers (DeepSpeed's `prefetch_bucket_size`, in bytes). Scans (layers) gather parameters of the next
+        iteration while they compute this one: as many as fit, in the order of use, but at most a 32nd of the scan's
+        gathers, since those of the last iteration are wasted (a warning says if nothing is left). `None`: scans on GPUs
+        gather up to a third of an iteration ahead, and the compiler decides the rest. 0: nothing is gathered ahead.
       reduce_scatter: `False` reduces gradients with an all-reduce and slices the result
         (DeepSpeed's key of this name): the same numbers, twice the communication.
-      all_gather_bucket_bytes: The most that the compiler combines into one gather, for this step's program alone. GPUs
-        only, and not where a step is called inside of another `jax.jit`; `None` leaves it to the compiler.
-      reduce_bucket_bytes: The most, in bytes of whole gradients as they are reduced, that the compiler combines in one
-        reduce-scatter (DeepSpeed's `reduce_bucket_size`, in bytes), likewise. `None`: 16 MiB on GPUs, or 256 KiB for
-        each device if that is more.
-      precision: "fp32" (every leaf keeps the dtype that it has), "bf16" or "fp16" (16-bit parameters
+      all_gather_bucket_bytes: Most bytes that the compiler combines into one gather, in this step's program only. GPUs
+        only, and not if a step is called inside another `jax.jit`; `None` leaves it to the compiler.
+      reduce_bucket_bytes: Most bytes of whole gradients, in the dtype of the reduction, that the compiler combines into
+        one reduce-scatter (DeepSpeed's `reduce_bucket_size`, in bytes), with the same limits. `None`: 16 MiB on GPUs,
+        or 256 KiB for each device if that is more.
+      precision: "fp32" (every leaf keeps its dtype), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
-      offload: What is kept in the memory of the host, see `Offload`.
+      offload: The parts of the state in host memory, see `Offload`.
       rules: Layout of single leaves by regular expression over their whole path, such as
-        `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first that matches counts.
+        `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first match counts.
 
     Raises:
       ValueError: A field has an impossible value; the message names the field, the value and what
@@ -312,20 +310,20 @@ class ZeroConfig:
         precision: Precision | Literal["fp32", "bf16", "fp16"] | None = None,
         auto: Mapping[str, Any] | None = None,
     ) -> tuple[ZeroConfig, DeepSpeedReport]:
-        """Reads a configuration of DeepSpeed (`ds_config.json`).
+        """Reads a DeepSpeed configuration (`ds_config.json`).
 
-        What the file says about batches, clipping, optimizer and schedule is in the report: `step_arguments()` go into
-        `make_train_step`, `optimizer` into the train state. A value that jzero cannot honour is left out, and a warning
-        names its key. "auto", which a trainer of another library would fill in, is decided by the arguments, or left
-        out and listed at the head of the report, `report.undecided`.
+        The report holds batch sizes, clipping, optimizer and schedule: pass `step_arguments()` to `make_train_step`,
+        and `optimizer` to the train state. If jzero cannot honour a value, it drops it and warns with its key.
+        Arguments decide the values that are "auto", which a trainer of another library would fill in; the report lists
+        the others at its head, as `report.undecided`.
 
         Args:
-          source: A path to JSON (or to Hjson, if the package `hjson` is there), or the dictionary itself.
-          num_devices: Devices that the batch is split over, all axes of the mesh that shard it. `None` leaves open what
-            depends on it.
-          batch_size: Rows of a step, where `train_batch_size` is "auto" or left out.
-          optimizer: An optax transformation in the place of the file's optimizer and schedule.
-          precision: As for `ZeroConfig`, where `bf16.enabled` and `fp16.enabled` are "auto" or left out.
+          source: A path to JSON (or to Hjson, if the package `hjson` is installed), or the dictionary itself.
+          num_devices: Devices over which the batch is split: all mesh axes that shard it. `None` leaves values open
+            that depend on it.
+          batch_size: Rows of a step, if `train_batch_size` is "auto" or missing.
+          optimizer: An optax transformation that replaces the file's optimizer and schedule.
+          precision: As for `ZeroConfig`, if `bf16.enabled` and `fp16.enabled` are "auto" or missing.
           auto: Values by key, such as `{"gradient_clipping": 1.0}`, for anything that is "auto".
 
         Returns:
@@ -334,9 +332,9 @@ class ZeroConfig:
 
         Raises:
           ValueError: The file cannot be read: a key of `zero_optimization`, `fp16`, `bf16`, or of the parameters of an
-            optimizer or a schedule is not known, has a value of the wrong kind or is there twice, or batch sizes
-            contradict each other. All such keys are named. Or an argument contradicts the file.
-          TypeError: `optimizer` is no optax transformation.
+            optimizer or a schedule is unknown, has a value of the wrong kind or occurs twice, or batch sizes contradict
+            each other; the message names all such keys. Or an argument contradicts the file.
+          TypeError: `optimizer` is not an optax transformation.
           OSError: There is no such file.
 
         Example:
@@ -347,8 +345,8 @@ class ZeroConfig:
           (2, 'bfloat16', 8)
 
         References:
-          DeepSpeed 0.19's configuration. Its defaults hold for keys that the file lacks: gradients, for one, are
-          clipped at a norm of 1.
+          DeepSpeed 0.19's configuration. Missing keys have its defaults; for example, gradients are clipped to a norm
+          of 1.
         """
         from jzero.deepspeed.importing import import_config  # noqa: PLC0415  # which builds on all of jzero
 
@@ -365,12 +363,12 @@ class ZeroConfig:
 
     @property
     def policy(self) -> Precision:
-        """`precision` as the `Precision` that its name stands for."""
+        """`precision` as a `Precision`."""
         assert isinstance(self.precision, Precision)
         return self.precision
 
     def rule_for(self, path: str) -> LeafRule:
-        """Returns the first rule whose pattern matches the whole of `path`, or the empty rule."""
+        """Returns the first rule whose pattern matches all of `path`, or the empty rule."""
         for pattern, rule in self.rules.items():
             if re.fullmatch(pattern, path):
                 return rule
@@ -378,5 +376,5 @@ class ZeroConfig:
 
 
 def may_prefetch(config: ZeroConfig) -> bool:
-    """Whether loops can gather ahead: parameters that they gather again, and from the devices."""
+    """Whether loops can gather ahead: only parameters that they gather again, and that are on the devices."""
     return config.reshard_after_forward and config.offload.params != "host"

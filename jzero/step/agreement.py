@@ -1,4 +1,4 @@
-"""That processes agree on what a step is about to run."""
+"""Checks that processes agree on the program that a step is about to run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Placed = tuple[PyTree, Any, bool]
 
 
 class StepAgreement:
-    """What processes compare before a step first runs a program, and what they have agreed on.
+    """Makes processes compare a program before a step first runs it, and remembers their agreements.
 
     Attributes:
-      where: What made the step, from what.
-      settings: The arguments that it was made with, by name.
+      where: The function that made the step, with its argument.
+      settings: The other arguments of that function, by name.
     """
 
     def __init__(self, maker: str, fn: Any, check_processes: bool | float, settings: Mapping[str, Any]) -> None:
@@ -32,14 +32,14 @@ class StepAgreement:
         self._agreed: set[Any] = set()
 
     def placed(self, place: Callable[[], Placed], jitted: Any, state: Any, batch: PyTree, rng: Any) -> Placed:
-        """Returns what `place` makes of batch and rng, once processes agree on the program that runs on them.
+        """Returns the result of `place`, once processes agree on the program that runs on it.
 
         Args:
           place: Checks batch and rng and puts them on the mesh.
-          jitted: What is called with them next. It compiles what is traced and lowered here.
+          jitted: The function to call next. It compiles the program that is traced and lowered here.
           state: The train state.
-          batch: As it was given.
-          rng: Likewise.
+          batch: The batch as the user passed it.
+          rng: The key as the user passed it.
         """
         plan = state.tx.plan
         if self._wait_s is None or not are_several(plan.mesh):
@@ -66,12 +66,12 @@ class StepAgreement:
         return placed
 
     def clear(self) -> None:
-        """Forgets what was agreed on."""
+        """Forgets all agreements."""
         self._agreed.clear()
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    """Returns what decides whether a program is traced anew for an input."""
+    """Returns the properties of an input that decide whether jax traces again."""
     return getattr(x, "shape", None), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 

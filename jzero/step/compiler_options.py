@@ -1,26 +1,26 @@
-"""XLA options for one step's program alone; nothing global is touched.
+"""XLA options for one step's program; no global option changes.
 
 [Note: Recommended options]
-Found by compiling GPTs of 124M, 1.4B and 7B parameters for 8 H200, scanned and recomputed, 4096 tokens per device (the
-figures are in `benchmarks/README.md`): at stage 3 the compiler for GPUs starts a layer's gather where the layer begins,
-and waits. Told to pipeline gathers, it carries the next layer's gathered parameters through the loop, for 1 to 5 % more
-memory. Loops that gather ahead by themselves, see [Note: Gathering one turn ahead], do better, and worse with the
-option on top (7B: 284.8 and 296.4 ms as modelled), so it is for those that do not: with `reshard_after_forward=False`
-or `prefetch_bytes=0`. For TPUs nothing is known that helps.
+These come from GPTs with 124M, 1.4B and 7B parameters, scanned and recomputed, with 4096 tokens per device, compiled
+for 8 H200 (figures in `benchmarks/README.md`). At stage 3 the compiler for GPUs starts a layer's gather when the layer
+begins, and waits for it. With pipelined gathers, it carries the next layer's gathered parameters through the loop, for
+1 to 5 % more memory. Loops that gather ahead by themselves, see [Note: Gathering one turn ahead], do better, and the
+option makes them slower (7B: 284.8 and 296.4 ms as modelled). So the option is for the other loops: with
+`reshard_after_forward=False` or `prefetch_bytes=0`. For TPUs, no helpful option is known.
 
-On CPUs with jax 0.12 a bf16 step of a scanned GPT (`benchmarks.cpu_steps`) takes 1.7 to 1.9 times as long as with the
-option of `_compat.plain_products`, and one of plain `jax.jit` 1.8 times. fp32 steps, and all steps of jax 0.10, are up
-to 1.5 times slower with it.
+On CPUs with jax 0.12, a bf16 step of a scanned GPT (`benchmarks.cpu_steps`) takes 1.7 to 1.9 times as long without the
+option of `_compat.plain_products`, and a plain `jax.jit` step 1.8 times. The option makes fp32 steps, and all steps of
+jax 0.10, up to 1.5 times slower.
 
 [Note: Buckets of gradients]
-XLA for GPUs combines reduce-scatters up to 30 MiB *of a shard*: on 8 devices 240 MiB of gradients, on 512 15 GiB. All
-layers of an unrolled model are then reduced at once, when nothing is left to compute beside it. By default jzero asks
+XLA for GPUs combines reduce-scatters up to 30 MiB *of a shard*: on 8 devices 240 MiB of gradients, on 512 15 GiB. It
+then reduces all layers of an unrolled model at once, when no computation is left to overlap with. By default jzero asks
 for 16 MiB of gradients, about a layer of the smallest models that are trained on several GPUs; larger gradients travel
-by themselves. On many devices it is 256 KiB for each: a ring sends pieces of that size from one to the next, and
-smaller ones would take less time than their latency. As modelled on 8 H200, GPTs unrolled: 350M 32.2 -> 31.0 ms, 33 ->
-6 % of communication exposed; recomputed 35.4 -> 33.6 ms, 53 -> 13 %; at stage 2 35.5 -> 34.4 ms, 70 -> 35 %, for 8 %
-more memory; on 64 H200, stage 3, 36.9 -> 34.6 ms, also for 8 %. Of 18 programs none takes 0.5 % longer, even if each
-collective takes 15 us more than by the model of the machine, which has no latency.
+by themselves. With many devices the bucket is 256 KiB for each device: a ring sends pieces of that size from one device
+to the next, and smaller pieces would take less time than their latency. As modelled on 8 H200, unrolled GPTs: 350M 32.2
+-> 31.0 ms, 33 -> 6 % of communication exposed; recomputed 35.4 -> 33.6 ms, 53 -> 13 %; at stage 2 35.5 -> 34.4 ms,
+70 -> 35 %, for 8 % more memory; on 64 H200, stage 3, 36.9 -> 34.6 ms, also for 8 %. None of 18 programs takes 0.5 %
+longer, even with 15 us more per collective than in the model of the machine, which has no latency.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ __all__ = ["CompilerOptions", "check_compiler_options", "compiler_options"]
 CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]
 
 GATHER_BUCKET = "xla_gpu_all_gather_combine_threshold_bytes"
-"""Counts what is gathered, whole."""
+"""Counts the results of gathers: whole arrays."""
 REDUCE_BUCKET = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-"""Counts what is left of what is reduced: shards."""
+"""Counts the results of reductions: shards."""
 
 
 def check_compiler_options(given: Any) -> None:
-    """Raises unless these are options that a step can have."""
+    """Raises unless a step can have these options."""
     if given is None or isinstance(given, Mapping) or (isinstance(given, str) and given == "recommended"):
         return
     raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {given!r}.")
 
 
 def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str, Any] | None:
-    """Returns the options that a step's program is compiled with.
+    """Returns the compiler options of a step's program.
 
     Args:
-      plan: The plan of the state, whose `config` may ask for buckets.
-      given: What the step was made with; its own entries go before everything else.
+      plan: The plan of the state, whose `config` may set buckets.
+      given: The option of the step; its entries override all others.
     """
     platform = mesh_platform(plan.mesh)
     config = plan.config

@@ -1,4 +1,4 @@
-"""Checks that training with jzero gives what training on one device gives, for the user's own loss and state."""
+"""Checks that training with jzero equals training on one device, for the user's own loss and state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StepPair:
       reference_loss: The loss on one device.
       grad_norm: Global norm of the gradients before clipping, with jzero.
       reference_grad_norm: The same on one device.
-      applied: Whether jzero applied the step. One that it skipped is not compared.
+      applied: Whether jzero applied the step. Skipped steps are not compared.
     """
 
     loss: float
@@ -55,11 +55,11 @@ class LeafDeviation:
     """How far one leaf ends from the reference.
 
     Attributes:
-      path: Its key path; for state that the loss changes with the name of the field in front.
+      path: Its key path; for state that the loss changes, after the name of the field.
       absolute: Largest difference of an element.
-      relative: The same as a part of the largest element of the reference.
-      drift: Norm of the difference as a part of the norm of what the reference moved the leaf: near 1 they have nothing
-        in common. The number to look at in 16 bits, where noise turns the steps of single elements around.
+      relative: The same, divided by the largest element of the reference.
+      drift: Norm of the difference, divided by the norm of the reference's change of the leaf; near 1 the two runs have
+        nothing in common. Use this number in 16 bits, where noise reverses the steps of single elements.
     """
 
     path: str
@@ -127,20 +127,20 @@ class EquivalenceReport:
         return [x for x in self.steps if x.applied]
 
     def check(self, *, loss: float = 1e-4, grad_norm: float = 1e-4, params: float = 1e-4, drift: float = 0.1) -> None:
-        """Raises if a deviation is larger than it may be.
+        """Raises if a deviation is too large.
 
-        The defaults suit float32 and some tens of steps, where summation in another order costs about 1e-6. In 16 bits
-        2e-2 for the first two is usual, `params` has to allow for some steps of the learning rate, since noise turns
-        single elements around, and `drift` tells whether a leaf is trained rightly. Adam does not see a constant factor
-        in the gradients: that shows in the loss and in the gradient norm alone. Adam also makes full steps of pure
-        rounding noise, so that parameters whose gradient is zero but for rounding (a bias before a normalisation)
-        deviate and mean nothing: switch them off (`use_bias=False`).
+        The defaults suit float32 and tens of steps, where another order of summation costs about 1e-6. In 16 bits,
+        2e-2 is usual for the first two. `params` must then allow for some steps of the learning rate, since noise
+        reverses single elements, and `drift` tells whether a leaf is trained correctly. Adam ignores a constant factor
+        in the gradients: only the loss and the gradient norm show it. Adam also turns pure rounding noise into full
+        steps. So parameters whose gradient is zero up to rounding (a bias before a normalization) deviate without
+        meaning anything: switch them off (`use_bias=False`).
 
         Args:
-          loss: Largest relative deviation of the loss that is allowed.
-          grad_norm: Largest relative deviation of the gradient norm that is allowed.
-          params: Largest relative deviation of a leaf that is allowed.
-          drift: Largest drift of a leaf that is allowed.
+          loss: Largest allowed relative deviation of the loss.
+          grad_norm: Largest allowed relative deviation of the gradient norm.
+          params: Largest allowed relative deviation of a leaf.
+          drift: Largest allowed drift of a leaf.
 
         Raises:
           AssertionError: Some deviation is larger, or not a number; the message has the table.
@@ -187,23 +187,23 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
 ) -> EquivalenceReport:
     """Trains twice, sharded with jzero and on one device with plain `jax.value_and_grad` and optax, and compares.
 
-    For the tests of a project that trains with jzero: finds losses that are no mean over independent examples, models
-    that mix examples, optimizers whose state jzero might lay out wrongly, and faults of jzero itself. The reference
-    takes each batch at once, whatever `accumulate_steps`. Under a precision policy it keeps masters, hands the loss
-    what the plan says that it sees, and gives optax gradients in float32; it multiplies the loss with the scale that
-    jzero used in the step, and skips the steps that jzero skipped because of it.
+    Use it in the tests of a project that trains with jzero. It finds losses that are not a mean over independent
+    examples, models that mix examples, optimizers whose state jzero might lay out wrongly, and faults of jzero itself.
+    The reference takes each batch at once, whatever `accumulate_steps`. With a precision policy, it keeps masters,
+    casts parameters for the loss as the plan says, and gives optax float32 gradients. It multiplies the loss by the
+    loss scale of jzero's step, and skips the steps that jzero skipped because of it.
 
-    The reference holds the whole state on one device, and the end of the run with jzero on each: take a small model.
-    Where the mesh has axes beside the batch's, which the loss may name, each device holds and computes all of it.
+    The reference holds the whole state on one device, and jzero's final state becomes whole on every device: use a
+    small model. If the mesh has axes other than the batch's, every device holds and computes the whole reference.
     Dropout differs between the runs: switch it off.
 
     Args:
       loss_fn: As for `make_train_step`, without `rng`.
       state: A train state of any kind, plain or sharded. It is not consumed.
       batches: One global batch per step.
-      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`. That of a sharded state by default.
-      config: What to partition, and how. That of a sharded state by default.
-      mesh: Over which devices; all of them, or those of a sharded state, by default.
+      stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`. By default that of a sharded state.
+      config: What to partition, and how. By default that of a sharded state.
+      mesh: The devices. By default all of them, or those of a sharded state.
       has_aux: As for `make_train_step`; `aux` is not compared.
       accumulate_steps: As for `make_train_step`.
       clip_norm: As for `make_train_step`.
@@ -213,7 +213,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
       An `EquivalenceReport`. `report.check()` raises if the runs deviate.
 
     Raises:
-      ValueError: There are no batches, or what `shard_train_state` and the step raise.
+      ValueError: There are no batches, or `shard_train_state` or the step raises one.
       TypeError: `loss_fn` needs a third argument, such as `rng`, or `batches` is a single batch.
 
     Example:
@@ -263,7 +263,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
 def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):  # some callables have no signature; the step finds what is no callable
+    except (TypeError, ValueError):  # some callables have no signature; the step rejects other objects
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in positional[2:] if p.default is p.empty and p.name not in mutable]
@@ -285,7 +285,7 @@ def _checked(batches: Any) -> list[PyTree]:
 
 
 def _values(state: Any, mutable: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns what is compared of a plain state, by path."""
+    """Returns the compared leaves of a plain state, by path."""
     trees = {"": state.params, **{name: getattr(state, name) for name in mutable}}
     if hasattr(state, "bind_loss"):
         trees["rest"] = state.rest
@@ -303,7 +303,7 @@ def _relative(x: float, reference: float) -> float:
 
 
 def _part(difference: float, size: float) -> float:
-    """Returns `difference / size`, infinite where that is no number."""
+    """Returns `difference / size`; infinity if that is not a number."""
     if not (math.isfinite(difference) and math.isfinite(size)):
         return math.inf
     return difference / size if size else math.inf if difference else 0.0

@@ -1,4 +1,4 @@
-"""What goes into a jitted step: checked, on the mesh, or as shapes; and what its loss returns, checked."""
+"""Checks the inputs of a jitted step, places them on the mesh, and checks the results of its loss."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ __all__ = [
 PyTree = Any
 
 InputKind: TypeAlias = tuple[Any, Any]
-"""Type and sharding of an array. Of another shape `jax.jit` traces again, and the trace looks at it."""
+"""Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""
 
 
 def optional_rng(rng: Any) -> dict[str, Any]:
-    """Leaves `rng` out where there is none, so that a compiled step is called as it was lowered."""
+    """Returns the keyword `rng` unless it is `None`, so that a compiled step is called as it was lowered."""
     return {} if rng is None else {"rng": rng}
 
 
 def in_trace(leaves: Sequence[Any]) -> bool:
-    """Whether any of these is traced."""
+    """Whether any of these is a tracer."""
     return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
 
@@ -78,17 +78,17 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
 
 
 def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) -> None:
-    """Raises if an array of a state that is donated is an argument as well, or is there twice: XLA may end the process.
+    """Raises if an array of a donated state is also another argument, or occurs twice: XLA may crash the process.
 
     Args:
       state: The state.
       leaves: Its leaves.
-      batch: The batch as it was passed.
-      rng: The key as it was passed.
+      batch: The batch as the user passed it.
+      rng: The key as the user passed it.
     """
     held = set(map(id, leaves))
     if len(held) == len(leaves) and held.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
-        return  # in each call of a step
+        return  # the fast path of each call
     names: dict[int, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         if isinstance(x, jax.Array) and names.setdefault(id(x), path_str(path)) != path_str(path):
@@ -105,12 +105,12 @@ def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) ->
 
 
 def kinds_of(inputs: Sequence[jax.Array]) -> list[InputKind]:
-    """Returns what arrays are like."""
+    """Returns the kinds of arrays."""
     return [(type(x), x.sharding) for x in inputs]
 
 
 def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
-    """Whether there are as many inputs as kinds, each of its kind."""
+    """Whether inputs have these kinds, one each."""
     if len(inputs) != len(kinds):
         return False
     for x, (kind, sharding) in zip(inputs, kinds, strict=True):
@@ -120,7 +120,7 @@ def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
 
 
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:
-    """Puts batch and rng on the mesh; arrays that are there already stay. Returns them, and whether all did."""
+    """Puts batch and rng on the mesh. Returns them, and whether all of them were already in place."""
     leaves = check_batch(batch, plan, accumulate_steps)
     split, whole = plan.batch_sharding, plan.whole_sharding
     placed = [_placed(x, split if x.ndim else whole) for x in leaves]
@@ -144,7 +144,7 @@ def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tuple[Any, PyTree, Any]:
-    """The arguments as shapes with the shardings that a call would give them."""
+    """Returns the arguments as shapes with the shardings that a call would give them."""
 
     def shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         dtype = (
@@ -161,13 +161,13 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
 
 
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:
-    """Returns the leaves of a batch of which every device gets an equal part; else lists every leaf that forbids it."""
+    """Returns the leaves of a batch; raises, with a list of leaves, unless every device gets an equal part."""
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
     leaves = jax.tree.leaves(batch)
     are_arrays = all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
     sizes = {x.shape[0] for x in leaves if x.ndim} if are_arrays else set()
     if are_arrays and len(sizes) <= 1 and all(size and not size % parts for size in sizes):
-        return leaves  # in each call of a step
+        return leaves  # the fast path of each call
     rows = [(path_str(path), x) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
     bad = [(path, x) for path, x in rows if not hasattr(x, "shape") or not hasattr(x, "dtype")]
     if bad:

@@ -1,4 +1,4 @@
-"""What all steps are: functions of `(state, batch, rng)`, jitted once per plan."""
+"""The base of all steps: functions of `(state, batch, rng)`, jitted once per plan."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ REMAT = one_of(
 
 
 def _nothing() -> None:
-    """A reference to an object that is gone."""
+    """A reference to an object that no longer exists."""
 
 
 class _Expected(NamedTuple):
-    """What the next call is likely to get, which then needs no look.
+    """The likely arguments of the next call; if they come, the call skips all checks.
 
     Attributes:
-      state: A weak reference to its state.
-      jitted: What is jitted for that.
-      inputs: What batch and rng are like, if they were taken as they came.
+      state: A weak reference to the state.
+      jitted: The jitted function for that state.
+      inputs: The kinds of batch and rng, if they were already in place.
     """
 
     state: Callable[[], Any] = _nothing
@@ -149,7 +149,7 @@ class Step:
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[Any] = []
         if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
-            leaves, structure = jax.tree.flatten(state)  # takes a fifth as long as a dispatch to one device
+            leaves, structure = jax.tree.flatten(state)  # a fifth of the time of a dispatch to one device
             expected = _Expected()
         jitted, kinds = expected.jitted, expected.inputs
         if jitted is None or not are_like(inputs, kinds):
@@ -178,15 +178,15 @@ class Step:
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
 
     def _next_state(self, state: Any, results: Any) -> Any:
-        """Returns the state that the next call is likely to get."""
+        """Returns the likely state of the next call."""
         return state
 
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
-        """Lowers for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
+        """Lowers the step for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
         return self.trace(state, batch, rng=rng).lower()
 
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
-        """Traces for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
+        """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **optional_rng(rng))
 
@@ -201,7 +201,7 @@ class Step:
         return abstract_inputs(train_state.tx.plan, train_state, batch, rng)
 
     def clear_cache(self) -> None:
-        """Forgets everything compiled."""
+        """Forgets all compiled programs."""
         for jitted in self._jits.values():
             jitted.clear_cache()
         self._jits.clear()
@@ -209,21 +209,21 @@ class Step:
         self._expected = _Expected()
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
-        """Returns the state's plan, with the arrays listed that the loss closes over (`plan.closed_over`)."""
+        """Returns the state's plan, which also lists the arrays that the loss closes over (`plan.closed_over`)."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan = train_state.tx.plan
         leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
         return dataclasses.replace(plan, closed_over=leaves)
 
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
-        """Returns `remat`, or what it comes to for this plan and loss where it is `None`: "cheap" or "as_written"."""
+        """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         return self._trace_loss(train_state, train_state.tx.plan, batch, rng)[0].remat
 
     def _trace_loss(
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
     ) -> tuple[TracedLoss, LossInputs]:
-        """Returns the traced loss and what it is evaluated on."""
+        """Returns the traced loss and its inputs."""
         check_rng(rng)
         _check_third_argument(self.loss_fn, self.mutable, rng)
         loss_fn, carried = self._bound_loss(state, plan)
@@ -233,7 +233,7 @@ class Step:
         return written_alone(traced), inputs
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and what is carried."""
+        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
         if hasattr(state, "bind_loss"):
             if self.mutable:
                 raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
@@ -245,7 +245,7 @@ class Step:
         return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
 
     def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))` and what is carried."""
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
         loss_fn, carried = self._loss_and_carried(state, plan)
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
@@ -269,7 +269,7 @@ class Step:
 
 
 def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
-    """Raises unless a key is there if and only if the loss takes one; says nothing of losses without a signature."""
+    """Raises unless a key is passed if and only if the loss takes one; ignores losses without a signature."""
     try:
         signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
     except (TypeError, ValueError):

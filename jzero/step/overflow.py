@@ -1,4 +1,4 @@
-"""Raises when gradients overflow at the minimum loss scale."""
+"""The error for gradients that overflow at the minimum loss scale, and the watch that notices it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jzero.plan.plan import ZeroPlan
 __all__ = ["LossScaleError", "OverflowWatch", "loss_scale_error"]
 
 LAG = 2
-"""Steps whose loss scale is remembered: one may be under way while that before it is looked at."""
+"""Number of remembered loss scales: one step may be running while the one before it is checked."""
 
 
 MAX_RUNS = 16
-"""Training runs that one step may drive in turns; one that is forgotten is looked at as if it were new."""
+"""Training runs that may alternate on one step; a forgotten run counts as new."""
 
 
 class LossScaleError(FloatingPointError):
-    """Gradients overflowed at the minimum loss scale: the run cannot go on as it is.
+    """Gradients overflowed at the minimum loss scale, so the run cannot continue unchanged.
 
     Attributes:
       state: The state after the skipped step: parameters and optimizer are those before it (with
-        `Offload(delay=1)` those that the gradients before it led to). Save it.
+        `Offload(delay=1)`, after the update with the previous gradients). Save it.
       step: Its `step`.
       leaves: Key paths of the parameters whose gradients were not finite.
 
@@ -50,12 +50,12 @@ class LossScaleError(FloatingPointError):
 class OverflowWatch:
     """Follows the loss scale of one training loop from the host.
 
-    Looking at a result waits for it. So the scale of an earlier step is looked at, and only if the scale may have
-    reached its minimum since, the step just started. All processes see the same numbers and do the same.
+    Reading a result waits for it. So the watch reads the scale of an earlier step, and reads the step that just started
+    only if the scale may have reached its minimum since. All processes see the same numbers and do the same.
     """
 
     def __init__(self) -> None:
-        # By identity of the scale that the next step will start from, which is kept so that the identity stays its own.
+        # By the `id` of the scale that the next step starts from; the scale is kept so that its `id` stays unique.
         self._runs: dict[int, tuple[jax.Array, collections.deque[jax.Array]]] = {}
 
     def is_exhausted(self, old: Any, new: Any, metrics: dict[str, Any]) -> bool:
@@ -64,7 +64,7 @@ class OverflowWatch:
         Args:
           old: The train state before the step; its arrays may be consumed.
           new: The train state after the step.
-          metrics: What the step measured.
+          metrics: The metrics of the step.
         """
         if "loss_scale" not in metrics:
             return False
@@ -83,7 +83,7 @@ class OverflowWatch:
 
 
 def loss_scale_error(plan: ZeroPlan, new: Any, state: Any) -> LossScaleError:
-    """Returns the error for a step that overflowed at the minimum scale; `state` is what the caller gets back."""
+    """Returns the error for a step that overflowed at the minimum scale; `state` is the one for the caller."""
     rules = plan.config.policy.loss_scale
     assert isinstance(rules, DynamicLossScale)
     overflowed = np.asarray(new.opt_state.loss_scale.overflowed)

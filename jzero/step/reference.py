@@ -32,8 +32,8 @@ Loss = Callable[..., Any]
 class Reference:
     """Training on one device.
 
-    Of jzero it knows the dtypes of the plan, how a state is written, and how a loss that names a mesh is evaluated on
-    another one.
+    It uses only three parts of jzero: the dtypes of the plan, the layout of a state, and the walk, to evaluate a loss
+    that names a mesh on another mesh.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Reference:
         self._steps: dict[Any, Callable[..., Any]] = {}
 
     def start(self, state: Any) -> Any:
-        """Returns a plain state on one device: the values that jzero stores, in the dtypes that optax computes in."""
+        """Returns a plain state on one device: the values that jzero stores, in optax's compute dtypes."""
         plan = self.plan
 
         def place(x: Any, leaf: StateLeaf) -> jax.Array:

@@ -50,7 +50,7 @@ class ValueAndGrad(Step):
         aux, changed = result.aux
         changed = state.as_stored(changed) if hasattr(state, "as_stored") else changed
         grads = result.grads
-        if inputs.loss_scale is None:  # else 16 bits would not hold what the scale was there to save
+        if inputs.loss_scale is None:  # else 16 bits would lose the small gradients that the scale saved
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
         return result.loss, aux, changed, jax.tree.structure(state.params).unflatten(grads)
 
@@ -80,7 +80,7 @@ class TrainStep(Step):
         return results[0]
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
-        # Those of the input to the letter, so that the next call finds the same types and compiles nothing.
+        # Exactly those of the input, so that the next call has the same types and compiles nothing.
         return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
@@ -98,11 +98,11 @@ class TrainStep(Step):
 
     @jax.named_scope("zero_update")
     def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
-        """Returns the state after the step, and whether its gradients were applied (`None`: in any case)."""
+        """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
         plan = state.tx.plan
         factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
         grads = [scale_by(g, *factors) for g in result.grads]
-        weighs = result.weight != 0 if weighted else None  # else there is no gradient
+        weighs = result.weight != 0 if weighted else None  # without weight there is no gradient
         applied = weighs
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
@@ -128,7 +128,7 @@ class EvalStep(Step):
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
             metrics, _ = metric_fn(params, batch, *rng, **carried)
             ones = jnp.ones((), jnp.float32)
-            # Weighted means become two sums; the quotient is taken when they are whole.
+            # A weighted mean becomes two sums; they are divided after their reduction.
             return ones, (marked_leaves(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
 
         return call, carried
@@ -153,35 +153,37 @@ def value_and_grad(
       loss_fn: `loss_fn(params, batch)` or `loss_fn(params, batch, rng)`; for NNX states
         `loss_fn(model, batch[, rng])`. Ordinary code over whole parameters and one device's part of the
         batch. Returns the mean over its examples, or `Weighted(sum, weight)`.
-      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices, reckoned in fp32 or
-        wider and returned in their own dtype; others need `Summed` (whose narrow integers come back in 32 bits) or
+      has_aux: Whether it returns `(loss, aux)`. Floating leaves of `aux` are averaged over devices, computed in fp32 or
+        wider and returned in their own dtype; others need `Summed` (which returns narrow integers in 32 bits) or
         `PerExample`.
-      remat: What the backward pass computes again. "cheap" keeps of each layer what is heavy to compute (products,
-        convolutions, loops, random numbers; of attention its result, not its scores) and recomputes the rest: of scans
-        that say nothing else themselves, and of the repeated blocks of unrolled models. None does so where parameters
-        are gathered again (stage 3), else nothing. "as_written" leaves the loss as it is. True recomputes every pass
-        of the loss's scans (scanned layers), in place of keeping what it computed, unless the scan says itself what to
-        recompute. "offload" does so whatever the scan says, and keeps what goes from pass to pass, in place of on the
-        device, in host memory. False recomputes nothing, whatever `jax.checkpoint` in the loss says. Code inside of
-        `while_loop`, `custom_vjp` and `shard_map` stays as it is.
-      mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. Each is handed to it as a
-        keyword argument, and `aux` must be a dictionary with its new value, in the structure, shapes and dtypes that it
-        has; floating values are averaged over devices. Not for NNX states, whose model keeps what the loss writes into
-        its variables.
-      check_processes: Whether several processes make sure, before they run a program for the first time, that it is the
-        same in all of them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for
-        each other, 300 by default. Inside of another `jax.jit` nothing is compared.
+      remat: What the backward pass recomputes.
+        None: "cheap" if parameters are gathered again (stage 3), else "as_written".
+        "cheap": everything but expensive results (products, convolutions, loops, random numbers, the result of
+        attention but not its scores), in scans without checkpoints of their own, and in repeated blocks of unrolled
+        models.
+        "as_written": what the loss itself says.
+        True: every iteration of the loss's scans (scanned layers), unless the scan has its own checkpoint.
+        "offload": every iteration, whatever the scan says; activations between iterations wait in host memory.
+        False: nothing, even if the loss has `jax.checkpoint`.
+        Code inside `while_loop`, `custom_vjp` and `shard_map` does not change.
+      mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. The loss takes each as a keyword
+        argument, and `aux` must be a dictionary with its new value, of the same structure, shapes and dtypes; floating
+        values are averaged over devices. Not for NNX states, whose model keeps the values that the loss writes into its
+        variables.
+      check_processes: Whether several processes check, before they first run a program, that it is the same in all of
+        them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for each other,
+        300 by default. Inside another `jax.jit` they compare nothing.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
-      outside of `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device); `grads` has
-      the structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
-      scalar zeros for parameters that are not trained), and goes to `state.apply_gradients(grads=grads)`. `rng` is
-      folded with the index of the device.
+      outside `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device). `grads` has the
+      structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
+      scalar zeros for parameters that are not trained); pass it to `state.apply_gradients(grads=grads)`. Each device
+      folds its index into `rng`.
 
     Raises:
-      ValueError: `remat` is none of these, the batch cannot be split evenly, the loss uses ZeRO's axis in a way that
-        cannot work, or processes disagree; each says how.
+      ValueError: `remat` is none of these, the batch cannot be split evenly, the loss uses ZeRO's axis in an impossible
+        way, or processes disagree; the message says how.
       TypeError: The state is not sharded, or the loss or `aux` is of a kind that cannot be reduced.
 
     Example:
@@ -210,29 +212,27 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     Args:
       loss_fn: As for `value_and_grad`.
       has_aux: As for `value_and_grad`.
-      accumulate_steps: Number of micro-batches that each device's part of the batch is split into. With more than one,
-        stage 1 sums whole local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With
-        `Weighted` the result is that of one large batch; means are averaged.
+      accumulate_steps: Number of micro-batches in each device's part of the batch. With more than one, stage 1 sums
+        whole local gradients and reduces once; stages 2 and 3 reduce each micro-batch and sum shards. With `Weighted`
+        the result is that of one large batch; means are averaged.
       clip_norm: Scales gradients whose global norm exceeds it by `clip_norm / (norm + 1e-6)`, as DeepSpeed does.
       reduce: "last" makes stages 2 and 3 sum whole local gradients over the micro-batches and reduce once: less
         communication for the memory of whole gradients. "each" reduces every micro-batch.
       remat: As for `value_and_grad`.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
-      compiler_options: XLA options for this step alone, as for `jax.jit`; "recommended" takes those that were measured
-        to be worth their memory: on GPUs the compiler gathers scanned layers one ahead where jzero does not do so, at
-        stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12 a bf16 step, which is
-        nearly twice as fast for it, does without YNNPACK; nothing else. Not used where the step is called inside of
-        another `jax.jit`, which compiles it.
+      compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another
+        `jax.jit`. "recommended" sets two: on GPUs the compiler gathers scanned layers one ahead if jzero does not, at
+        stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12, a bf16 step runs
+        without YNNPACK, nearly twice as fast.
       check_processes: As for `value_and_grad`.
 
     Returns:
       `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
-      `grad_norm` (before clipping, over all parameters), `step_applied`, with a loss scale `loss_scale` (what this
-      step's loss was multiplied with) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no
-      weight, or if a gradient is not finite and the precision policy skips such steps; nothing but the loss scale
-      changes then (with `Offload(delay=1)` its gradients are dropped, and those of the step before are applied). It has
-      `lower`, `trace`, `eval_shape` and `clear_cache` like a jitted function, and `plan(state, batch)` and
-      `recomputation(state, batch)`.
+      `grad_norm` (before clipping, over all parameters), `step_applied`, `loss_scale` (that of this step, if there is
+      one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
+      not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
+      its gradients are dropped, and those of the step before are applied). The step has `lower`, `trace`, `eval_shape`
+      and `clear_cache` like a jitted function, and `plan(state, batch)` and `recomputation(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.
@@ -263,10 +263,10 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_proces
     """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
 
     Args:
-      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`, for NNX states with the model in place
-        of the parameters. Returns a tree of metrics: floating values are averaged over devices; `Weighted`, `Summed`
-        and `PerExample` say otherwise. What it changes in an NNX model is dropped.
-      mutable: Fields of the state, such as `("batch_stats",)`, to hand to it as keyword arguments.
+      metric_fn: `metric_fn(params, batch)` or `metric_fn(params, batch, rng)`; for NNX states with the model instead of
+        the parameters. Returns a tree of metrics: floating values are averaged over devices, unless `Weighted`,
+        `Summed` or `PerExample` says otherwise. Its changes to an NNX model are dropped.
+      mutable: Fields of the state, such as `("batch_stats",)`, to pass to it as keyword arguments.
       check_processes: As for `value_and_grad`.
 
     Returns:
