@@ -13,10 +13,9 @@ documentation takes the 16-bit gradients of stage 2 for whole, 4 + 16/N; its cod
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,18 +35,9 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
 ]
 
-PyTree = Any
 Formulas = Literal["documented", "deepspeed-0.19"]
-FORMULAS = ("documented", "deepspeed-0.19")
+FORMULAS = get_args(Formulas)
 LIMIT = 2**63
-
-# Bytes per parameter on the GPU, optimizer not offloaded: whole, and divided by N. See [Note: Bytes per parameter].
-GPU_BYTES = {
-    (1, "documented"): (4, 12),
-    (1, "deepspeed-0.19"): (4, 16),
-    (2, "documented"): (4, 16),
-    (2, "deepspeed-0.19"): (2, 18),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +122,103 @@ class MemoryEstimate:
         )
 
 
+# The table, and what reads it.
+
+Needs = tuple[float, float, *tuple[bool, ...]]
+
+
+def _table(P: float, L: float, g: int, n: int, f: float) -> dict[tuple[int, str], tuple[Needs, ...]]:  # noqa: N803
+    """Returns all formulas, by stage and version: per choice of options host memory, device memory and the options.
+
+    P parameters, L of them in the largest layer, on n nodes with g devices each; f is the buffer factor. Options are
+    `cpu_offload` and, at stage 3, `cpu_offload_params` and `zero_init`. See [Note: Bytes per parameter].
+    """
+    # Floats round as in DeepSpeed only in these orders of operations.
+    N = g * n  # noqa: N806
+    made = P * 4 * g * f  # by each process of a node, whole and in fp32
+    stage_3: tuple[Needs, ...] = (
+        (P * 18 * (1 / n) * f, 4 * L, True, True, True),
+        (P * max(4 * g, 18 * (1 / n)) * f, 4 * L, True, True, False),
+        (P * 16 * (1 / n) * f, 4 * L + int(2 * P / N), True, False, True),
+        (P * max(4 * g, 16 * (1 / n)) * f, 4 * L + int(2 * P / N), True, False, False),
+        (L * 4 * g * f, 4 * L + int(18 * P / N), False, False, True),
+        (made, 4 * L + int(18 * P / N), False, False, False),
+    )
+    return {  # with offload stage 1 holds whole gradients until the step, and stage 2 hands them over by parts
+        (1, "documented"): ((P * max(4 * g, 16) * f, 4 * P, True), (made, 4 * P + int(12 * P / N), False)),
+        (1, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 4 * P, True), (made, 4 * P + int(16 * P / N), False)),
+        (2, "documented"): ((P * max(4 * g, 16) * f, 2 * P, True), (made, 4 * P + int(16 * P / N), False)),
+        (2, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 2 * P, True), (made, 2 * P + int(18 * P / N), False)),
+        (3, "documented"): stage_3,
+        (3, "deepspeed-0.19"): stage_3,
+    }
+
+
+def _estimate(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
+    stage: int,
+    total_params: Any,
+    largest_layer_params: Any,
+    num_gpus_per_node: Any,
+    num_nodes: Any,
+    additional_buffer_factor: Any,
+    formulas: Formulas,
+    verbose: bool = False,
+) -> MemoryEstimate:
+    """Returns, and prints, all rows of a stage. Raises a `ValueError` if an argument is out of range."""
+    params = _check_params("total_params", total_params)
+    layer = None
+    if stage == 3:
+        layer = _check_params("largest_layer_params", largest_layer_params)
+        if layer > params:
+            raise ValueError(
+                f"`largest_layer_params` must not exceed `total_params`, which counts them too: got "
+                f"{largest_layer_params!r} of {params!r}."
+            )
+    for name, value in (("num_gpus_per_node", num_gpus_per_node), ("num_nodes", num_nodes)):
+        if not _is_number(value, numbers.Integral) or not 1 <= value < LIMIT:
+            raise ValueError(f"`{name}` must be an integer >= 1 (and below 2**63): got {value!r}.")
+    factor = additional_buffer_factor
+    if not _is_number(factor, numbers.Real) or not 0 < factor < LIMIT:
+        raise ValueError(f"`additional_buffer_factor` must be a number > 0 (and below 2**63): got {factor!r}.")
+    if formulas not in FORMULAS:
+        raise ValueError(f"`formulas` must be one of {FORMULAS}: got {formulas!r}.")
+    setup = int(num_gpus_per_node), int(num_nodes), _plain(factor)
+    needs = _table(params, layer or 0, *setup)[stage, formulas]
+    rows = tuple(MemoryRow(int(cpu), int(gpu), *options) for cpu, gpu, *options in needs)
+    estimate = MemoryEstimate(stage, rows, params, layer, *setup, formulas)
+    if verbose:
+        print(estimate)
+    return estimate
+
+
+def _row(estimate: MemoryEstimate, **switches: bool) -> MemoryRow:
+    """Returns the row of an estimate with these options."""
+    for name, value in switches.items():
+        if not isinstance(value, bool | np.bool_ | int) or value not in (True, False):
+            raise ValueError(f"`{name}` must be True or False: got {value!r}.")
+    if "cpu_offload_params" in switches and not switches["cpu_offload"]:
+        switches["cpu_offload_params"] = False  # parameters do not go to the host alone
+    return next(row for row in estimate.rows if all(getattr(row, name) == x for name, x in switches.items()))
+
+
+def _check_params(name: str, value: Any) -> float:
+    if not _is_number(value, numbers.Real) or not 0 <= value < LIMIT:
+        raise ValueError(f"`{name}` must be a number of parameters, from 0 to below 2**63: got {value!r}.")
+    return _plain(value)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _plain(value: Any) -> float:
+    """Returns a number as Python's own, whose integers do not overflow."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+# What users call.
+
+
 def estimate_zero1_model_states_mem_needs(
     total_params: float,
     num_gpus_per_node: int = 1,
@@ -147,8 +234,8 @@ def estimate_zero1_model_states_mem_needs(
 
     * GPU: `4P + 12P/N`, as in ZeRO's table: parameters and gradients stay whole in 16 bits; fp32 masters and Adam's
       moments are cut. With the optimizer on the host `4P` remains.
-    * CPU: as at stage 2, since the optimizer is cut, and the model made, in the same way: `P · 4g · f` for the fp32
-      model that each process makes, with the optimizer on the host `P · max(4g, 16) · f`.
+    * CPU: as at stage 2, `P · 4g · f` for the fp32 model that each process makes, and with the optimizer on the host
+      `P · max(4g, 16) · f`.
 
     DeepSpeed's documented stage 2 also counts gradients cast to fp32 for the update, 4P/N, and so may come out above
     this. To compare stages use `formulas="deepspeed-0.19"`, which counts them here too: `4P + 16P/N`.
@@ -158,7 +245,7 @@ def estimate_zero1_model_states_mem_needs(
       num_gpus_per_node: g, devices per node.
       num_nodes: Nodes.
       cpu_offload: Whether the optimizer is on the host.
-      additional_buffer_factor: f.
+      additional_buffer_factor: f, for what the formulas leave out on the host.
       formulas: `"documented"`, or `"deepspeed-0.19"` for what that version's stage 2 counts, with whole gradients; the
         host then needs `P · max(4N, 16) · f`.
 
@@ -175,7 +262,69 @@ def estimate_zero1_model_states_mem_needs(
     References:
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, Figure 1.
     """
-    return _needs(1, total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor, formulas)
+    estimate = _estimate(1, total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
+    row = _row(estimate, cpu_offload=cpu_offload)
+    return row.cpu_bytes, row.gpu_bytes
+
+
+def estimate_zero1_model_states_mem_needs_all_cold(
+    total_params: float,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formulas: Formulas = "documented",
+    verbose: bool = True,
+) -> MemoryEstimate:
+    """Prints and returns what stage 1 needs under each choice of options, from the number of parameters.
+
+    Args:
+      total_params: Parameters of the model, shared ones once.
+      num_gpus_per_node: Devices per node.
+      num_nodes: Nodes.
+      additional_buffer_factor: Factor on host memory for what the formulas leave out.
+      formulas: As for `estimate_zero1_model_states_mem_needs`, and so are errors.
+      verbose: Whether to print the table.
+
+    Returns:
+      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
+
+    Example:
+      >>> jzero.estimate_zero1_model_states_mem_needs_all_cold(7e9, 8, verbose=False).rows[1].gpu_bytes
+      38500000000
+    """
+    return _estimate(1, total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
+
+
+def estimate_zero1_model_states_mem_needs_all_live(
+    model: Any,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formulas: Formulas = "documented",
+    verbose: bool = True,
+) -> MemoryEstimate:
+    """Prints and returns what stage 1 needs under each choice of options, for a model.
+
+    Args:
+      model: As for `estimate_zero3_model_states_mem_needs_all_live`, and so are errors.
+      num_gpus_per_node: Devices per node.
+      num_nodes: Nodes.
+      additional_buffer_factor: Factor on host memory for what the formulas leave out.
+      formulas: As for `estimate_zero1_model_states_mem_needs`.
+      verbose: Whether to print the table.
+
+    Returns:
+      A `MemoryEstimate` as of `estimate_zero1_model_states_mem_needs_all_cold`.
+
+    Example:
+      >>> estimate = jzero.estimate_zero1_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
+      >>> estimate.total_params, estimate.rows[1].gpu_bytes
+      (262144, 1835008)
+    """
+    params, _ = count_params(model)
+    return _estimate(1, params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
 
 
 def estimate_zero2_model_states_mem_needs(
@@ -197,7 +346,7 @@ def estimate_zero2_model_states_mem_needs(
       num_gpus_per_node: g, devices per node.
       num_nodes: Nodes.
       cpu_offload: Whether the optimizer is on the host.
-      additional_buffer_factor: f.
+      additional_buffer_factor: f, for what the formulas leave out on the host.
       formulas: `"documented"`, or `"deepspeed-0.19"` for those in the code of that version: `2P + 18P/N`, and
         `P · max(4N, 16) · f` with the optimizer on the host.
 
@@ -211,27 +360,69 @@ def estimate_zero2_model_states_mem_needs(
       >>> jzero.estimate_zero2_model_states_mem_needs(1_000_000, 4, cpu_offload=False)
       (24000000, 8000000)
     """
-    return _needs(2, total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor, formulas)
+    estimate = _estimate(2, total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
+    row = _row(estimate, cpu_offload=cpu_offload)
+    return row.cpu_bytes, row.gpu_bytes
 
 
-def _needs(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
-    stage: int,
+def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float,
-    num_gpus_per_node: int,
-    num_nodes: int,
-    cpu_offload: bool,
-    additional_buffer_factor: float,
-    formulas: Formulas,
-) -> tuple[int, int]:
-    params = _check_params("total_params", total_params)
-    per_node, nodes, factor = _check_setup(num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
-    _check_switch("cpu_offload", cpu_offload)
-    whole, cut = GPU_BYTES[stage, formulas]
-    if not cpu_offload:
-        return int(params * 4 * per_node * factor), int(whole * params + int(cut * params / (per_node * nodes)))
-    num_copies = per_node if formulas == "documented" else per_node * nodes
-    on_gpu = 4 if stage == 1 else 2  # stage 1 holds whole gradients until the step, stage 2 hands them over by parts
-    return int(params * max(4 * num_copies, 16) * factor), int(on_gpu * params)
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formulas: Formulas = "documented",
+    verbose: bool = True,
+) -> MemoryEstimate:
+    """Prints and returns what stage 2 needs under each choice of options, from the number of parameters.
+
+    Args:
+      total_params: Parameters of the model, shared ones once.
+      num_gpus_per_node: Devices per node.
+      num_nodes: Nodes.
+      additional_buffer_factor: Factor on host memory for what the formulas leave out.
+      formulas: As for `estimate_zero2_model_states_mem_needs`, and so are errors.
+      verbose: Whether to print the table.
+
+    Returns:
+      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
+
+    Example:
+      >>> jzero.estimate_zero2_model_states_mem_needs_all_cold(7e9, 8, verbose=False).rows[1].gpu_bytes
+      42000000000
+    """
+    return _estimate(2, total_params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: Any,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.5,
+    *,
+    formulas: Formulas = "documented",
+    verbose: bool = True,
+) -> MemoryEstimate:
+    """Prints and returns what stage 2 needs under each choice of options, for a model.
+
+    Args:
+      model: As for `estimate_zero3_model_states_mem_needs_all_live`, and so are errors.
+      num_gpus_per_node: Devices per node.
+      num_nodes: Nodes.
+      additional_buffer_factor: Factor on host memory for what the formulas leave out.
+      formulas: As for `estimate_zero2_model_states_mem_needs`.
+      verbose: Whether to print the table.
+
+    Returns:
+      A `MemoryEstimate` as of `estimate_zero2_model_states_mem_needs_all_cold`.
+
+    Example:
+      >>> estimate = jzero.estimate_zero2_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
+      >>> estimate.total_params, estimate.rows[1].gpu_bytes
+      (262144, 2097152)
+    """
+    params, _ = count_params(model)
+    return _estimate(2, params, None, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
 
 
 def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -264,7 +455,7 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913  # DeepSpeed's argum
       cpu_offload: Whether the optimizer is on the host.
       cpu_offload_params: Whether the parameters are as well; counts only with `cpu_offload`.
       zero_init: Whether parameters are born in shards, as by `init_train_state`.
-      additional_buffer_factor: f.
+      additional_buffer_factor: f, for what the formulas leave out on the host.
       formulas: `"documented"` or `"deepspeed-0.19"`; the same at stage 3.
 
     Returns:
@@ -278,187 +469,12 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913  # DeepSpeed's argum
       >>> jzero.estimate_zero3_model_states_mem_needs(1_000_000, 50_000, 4, cpu_offload=False)
       (1200000, 4700000, 200000)
     """
-    params = _check_params("total_params", total_params)
-    layer = _check_layer(largest_layer_params, params)
-    per_node, nodes, factor = _check_setup(num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
-    switches = {"cpu_offload": cpu_offload, "cpu_offload_params": cpu_offload_params, "zero_init": zero_init}
-    for name, value in switches.items():
-        _check_switch(name, value)
-    if not cpu_offload:
-        made = layer if zero_init else params
-        cpu_mem, on_gpu = made * 4 * per_node * factor, 18
-    else:
-        # In this order of operations floats round as they do in DeepSpeed.
-        per_param, on_gpu = (18, 0) if cpu_offload_params else (16, 2)
-        share = per_param * (1 / nodes)
-        cpu_mem = params * per_param * (1 / nodes) * factor if zero_init else params * max(4 * per_node, share) * factor
-    return int(cpu_mem), int(4 * layer + int(on_gpu * params / (per_node * nodes))), int(4 * layer)
-
-
-def estimate_zero1_model_states_mem_needs_all_cold(
-    total_params: float,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 1 needs under each choice of options, from the number of parameters.
-
-    Args:
-      total_params: Parameters of the model, shared ones once.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero1_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
-
-    Raises:
-      ValueError: An argument is out of range.
-
-    Example:
-      >>> estimate = jzero.estimate_zero1_model_states_mem_needs_all_cold(7e9, 8)
-      Estimated memory needed for params, optim states and gradients for a:
-      HW: Setup with 1 node, 8 GPUs per node.
-      SW: Model with 7000M total params.
-        per CPU  |  per GPU |   Options
-        312.92GB |  26.08GB | offload_optimizer=cpu
-        312.92GB |  35.86GB | offload_optimizer=none
-    """
-    return _all_options(1, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
-def estimate_zero1_model_states_mem_needs_all_live(
-    model: Any,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 1 needs under each choice of options, for a model.
-
-    Args:
-      model: As for `estimate_zero3_model_states_mem_needs_all_live`.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero1_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
-
-    Raises:
-      ValueError: An argument is out of range, or the model has no parameters.
-      TypeError: The model holds leaves that are no arrays.
-
-    Example:
-      >>> estimate = jzero.estimate_zero1_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
-      >>> estimate.total_params, estimate.rows[1].gpu_bytes
-      (262144, 1835008)
-    """
-    total_params, _ = count_params(model)
-    return _all_options(1, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: float,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 2 needs under each choice of options, from the number of parameters.
-
-    Called like DeepSpeed's, which prints the same table and returns nothing.
-
-    Args:
-      total_params: Parameters of the model, shared ones once.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero2_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
-
-    Raises:
-      ValueError: An argument is out of range.
-
-    Example:
-      >>> estimate = jzero.estimate_zero2_model_states_mem_needs_all_cold(7e9, 8)
-      Estimated memory needed for params, optim states and gradients for a:
-      HW: Setup with 1 node, 8 GPUs per node.
-      SW: Model with 7000M total params.
-        per CPU  |  per GPU |   Options
-        312.92GB |  13.04GB | offload_optimizer=cpu
-        312.92GB |  39.12GB | offload_optimizer=none
-    """
-    return _all_options(2, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: Any,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    additional_buffer_factor: float = 1.5,
-    *,
-    formulas: Formulas = "documented",
-    verbose: bool = True,
-) -> MemoryEstimate:
-    """Prints and returns what stage 2 needs under each choice of options, for a model.
-
-    Called like DeepSpeed's, which prints the same table and returns nothing.
-
-    Args:
-      model: As for `estimate_zero3_model_states_mem_needs_all_live`.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero2_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
-
-    Raises:
-      ValueError: An argument is out of range, or the model has no parameters.
-      TypeError: The model holds leaves that are no arrays.
-
-    Example:
-      >>> estimate = jzero.estimate_zero2_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
-      >>> estimate.total_params, estimate.rows[1].gpu_bytes
-      (262144, 2097152)
-    """
-    total_params, _ = count_params(model)
-    return _all_options(2, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
-
-
-def _all_options(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
-    stage: int,
-    total_params: float,
-    num_gpus_per_node: int,
-    num_nodes: int,
-    additional_buffer_factor: float,
-    formulas: Formulas,
-    verbose: bool,
-) -> MemoryEstimate:
-    params = _check_params("total_params", total_params)
-    setup = _check_setup(num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
-    rows = []
-    for cpu_offload in (True, False):
-        cpu_mem, gpu_mem = _needs(stage, params, *setup[:2], cpu_offload, setup[2], formulas)
-        rows.append(MemoryRow(cpu_mem, gpu_mem, cpu_offload))
-    return _show(MemoryEstimate(stage, tuple(rows), params, None, *setup, formulas), verbose)
+    estimate = _estimate(
+        3, total_params, largest_layer_params, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas
+    )
+    row = _row(estimate, cpu_offload=cpu_offload, cpu_offload_params=cpu_offload_params, zero_init=zero_init)
+    largest_layer_bytes = estimate.rows[0].gpu_bytes  # all that the device holds if the rest is on the host
+    return row.cpu_bytes, row.gpu_bytes, largest_layer_bytes
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(  # noqa: PLR0913  # DeepSpeed's arguments
@@ -504,18 +520,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(  # noqa: PLR0913  # DeepSpee
           5.86GB |  15.16GB | offload_param=none, offload_optimizer=none, zero_init=1
         312.92GB |  15.16GB | offload_param=none, offload_optimizer=none, zero_init=0
     """
-    params = _check_params("total_params", total_params)
-    layer = _check_layer(largest_layer_params, params)
-    per_node, nodes, factor = _check_setup(num_gpus_per_node, num_nodes, additional_buffer_factor, formulas)
-    rows = []
-    for (offload, offload_params), zero_init in itertools.product(
-        ((True, True), (True, False), (False, False)), (True, False)
-    ):
-        cpu_mem, gpu_mem, _ = estimate_zero3_model_states_mem_needs(
-            params, layer, per_node, nodes, offload, offload_params, zero_init, factor, formulas=formulas
-        )
-        rows.append(MemoryRow(cpu_mem, gpu_mem, offload, offload_params, zero_init))
-    return _show(MemoryEstimate(3, tuple(rows), params, layer, per_node, nodes, factor, formulas), verbose)
+    sizes = total_params, largest_layer_params
+    return _estimate(3, *sizes, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -529,10 +535,10 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> MemoryEstimate:
     """Prints and returns what stage 3 needs under each choice of options, for a model.
 
-    Called like DeepSpeed's, which prints the same table and returns nothing. A layer is what one module owns itself:
-    leaves that are siblings in one dict (kernel and bias of a Dense), or the `nnx.Param` attributes of one module. Of
-    a scanned stack one layer counts; it shows by two or more leaves under one node that share their leading size.
-    Where that guess fails, give the numbers to `estimate_zero3_model_states_mem_needs_all_cold`.
+    A layer is what one module owns itself: leaves that are siblings in one dict (kernel and bias of a Dense), or the
+    `nnx.Param` attributes of one module. Of a scanned stack one layer counts; it shows by two or more leaves under one
+    node that share their leading size. Where that guess fails, give the numbers to
+    `estimate_zero3_model_states_mem_needs_all_cold`.
 
     Args:
       model: Linen variables or parameters; an NNX module or its state; a train state, sharded or not; or any pytree of
@@ -545,8 +551,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
       verbose: Whether to print the table.
 
     Returns:
-      A `MemoryEstimate` with six rows: parameters and optimizer on the host, the optimizer alone, nothing; each with
-      parameters born in shards and made whole.
+      A `MemoryEstimate` as of `estimate_zero3_model_states_mem_needs_all_cold`.
 
     Raises:
       ValueError: An argument is out of range, or the model has no parameters.
@@ -558,59 +563,5 @@ def estimate_zero3_model_states_mem_needs_all_live(
       >>> estimate.total_params, estimate.largest_layer_params
       (4194304, 4194304)
     """
-    return estimate_zero3_model_states_mem_needs_all_cold(
-        *count_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor, formulas=formulas, verbose=verbose
-    )
-
-
-def _show(estimate: MemoryEstimate, verbose: bool) -> MemoryEstimate:
-    if verbose:
-        print(estimate)
-    return estimate
-
-
-# Checks.
-
-
-def _check_params(name: str, value: Any) -> float:
-    if not _is_number(value, numbers.Real) or not 0 <= value < LIMIT:
-        raise ValueError(f"`{name}` must be a number of parameters, from 0 to below 2**63: got {value!r}.")
-    return _plain(value)
-
-
-def _check_layer(largest_layer_params: Any, total_params: float) -> float:
-    layer = _check_params("largest_layer_params", largest_layer_params)
-    if layer > total_params:
-        raise ValueError(
-            f"`largest_layer_params` must not exceed `total_params`, which counts them too: got "
-            f"{largest_layer_params!r} of {total_params!r}."
-        )
-    return layer
-
-
-def _check_setup(
-    num_gpus_per_node: Any, num_nodes: Any, additional_buffer_factor: Any, formulas: Any
-) -> tuple[int, int, float]:
-    for name, value in (("num_gpus_per_node", num_gpus_per_node), ("num_nodes", num_nodes)):
-        if not _is_number(value, numbers.Integral) or not 1 <= value < LIMIT:
-            raise ValueError(f"`{name}` must be an integer >= 1 (and below 2**63): got {value!r}.")
-    factor = additional_buffer_factor
-    if not _is_number(factor, numbers.Real) or not 0 < factor < LIMIT:
-        raise ValueError(f"`additional_buffer_factor` must be a number > 0 (and below 2**63): got {factor!r}.")
-    if formulas not in FORMULAS:
-        raise ValueError(f"`formulas` must be one of {FORMULAS}: got {formulas!r}.")
-    return int(num_gpus_per_node), int(num_nodes), _plain(factor)
-
-
-def _check_switch(name: str, value: Any) -> None:
-    if not isinstance(value, bool | np.bool_ | int) or value not in (True, False):
-        raise ValueError(f"`{name}` must be True or False: got {value!r}.")
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _plain(value: Any) -> float:
-    """Returns a number as Python's own, whose integers do not overflow."""
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    sizes = count_params(model)
+    return _estimate(3, *sizes, num_gpus_per_node, num_nodes, additional_buffer_factor, formulas, verbose)
