@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from jzero.config.zero import LeafRule as LeafRule
     from jzero.config.zero import Offload as Offload
     from jzero.config.zero import ZeroConfig as ZeroConfig
-    from jzero.deepspeed.estimator import MemoryEstimate as MemoryEstimate
     from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
     from jzero.deepspeed.estimator import (
         estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from jzero.deepspeed.estimator import (
         estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
     )
+    from jzero.deepspeed.formulas import MemoryEstimate as MemoryEstimate
     from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
     from jzero.engine.outputs import PerExample as PerExample
     from jzero.engine.outputs import Summed as Summed
@@ -198,7 +198,6 @@ _HOMES = {
     "jzero.deepspeed.report": ("DeepSpeedReport",),
     "jzero.engine.recompute": ("offload_activations",),
     "jzero.deepspeed.estimator": (
-        "MemoryEstimate",
         "estimate_zero1_model_states_mem_needs",
         "estimate_zero1_model_states_mem_needs_all_cold",
         "estimate_zero1_model_states_mem_needs_all_live",
@@ -209,6 +208,7 @@ _HOMES = {
         "estimate_zero3_model_states_mem_needs_all_cold",
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
+    "jzero.deepspeed.formulas": ("MemoryEstimate",),
     "jzero.monitor.monitor": ("Monitor",),
     "jzero.monitor.sinks": ("JsonLines", "TensorBoard"),
 }
