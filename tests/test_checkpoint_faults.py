@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jzero
-from jzero.checkpoint import manager as manager_module
+from jzero.checkpoint import writer
 from tests import fault_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -159,7 +159,7 @@ def test_what_was_not_completed_does_not_count(state, two_steps):
 
 def test_a_step_that_is_half_removed_is_no_checkpoint(state, tmp_path, monkeypatch):
     """A process that is killed while it removes old steps leaves nothing behind that looks like one."""
-    monkeypatch.setattr(manager_module, "_remove_all", lambda directory: None)
+    monkeypatch.setattr(writer, "_remove_all", lambda directory: None)
     with jzero.CheckpointManager(tmp_path, max_to_keep=1) as manager:
         for step in (1, 2, 3):
             manager.save(at(state, step))

@@ -145,7 +145,7 @@ def test_sigterm_after_a_save_that_failed(plain, tmp_path, monkeypatch):
                 manager.save(numbered(state, 3))
             assert manager.all_steps() == [1], "this one was not begun"
             manager.save(numbered(state, 4))
-            while manager._writer.is_saving_in_progress():
+            while manager._writer._orbax.is_saving_in_progress():
                 time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.warns(UserWarning, match="/4 could not be written"), pytest.raises(SystemExit):

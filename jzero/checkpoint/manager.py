@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import operator
@@ -16,31 +15,22 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.matching import RestoreReport
-from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.preemption import PreemptionNotice
 from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_unless_complete
 from jzero.checkpoint.retention import Retention
-from jzero.checkpoint.saving import checkpoint_items, saving_failed
+from jzero.checkpoint.saving import checkpoint_items
+from jzero.checkpoint.writer import Writer
 from jzero.state.next_state import apply_pending, settled_step
 from jzero.state.train_state import adapt_sharded
 
 __all__ = ["CheckpointManager"]
-
-SUPERSEDED = "superseded"
-"""Where steps go that training has gone back behind."""
-
-REMOVED = "removed"
-"""Where steps go that are no longer kept, so that one that is half removed does not look like a checkpoint."""
 
 
 class CheckpointManager:
@@ -115,13 +105,10 @@ class CheckpointManager:
         self._retention = Retention(max_to_keep, keep_every_steps, best_metric, best_mode)
         self._interval = save_interval_steps
         self._exit_code = preemption_exit_code
-        self._writer: ocp.CheckpointManager | None = None
-        self._lock = DirectoryLock(self.directory, weakref.WeakMethod(self._stop_writing))
+        self._writer = Writer(self.directory, self._retention)
         self._restored_step: int | None = None
         self._branch: int | None = None  # the step that was restored, if there are later ones
-        self._seen: list[int] | None = None  # the steps in the directory, until there is a writer
-        self._saving_step: int | None = None
-        self._sweeper: threading.Thread | None = None  # removes old checkpoints
+        self._seen: list[int] | None = None  # the steps in the directory, while nothing is written
         self._notice = PreemptionNotice()
         _close_at_exit(self)
 
@@ -176,11 +163,12 @@ class CheckpointManager:
             if not now:
                 self._retention.check(metrics)
             self._settle(despite_failure=now)
-            self._remove_old()
             if goes_back:
-                self._stop_writing()
+                self._writer.close()
             items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
-            self._write(step, items, metrics)
+            self._seen = None
+            self._writer.save(step, items, metrics, restored=self._branch)
+            self._branch = None
         if now and self._exit_code is not None:
             self.close()
             raise SystemExit(self._exit_code)
@@ -188,14 +176,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Returns when what is being saved is complete; raises a `CheckpointError` if that failed."""
-        if self._writer is None:
-            return
-        step, self._saving_step = self._saving_step, None
-        try:
-            self._writer.wait_until_finished()
-        except Exception as error:
-            self._give_up(step)
-            raise saving_failed(self.directory / str(step), error) from error
+        self._writer.wait()
 
     def restore(
         self,
@@ -277,9 +258,8 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, and of the one being written, in order."""
-        if self._writer is not None:
-            return sorted(self._writer.all_steps())
-        return sorted(self._committed())
+        steps = self._writer.steps()
+        return sorted(self._committed() if steps is None else steps)
 
     def latest_step(self) -> int | None:
         """Returns the newest of `all_steps`; `None` if there is none."""
@@ -293,7 +273,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for what is being saved, and lets other programs write to the directory."""
         self._notice.stop()
-        self._stop_writing()
+        self._seen = None
+        self._writer.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -315,8 +296,9 @@ class CheckpointManager:
 
     def _latest(self) -> int | None:
         """Returns the newest step, looking into the directory once; each process must ask."""
-        if self._writer is not None:
-            return max(self._writer.all_steps(), default=None)
+        steps = self._writer.steps()
+        if steps is not None:
+            return max(steps, default=None)
         if self._seen is None:
             self._seen = self._agreed_steps()
         return max(self._seen, default=None)
@@ -329,107 +311,6 @@ class CheckpointManager:
             if not despite_failure:
                 raise
             warnings.warn(str(error), stacklevel=3)
-
-    def _stop_writing(self) -> None:
-        try:
-            self.wait()
-            if self._writer is not None:
-                self._writer.close()
-                self._remove_old()
-                self._join_sweeper()
-        finally:
-            self._writer = self._seen = None
-            self._lock.release()
-
-    def _remove_old(self) -> None:
-        """Frees the space of steps that are no longer kept, in the background."""
-        if self._writer is not None and jax.process_index() == 0:
-            self._join_sweeper()
-            self._sweeper = threading.Thread(target=_remove_all, args=(self.directory / REMOVED,))
-            self._sweeper.start()
-
-    def _join_sweeper(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.join()
-
-    def _write(self, step: int, items: Any, metrics: Mapping[str, Any] | None) -> None:
-        numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
-        try:
-            writer = self._open(step)
-            self._saving_step = step
-            writer.save(step, args=items, metrics=numbers, force=True)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            self._give_up(step)
-            raise saving_failed(self.directory / str(step), error) from error
-
-    def _open(self, step: int) -> ocp.CheckpointManager:
-        """Returns Orbax's manager, which clears away what was not completed: nobody else may be writing."""
-        if self._writer is None:
-            self._take_lock()
-            self._supersede(step)
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention.policy(),
-                best_fn=None if self._retention.best_metric is None else self._retention.score,
-                cleanup_tmp_directories=True,
-                todelete_subdir=REMOVED,
-            )
-            self._writer = ocp.CheckpointManager(self.directory, options=options, handler_registry=handler_registry())
-        return self._writer
-
-    def _supersede(self, step: int) -> None:
-        """Moves the steps after the one that was restored out of the way of an earlier one, the newest first."""
-        restored, self._branch = self._branch, None
-        later = [] if restored is None else [other for other in self._committed() if other > restored]
-        if step <= max(later, default=-1) and jax.process_index() == 0:
-            away = self.directory / SUPERSEDED
-            away.mkdir(exist_ok=True)
-            for other in sorted(later, reverse=True):
-                names = (f"{other}" if i == 0 else f"{other}.{i}" for i in range(1000))
-                (self.directory / str(other)).rename(next(away / name for name in names if not (away / name).exists()))
-            warnings.warn(
-                f"Training goes on from step {restored}: the later steps {sorted(later)} were moved to {away}.",
-                stacklevel=5,
-            )
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("jzero: steps superseded")
-
-    def _give_up(self, step: int | None) -> None:
-        """Forgets a save that failed and removes what it wrote, so that the next one starts afresh."""
-        self._saving_step = None
-        writer, self._writer, self._seen = self._writer, None, None
-        with contextlib.suppress(Exception):
-            if writer is not None:
-                writer.close()
-        if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"{step}{ocp.path.step.TMP_DIR_SUFFIX}*"):
-                with contextlib.suppress(OSError):
-                    unfinished.rmtree()
-        self._lock.release()
-
-    def _take_lock(self) -> None:
-        """Claims the directory for this program; the first process does, and tells the others."""
-        refused = ""
-        self._lock.take_over()
-        if jax.process_index() == 0:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                refused = self._lock.acquire()
-            except OSError as error:
-                refused = f"{type(error).__name__}: {error}. See that this process may write there."
-        if jax.process_count() > 1:
-            outcome = multihost_utils.broadcast_one_to_all(np.array(bool(refused)))
-            refused = refused or ("the first process could not claim it; its own message says why." if outcome else "")
-        if refused:
-            self._lock.release()
-            raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {refused}")
-
-
-def _remove_all(directory: epath.Path) -> None:
-    for path in directory.iterdir() if directory.exists() else ():
-        with contextlib.suppress(OSError):  # tried again the next time
-            path.rmtree()
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:
