@@ -198,6 +198,8 @@ def test_docstring_is_complete(name):
     assert first.endswith("."), first
     assert "Example:" in text
     assert ">>> " in text.split("Example:")[1]
+    if explained := re.search(r"^Takes the arguments of `(\w+)`", text, re.MULTILINE):
+        text += inspect.getdoc(getattr(jzero, explained[1]))
     if inspect.isfunction(thing):
         takes = [p for p in inspect.signature(thing).parameters.values() if p.kind is not p.VAR_KEYWORD]
         assert "Args:" in text

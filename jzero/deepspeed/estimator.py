@@ -39,16 +39,11 @@ def estimate_zero1_model_states_mem_needs(
       `P · max(4g, 16) · f`.
 
     DeepSpeed's documented stage 2 also counts gradients cast to fp32 for the update, 4P/N, and so may come out above
-    this. To compare stages use `formulas="deepspeed-0.19"`, which counts them here too: `4P + 16P/N`.
+    this. To compare stages use `formulas="deepspeed-0.19"`, which counts them here too, as that version's stage 2 does:
+    GPU `4P + 16P/N`; CPU `P · max(4N, 16) · f` with the optimizer on the host.
 
-    Args:
-      total_params: P, shared parameters once.
-      num_gpus_per_node: g, devices per node.
-      num_nodes: Nodes.
-      cpu_offload: Whether the optimizer is on the host.
-      additional_buffer_factor: f, for what the formulas leave out on the host.
-      formulas: `"documented"`, or `"deepspeed-0.19"` for what that version's stage 2 counts, with whole gradients; the
-        host then needs `P · max(4N, 16) · f`.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs` except `largest_layer_params`, `cpu_offload_params`
+    and `zero_init`.
 
     Returns:
       `(cpu_mem, gpu_mem)`: bytes of host memory per node, bytes per device.
@@ -79,16 +74,8 @@ def estimate_zero1_model_states_mem_needs_all_cold(
 ) -> MemoryEstimate:
     """Prints and returns what stage 1 needs under each choice of options, from the number of parameters.
 
-    Args:
-      total_params: Parameters of the model, shared ones once.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero1_model_states_mem_needs`, and so are errors.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_cold` except `largest_layer_params`. The first row
+    has the optimizer on the host, the second all on the device, by `estimate_zero1_model_states_mem_needs`.
 
     Example:
       >>> jzero.estimate_zero1_model_states_mem_needs_all_cold(7e9, 8, verbose=False).rows[1].gpu_bytes
@@ -108,16 +95,8 @@ def estimate_zero1_model_states_mem_needs_all_live(
 ) -> MemoryEstimate:
     """Prints and returns what stage 1 needs under each choice of options, for a model.
 
-    Args:
-      model: As for `estimate_zero3_model_states_mem_needs_all_live`, and so are errors.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero1_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` as of `estimate_zero1_model_states_mem_needs_all_cold`.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_live`, and gives the rows of
+    `estimate_zero1_model_states_mem_needs_all_cold`.
 
     Example:
       >>> estimate = jzero.estimate_zero1_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
@@ -140,16 +119,11 @@ def estimate_zero2_model_states_mem_needs(
     """Returns the memory that the model states need at stage 2, in bytes. Called like DeepSpeed's.
 
     With P parameters on N devices, g of them per node, and the buffer factor f, GPU: `4P + 16P/N`, with the optimizer
-    on the host `2P`; CPU: `P · 4g · f` and `P · max(4g, 16) · f`.
+    on the host `2P`; CPU: `P · 4g · f` and `P · max(4g, 16) · f`. With `formulas="deepspeed-0.19"`, as in the code of
+    that version, `2P + 18P/N` replaces the first and `P · max(4N, 16) · f` the last.
 
-    Args:
-      total_params: P, shared parameters once.
-      num_gpus_per_node: g, devices per node.
-      num_nodes: Nodes.
-      cpu_offload: Whether the optimizer is on the host.
-      additional_buffer_factor: f, for what the formulas leave out on the host.
-      formulas: `"documented"`, or `"deepspeed-0.19"` for those in the code of that version: `2P + 18P/N`, and
-        `P · max(4N, 16) · f` with the optimizer on the host.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs` except `largest_layer_params`, `cpu_offload_params`
+    and `zero_init`.
 
     Returns:
       `(cpu_mem, gpu_mem)`: bytes of host memory per node, bytes per device.
@@ -177,16 +151,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> MemoryEstimate:
     """Prints and returns what stage 2 needs under each choice of options, from the number of parameters.
 
-    Args:
-      total_params: Parameters of the model, shared ones once.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero2_model_states_mem_needs`, and so are errors.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` with a row for the optimizer on the host and one for all on the device.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_cold` except `largest_layer_params`. The first row
+    has the optimizer on the host, the second all on the device, by `estimate_zero2_model_states_mem_needs`.
 
     Example:
       >>> jzero.estimate_zero2_model_states_mem_needs_all_cold(7e9, 8, verbose=False).rows[1].gpu_bytes
@@ -206,16 +172,8 @@ def estimate_zero2_model_states_mem_needs_all_live(
 ) -> MemoryEstimate:
     """Prints and returns what stage 2 needs under each choice of options, for a model.
 
-    Args:
-      model: As for `estimate_zero3_model_states_mem_needs_all_live`, and so are errors.
-      num_gpus_per_node: Devices per node.
-      num_nodes: Nodes.
-      additional_buffer_factor: Factor on host memory for what the formulas leave out.
-      formulas: As for `estimate_zero2_model_states_mem_needs`.
-      verbose: Whether to print the table.
-
-    Returns:
-      A `MemoryEstimate` as of `estimate_zero2_model_states_mem_needs_all_cold`.
+    Takes the arguments of `estimate_zero3_model_states_mem_needs_all_live`, and gives the rows of
+    `estimate_zero2_model_states_mem_needs_all_cold`.
 
     Example:
       >>> estimate = jzero.estimate_zero2_model_states_mem_needs_all_live(plain_state, 4, verbose=False)
