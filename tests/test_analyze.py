@@ -253,7 +253,7 @@ def test_machines_that_are_not_there(topology, scan, tmp_path):
 
 
 def test_what_a_checkpoint_gathers_again_is_noted():
-    """A `jax.checkpoint` around others replays the forward pass; each layer is gathered twice there with jax 0.10."""
+    """A `jax.checkpoint` around others replays the forward pass, so each layer is gathered twice there."""
 
     def loss(params, x):
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
@@ -266,3 +266,4 @@ def test_what_a_checkpoint_gathers_again_is_noted():
     gathers = report.communication_elements / plain.params["w"].size - 1
     is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
     assert is_noted == (gathers > 1.1)
+    assert report.reckoned.gathered_bytes == pytest.approx(gathers * plain.params["w"].nbytes, rel=0.01)

@@ -273,6 +273,33 @@ def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     sent = sum(row.sent_bytes for row in report.collectives)
     assert report.reckoned.sent_bytes == pytest.approx(sent, rel=1e-3)
     assert report.reckoned == jzero.estimate_step_memory(step, state, BATCH)
+    gathered = sum(4 * row.elements for row in report.collectives if row.kind == "all-gather")
+    assert report.reckoned.gathered_bytes == report.reckoned.planned_bytes == gathered
+
+
+def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():
+    state = stack_state(config_of(3))
+    plan, losses = jzero.plan_of(state), [stack_loss, rematted_loss, jax.checkpoint(rematted_loss)]
+    assert "without what the loss's own jax.checkpoint adds" in str(plan)
+    scanned, rematted, twice = (reckoned(loss, state, accumulate_steps=2) for loss in losses)
+    assert scanned.gathered_bytes == rematted.gathered_bytes == twice.planned_bytes == 2 * plan.gathered_bytes
+    assert twice.gathered_bytes == 3 * plan.gathered_bytes
+    assert twice.to_dict()["gathered_bytes"] == twice.gathered_bytes
+    assert "1.50 times what `plan.gathered_bytes` counts" in str(twice)
+    assert "times what" not in str(rematted)
+    undone = reckoned(losses[-1], state, remat=False)
+    assert undone.gathered_bytes == plan.gathered_bytes, "as the text says"
+    choice = jzero.fit(
+        state,
+        losses[-1],
+        BATCH,
+        topology="h200:8",
+        stages=[3],
+        config=config_of(3),
+        remat=["as_written"],
+        confirm=False,
+    )
+    assert any("1.50 times" in note for note in choice.notes), choice
 
 
 def test_products_are_counted():

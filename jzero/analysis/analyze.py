@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jzero.analysis.memory import memory_of
 from jzero.analysis.placing import mesh_of, moved, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
-from jzero.analysis.step_memory import memory_of_trace
+from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.zero import ZeroConfig
@@ -31,9 +30,6 @@ RECOMPUTED = (
     "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
     'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
 )
-
-GATHERS_WORTH_A_NOTE = 1.05
-"""How much more may be gathered than planned before the report says so."""
 
 TILES_WORTH_A_NOTE = 0.02
 """Share of the arguments' memory beyond which what tiles waste is noted."""
@@ -125,10 +121,15 @@ def analyze(
         notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None
+    if isinstance(fn, TrainStep | ValueAndGrad) and plans:
+        gathers = [c.elements for c in facts.collectives if c.kind == "all-gather" and "zero_gather" in c.op_name]
+        planned = fn.micro.steps * sum(size for size, _ in plans[0].gathers_of_loss)
+        notes += gathers_more(sum(gathers), planned)
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
-        reckoned = memory_of_trace(traced, arguments, plans[0], hardware, gpu=platform == "gpu")
-        notes += _gathers_more(facts, plans[0], fn.micro.steps)
+        reckoned = memory_of_trace(
+            traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
+        )
         excess = facts.memory.arguments / reckoned.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
             notes.append(
@@ -136,22 +137,6 @@ def analyze(
                 "shards in tiles that they do not fill."
             )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
-
-
-def _gathers_more(facts: Compiled, plan: ZeroPlan, micro_batches: int) -> list[str]:
-    """Returns a note if a program gathers more parameters than `plan.gathered_bytes` counts."""
-    passes = 2 if plan.config.reshard_after_forward else 1
-    cut = [leaf.param for leaf in plan.leaves if leaf.param.cut]
-    cut += [leaf for leaf in plan.other_leaves if leaf.is_param and leaf.cut]
-    planned = micro_batches * passes * sum(math.prod(leaf.stored_shape) for leaf in cut)
-    gathered = sum(c.elements for c in facts.collectives if c.kind == "all-gather" and "zero_gather" in c.op_name)
-    if gathered <= GATHERS_WORTH_A_NOTE * planned or not planned:
-        return []
-    return [
-        f"The program gathers {gathered / planned:.2f} times what `plan.gathered_bytes` counts. A parameter is "
-        "gathered once per use, and again where a `jax.checkpoint` around others, or around several uses, replays a "
-        "forward pass."
-    ]
 
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:

@@ -82,6 +82,8 @@ class Candidate:
             "reckoned_peak": self.memory.peak,
             "compiled_peak": self.compiled_peak,
             "refused": self.refused,
+            "gathered_bytes": self.memory.gathered_bytes,
+            "planned_bytes": self.memory.planned_bytes,
             "sent_bytes": self.memory.sent_bytes,
             "communication_seconds": self.memory.communication_seconds,
             "flops": self.memory.flops,

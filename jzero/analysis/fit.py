@@ -18,7 +18,7 @@ from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judged
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.memory import memory_of
 from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
-from jzero.analysis.step_memory import StepMemory, memory_of_trace
+from jzero.analysis.step_memory import StepMemory, gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
@@ -131,6 +131,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     if chosen is not None and not chosen.is_compiled and chosen.peak > NEAR * limit:
         notes.append(CLOSE.format(share=chosen.peak / limit))
+    if chosen is not None:
+        notes += gathers_more(chosen.memory.gathered_bytes, chosen.memory.planned_bytes)
     found = tuple(judged(tried, chosen, limit))
     chosen = next((x for x in found if x.fits(limit)), None)
     return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
@@ -331,7 +333,7 @@ class _Search:
         assert plan is not None
         traced = step.trace(placed, self.batch, rng=self.rng)
         arguments = step.abstract_arguments(placed, self.batch, rng=self.rng)
-        return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu)
+        return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu, micro_batches=step.micro.steps)
 
     def _step(self, steps: int, recompute: Remat | None) -> TrainStep:
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, **self.options)

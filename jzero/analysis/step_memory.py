@@ -25,7 +25,10 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
-__all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "memory_of_trace"]
+__all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "gathers_more", "memory_of_trace"]
+
+GATHERS_WORTH_A_NOTE = 1.05
+"""How much more may be gathered than planned before it is said why."""
 
 GPU_SCHEDULER_SHARE = 0.8
 """Of a GPU's memory: what XLA's scheduler plans with (its log says so where a program does not fit)."""
@@ -58,6 +61,9 @@ class StepMemory:
       at_peak: What the temporaries are for when they are at the most: kept activations, gradients, gathered
         parameters, and what is being worked on.
       temporaries: Their sum, the most that the step needs beside its arguments.
+      gathered_bytes: Of parameters that a step gathers on one device, padding included, in all micro-batches.
+      planned_bytes: What `plan.gathered_bytes` has of these: without what the loss's own `jax.checkpoint`s and further
+        uses of a parameter add.
       sent_bytes: What one device sends per step, in rings.
       communication_seconds: How long that takes at the machine's rates if nothing else slows it, `None` without a
         machine.
@@ -77,6 +83,8 @@ class StepMemory:
     activations: tuple[ActivationRow, ...]
     at_peak: dict[str, int] = dataclasses.field(hash=False)
     temporaries: int
+    gathered_bytes: int
+    planned_bytes: int
     sent_bytes: int
     communication_seconds: float | None
     flops: float
@@ -118,8 +126,22 @@ class StepMemory:
         }
         lines = ["reckoned per device"]
         lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
+        planned = f"planned: {format_bytes(self.planned_bytes)}"
+        lines += ["", f"gathered per step: {format_bytes(self.gathered_bytes)} ({planned})"]
+        lines += gathers_more(self.gathered_bytes, self.planned_bytes)
         lines += ["", *activation_lines(self.activations)]
         return "\n".join(lines)
+
+
+def gathers_more(gathered: int, planned: int) -> list[str]:
+    """Returns a note if a step gathers more of the parameters than `plan.gathered_bytes` counts."""
+    if not planned or gathered <= GATHERS_WORTH_A_NOTE * planned:
+        return []
+    return [
+        f"The step gathers {gathered / planned:.2f} times what `plan.gathered_bytes` counts: a parameter is gathered "
+        "once per use, and again where a `jax.checkpoint` around others, or around several uses, replays a forward "
+        "pass. Put `jax.checkpoint` around single layers alone, or undo the loss's own by `remat=False`."
+    ]
 
 
 def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[str]:
@@ -185,10 +207,14 @@ def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
     traced, arguments = step.trace(state, batch, rng=rng), step.abstract_arguments(state, batch, rng=rng)
-    return memory_of_trace(traced, arguments, plan, hardware, gpu=_is_gpu(plan, hardware))
+    return memory_of_trace(
+        traced, arguments, plan, hardware, gpu=_is_gpu(plan, hardware), micro_batches=step.micro.steps
+    )
 
 
-def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machine | None, *, gpu: bool) -> StepMemory:
+def memory_of_trace(
+    traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machine | None, *, gpu: bool, micro_batches: int
+) -> StepMemory:
     """Returns what a traced step needs.
 
     Args:
@@ -197,6 +223,7 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
       plan: That of the state.
       hardware: For the rates of its links.
       gpu: Whether the compiler will be that for GPUs.
+      micro_batches: Of the step.
     """
     opened, _ = _compat.open_jaxpr(traced.jaxpr)
     leaves = jax.tree.leaves(arguments)
@@ -223,6 +250,9 @@ def memory_of_trace(traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machi
         activations=_rows(found.kept),
         at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
         temporaries=found.peak,
+        gathered_bytes=sum(x.times * x.num_bytes for x in program.transfers if x.of_param)
+        + plan.bytes_gathered_in(micro_batches=0),
+        planned_bytes=plan.bytes_gathered_in(micro_batches=micro_batches),
         sent_bytes=round(sum(sent)),
         communication_seconds=seconds,
         flops=program.flops,

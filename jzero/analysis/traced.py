@@ -82,12 +82,14 @@ class Transfer:
       num_bytes: Of the whole array: what a gather makes, what a reduce-scatter or all-reduce takes, on one device.
       axes: The mesh axes that it goes over.
       times: How often a step does it.
+      of_param: Whether it gathers a parameter for the loss.
     """
 
     kind: str
     num_bytes: int
     axes: tuple[str, ...]
     times: int = 1
+    of_param: bool = False
 
 
 @dataclasses.dataclass
@@ -349,7 +351,8 @@ class _Visitor:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
             sizes = [max(x.num_bytes, bytes_of(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
-            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
+            of_param = TRANSFERS[kind] == "all-gather" and "zero_gather" in self.name
+            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes, of_param=of_param) for size in sizes]
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)

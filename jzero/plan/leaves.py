@@ -63,6 +63,12 @@ class StateLeaf:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
 
+    def gathered_size(self, mesh: AnyMesh) -> int:
+        """Elements that one device has of it once the ZeRO axis is gathered, padding included."""
+        cut = self.for_collectives(mesh)
+        entries = self.base if cut is None else cut.other_axes
+        return math.prod(self.stored_shape) // math.prod(int(mesh.shape[x]) for x in jax.tree.leaves(tuple(entries)))
+
     def spec(self, axis: str) -> PartitionSpec:
         """Spec of the stored array."""
         return self.base if self.cut is None else self.cut.spec(self.base, axis)

@@ -255,21 +255,31 @@ class ZeroPlan:
         axis = self.config.axis
         return sum(leaf.bytes_per_device(self.mesh, axis) for leaf in leaves if leaf.on_host == on_host)
 
-    @functools.cached_property
+    @property
     def gathered_bytes(self) -> int:
-        """Bytes of whole parameters that one training step gathers.
+        """Bytes of parameters that one device gathers in a step, padding included.
 
-        Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`,
-        again for the backward pass. Parameters that stay whole are gathered once, after their update.
-        The plan does not know that a parameter is gathered once per use if the loss uses it more than once.
+        It counts a step with one micro-batch whose loss uses each parameter once and recomputes nothing itself.
+        Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`, again for the
+        backward pass. Parameters that stay whole are gathered once, after their update. A plan knows no loss: one that
+        uses a parameter more than once, or has a `jax.checkpoint` of its own, may gather more. `estimate_step_memory`
+        and `analyze` count that.
         """
+        return self.bytes_gathered_in(micro_batches=1)
+
+    def bytes_gathered_in(self, *, micro_batches: int) -> int:
+        """Returns `gathered_bytes` of a step with so many micro-batches: at stage 3 each of them gathers."""
+        updated = [x for x in self.leaves if not x.param.cut and x.trained and x.grad.cut is not None]
+        after_update = sum(x.param.gathered_size(self.mesh) * itemsize(x.compute_dtype) for x in updated)
+        return micro_batches * sum(n * itemsize(dtype) for n, dtype in self.gathers_of_loss) + after_update
+
+    @functools.cached_property
+    def gathers_of_loss(self) -> tuple[tuple[int, Any], ...]:
+        """Elements and dtype of each gather of a loss and its gradient."""
+        cut = [(x.param, x.compute_dtype) for x in self.leaves if x.param.cut]
+        cut += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param and x.cut]
         passes = 2 if self.config.reshard_after_forward else 1
-        total = 0
-        for leaf in self.leaves:
-            times = passes if leaf.param.cut else int(leaf.trained and leaf.grad.cut is not None)
-            total += times * leaf.param.size * itemsize(leaf.compute_dtype)
-        frozen = [leaf for leaf in self.other_leaves if leaf.is_param and leaf.cut]
-        return total + passes * sum(leaf.size * itemsize(leaf.compute_dtype) for leaf in frozen)
+        return passes * tuple((leaf.gathered_size(self.mesh), dtype) for leaf, dtype in cut)
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:

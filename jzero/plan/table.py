@@ -59,7 +59,10 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
     if len(kept) > 1:
         sections.append(_columns(_cap(kept, max_rows)))
-    sections.append(f"gathered per step: {format_bytes(plan.gathered_bytes)}")
+    gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
+    if plan.gathers_of_loss:
+        gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
+    sections.append(gathered)
     return "\n\n".join(sections)
 
 
