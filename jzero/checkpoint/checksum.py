@@ -1,12 +1,11 @@
 """Checksums of arrays that do not depend on how the arrays are cut.
 
 [Note: Checksums]
-The file formats below detect a truncated file, but a bit that flips inside a chunk of numbers may pass. Each leaf
-therefore has a checksum, computed on the devices before it is copied and again after it was read: the sum modulo 2^32
-of its words, each mixed with its position in the natural array by the finalizer of MurmurHash3. That is a bijection of
-words, so one wrong word always shows; any other change, such as all signs or parts in each other's place, goes
-unnoticed once in 2^32. Sums do not mind the order, so each device adds up its own part, whatever the layout, and
-padding adds nothing. What was read is thus known to be what was written.
+The file formats detect a truncated file, but a bit that flips inside a chunk of numbers may pass. So each leaf has a
+checksum, computed on the devices before it is copied, and again after it is read: the sum modulo 2^32 of its words,
+each mixed with its position in the natural array by the finalizer of MurmurHash3. The finalizer is a bijection of
+words, so one wrong word always shows; any other change, such as flipped signs or swapped parts, goes unnoticed once in
+2^32. Sums do not depend on the order, so each device sums its own part, whatever the layout, and padding adds nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ __all__ = ["checksums", "host_checksum"]
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 18
-"""Words that `host_checksum` looks at in one go."""
+"""Words that `host_checksum` reads at once."""
 
 
 def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
-    """Returns the checksum of each array; in several processes each must call it and gets the same.
+    """Returns the checksum of each array. With several processes, each must call it, and gets the same.
 
     Args:
       arrays: Arrays placed by `NamedSharding`s, as stored.
-      cuts: How each is cut and padded; `None` for one in its natural shape.
+      cuts: How each is cut and padded; `None` if it has its natural shape.
     """
     if not arrays:
         return []
@@ -46,12 +45,12 @@ def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[i
     for x, cut in zip(arrays, cuts, strict=True):
         there = on_device(x)
         partial.append(_partial_sums(_key_data(there), cut, there.sharding))
-        if there is not x:  # no more than one copy at a time
+        if there is not x:  # at most one copy at a time
             jax.block_until_ready(partial[-1])
     sums = np.zeros(len(arrays), np.uint32)
     for i, x in enumerate(partial):
         for shard in x.addressable_shards:
-            sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently, numpy's scalars warn
+            sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently; NumPy's scalars warn
     if jax.process_count() > 1:
         sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
     return [int(x) for x in sums]
@@ -63,7 +62,7 @@ def _key_data(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax.Array:
-    """Returns one sum per device, of its part; zero on all devices but one of those that hold the same part."""
+    """Returns one sum per device, of its part; of devices with the same part, all but one return zero."""
     mesh, names = sharding.mesh, tuple(sharding.mesh.axis_names)
     spec = (*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
     natural = x.shape if cut is None else _natural_sizes(cut)
@@ -95,21 +94,21 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
 
 
 def _mixed(words: Any) -> Any:
-    """Returns 32-bit words after the finalizer of MurmurHash3 (A. Appleby), of numpy or of jax."""
+    """Returns 32-bit words, of NumPy or jax, after the finalizer of MurmurHash3 (A. Appleby)."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
 
 
 def _natural_sizes(cut: Cut) -> tuple[int, ...]:
-    """Sizes of the dimensions of the stored array without padding."""
+    """Returns the sizes of the stored array's dimensions without padding."""
     sizes = list(cut.stored_shape)
     sizes[cut.dim] = cut.natural_size
     return tuple(sizes)
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of `x` as uint32: in its shape, or with further dimensions for wide numbers."""
+    """Returns the bits of `x` as uint32: in its shape, with more dimensions for wide numbers."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.stack([_words(x.real), _words(x.imag)], axis=x.ndim)
     if x.dtype == jnp.bool_:
@@ -125,7 +124,7 @@ def _num_bits(dtype: Any) -> int:
 
 
 def host_checksum(x: np.ndarray) -> int:
-    """Returns the checksum of a natural array that is on the host, chunk by chunk."""
+    """Returns the checksum of a natural array on the host, computed chunk by chunk."""
     bits = 8 if x.dtype == np.bool_ else 32 if np.iscomplexobj(x) else min(_num_bits(x.dtype), 32)
     words = np.ascontiguousarray(x).reshape(-1).view(f"uint{max(bits, 8)}")
     total = np.zeros(1, np.uint32)

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk holds: its leaves, by keys, and what jzero wrote beside them."""
+"""The contents of a checkpoint on disk: its leaves, by keys, and jzero's notes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 __all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "signed"]
 
 FORMAT = 1
-"""Version of what jzero notes. A reader refuses a later one."""
+"""Version of jzero's notes. A reader rejects later versions."""
 
 DIGEST = "digest"
 
 METADATA_FILE = "_METADATA"
-"""What marks the directory of a tree of arrays that Orbax wrote."""
+"""The file that marks a directory with a tree of arrays, written by Orbax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class StoredLeaf:
     """One array of a checkpoint.
 
     Attributes:
-      keys: The keys that lead to it.
-      shape: Its shape; of PRNG keys that of their words.
+      keys: The keys of its path.
+      shape: Its shape; for PRNG keys, that of their words.
       dtype: Its dtype.
-      checksum: Its checksum, `None` if jzero did not write it.
+      checksum: Its checksum; `None` if jzero did not write it.
     """
 
     keys: Keys
@@ -54,7 +54,7 @@ class StoredLeaf:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the array, compression not counted."""
+        """Bytes of the array, uncompressed."""
         return math.prod(self.shape) * int(np.dtype(self.dtype).itemsize)
 
 
@@ -66,8 +66,8 @@ class Contents:
       directory: The checkpoint.
       state_directory: The directory with the tree of arrays.
       leaves: The arrays by keys, in order.
-      tree: What Orbax says of each leaf, as a tree of dicts and lists.
-      notes: What jzero noted, empty if another program wrote the checkpoint.
+      tree: Orbax's metadata of each leaf, as a tree of dicts and lists.
+      notes: jzero's notes; empty if another program wrote the checkpoint.
     """
 
     directory: epath.Path
@@ -77,10 +77,10 @@ class Contents:
     notes: Mapping[str, Any]
 
     def read(self, how: Mapping[Keys, Any]) -> dict[Keys, Any]:
-        """Returns arrays as Orbax reads them; in several processes each its own parts, without waiting for the others.
+        """Returns arrays as Orbax reads them. Each process reads its own parts, without waiting for the others.
 
         Args:
-          how: Orbax's `RestoreArgs` of each array that is wanted.
+          how: Orbax's `RestoreArgs` of each array to read.
 
         Raises:
           CheckpointError: It cannot be read; the message names leaf and file.
@@ -97,7 +97,7 @@ class Contents:
         return {keys: x for keys, x in zip(order, values, strict=True) if keys in how}
 
     def has(self, item: str) -> bool:
-        """Whether there is an item of this name beside the state."""
+        """Whether the checkpoint has an item of this name beside the state."""
         return bool((self.directory / item).exists())
 
     def read_json(self, item: str) -> Any:
@@ -113,19 +113,19 @@ class Contents:
 
 
 def absolute(path: Any) -> epath.Path:
-    """Returns a path as Orbax wants it."""
+    """Returns an absolute path, as Orbax needs it."""
     return epath.Path(path).expanduser().absolute()
 
 
 def read_contents(path: Any) -> Contents:
-    """Returns what is in a checkpoint: in one step of a manager, in one that `save_checkpoint` made, or in Orbax's own.
+    """Returns the contents of a checkpoint: a step of a manager, one that `save_checkpoint` made, or Orbax's own.
 
     Args:
-      path: The directory of the checkpoint. Of a manager's directory the newest step is taken.
+      path: The directory of the checkpoint. For a manager's directory, this takes the newest step.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged.
-      ValueError: There are several trees of arrays in it, or it was written by a later version of jzero.
+      ValueError: It holds several trees of arrays, or a later version of jzero wrote it.
     """
     directory = absolute(path)
     state_directory = _find_state(directory)
@@ -159,7 +159,7 @@ def read_contents(path: Any) -> Contents:
 
 
 def find_steps(directory: epath.Path) -> dict[int, epath.Path]:
-    """Returns the committed steps in a manager's directory."""
+    """Returns the complete steps in a manager's directory."""
     if not directory.is_dir():
         return {}
     found = _step_names().find_all(directory)
@@ -200,19 +200,19 @@ def _read_notes(directory: epath.Path) -> dict[str, Any]:
 
 
 def _items_of(directory: epath.Path) -> Mapping[str, Any]:
-    """Returns the items that Orbax wrote, as it noted them."""
+    """Returns the items that Orbax wrote, from its metadata."""
     path = directory / "_CHECKPOINT_METADATA"
     handlers = json.loads(path.read_text()).get("item_handlers") if path.exists() else None
     return handlers if isinstance(handlers, dict) else {}
 
 
 def signed(notes: dict[str, Any]) -> dict[str, Any]:
-    """Returns notes with what tells whether they are damaged."""
+    """Returns notes with their digest, which shows damage."""
     return {**notes, DIGEST: digest(notes)}
 
 
 def digest(value: Any) -> int:
-    """Returns a checksum of an array, or of what JSON can hold."""
+    """Returns a checksum of an array, or of data for JSON."""
     if isinstance(value, np.ndarray):
         return zlib.crc32(value.tobytes())
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Says what is wrong with a checkpoint that cannot be read: which leaf, which file."""
+"""Errors about damaged checkpoints, which name leaf and file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REMEDY = (
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or what was written cannot be read back.
+    """A checkpoint could not be written, or cannot be read back.
 
     Example:
       >>> try:
@@ -33,11 +33,11 @@ class CheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Makes what the libraries below raise a `CheckpointError`, other than for want of memory.
+    """Turns the libraries' errors into a `CheckpointError`, except those about memory.
 
     Args:
-      directory: What is read.
-      leaves: Paths of leaves by the names that Orbax gives them.
+      directory: The directory to read.
+      leaves: Paths of leaves by Orbax's names.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> I
 
 
 def _as_checkpoint_error(directory: epath.Path, error: BaseException, leaves: Mapping[str, str]) -> CheckpointError:
-    """Returns an error of the libraries below as one that names the checkpoint, the file and the leaf."""
+    """Returns a library's error as one that names the checkpoint, the file and the leaf."""
     causes = list(_causes(error))
     text = "\n".join(str(cause) for cause in causes)
     keys = re.findall(r'Error reading "([^"]+)" in OCDBT', text)
@@ -65,7 +65,7 @@ def _as_checkpoint_error(directory: epath.Path, error: BaseException, leaves: Ma
 
 
 def wrong_checksums(directory: epath.Path, paths: Sequence[str]) -> CheckpointError:
-    """Returns the error about leaves whose numbers are not those that were written."""
+    """Returns the error about leaves whose checksums differ from those written."""
     lines = []
     for path in paths[:10]:
         files = files_of(directory, path.replace("/", ".") + "/")
@@ -79,14 +79,14 @@ def wrong_checksums(directory: epath.Path, paths: Sequence[str]) -> CheckpointEr
 
 
 def files_of(directory: epath.Path, prefix: str) -> list[str]:
-    """Returns the files that hold the keys with a prefix, in an Orbax database; none if that cannot be told."""
+    """Returns the files that hold the keys with a prefix, in an Orbax database; an empty list if unknown."""
     try:
         base = ts.KvStore.open(f"file://{directory}/").result()
         manifest = ts.ocdbt.dump(base).result()
         root = manifest["versions"][-1]["root"]["location"]
         found = dict.fromkeys(_value_files(base, root, prefix.encode(), b""))
         return [str(directory / name) for name in found]
-    except Exception:  # the database itself is damaged; the error at hand says more
+    except Exception:  # the database itself is damaged; the original error says more
         return []
 
 
@@ -95,7 +95,7 @@ def _value_files(base: Any, location: str, wanted: bytes, prefix: bytes) -> Iter
         key = prefix + entry["key"]
         if "indirect_value" in entry and key.startswith(wanted):
             yield _file_name(entry["indirect_value"])
-        elif "location" in entry:  # of a node below, whose keys begin with what they share
+        elif "location" in entry:  # a node below, whose keys share a prefix
             yield from _value_files(base, entry["location"], wanted, key[: entry["subtree_common_prefix_length"]])
 
 

@@ -49,26 +49,26 @@ def export_params(
 ) -> ExportReport:
     """Writes the parameters as safetensors, frozen ones included, one leaf at a time.
 
-    Names are the keys joined by dots, such as `decoder.layer_0.kernel`; `__metadata__`, which the format keeps to
-    itself, gets one more underscore, and `load_params` finds it. Shapes are natural. A leaf that a model holds
-    in several places is written once, and the file notes its other names. Of 16-bit parameters the masters are written.
-    Peak host memory is one leaf, and its cast; in several processes also one whole leaf per device, and each process
-    must call it; the first one writes.
+    Names are the keys joined by dots, such as `decoder.layer_0.kernel`; `__metadata__`, which the format reserves,
+    gets one more underscore, and `load_params` finds it. Shapes are natural. A leaf that a model holds in several
+    places is written once, and the file notes its other names. For 16-bit parameters, the masters are written. Peak
+    host memory is one leaf and its cast. With several processes, each must call it, the first one writes, and each
+    device also holds one whole leaf.
 
     Args:
       state: A sharded train state.
-      path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not be there yet.
-      dtype: Of floating-point parameters, such as `"bfloat16"`; by default each keeps its own.
+      path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not exist yet.
+      dtype: The dtype of floating-point parameters, such as `"bfloat16"`; by default each keeps its own.
       paths: Regular expression over whole key paths such as `"decoder/.*"`; all parameters by default.
-      max_file_bytes: Above this size several files are written, `model-00001-of-00003.safetensors` and so on, with an
-        index `model.safetensors.index.json`, as other libraries read them.
+      max_file_bytes: Above this size the export has several files, `model-00001-of-00003.safetensors` and so on, with
+        an index `model.safetensors.index.json`, as other libraries read them.
 
     Returns:
       The files that were written.
 
     Raises:
-      ValueError: Files are there already, `paths` matches nothing, leaves cannot be told apart by their names, the
-        format does not have their dtypes, or `dtype` does not hold their numbers.
+      ValueError: Files exist already, `paths` matches nothing, two leaves have the same name, the format lacks their
+        dtypes, or `dtype` cannot hold their numbers.
       TypeError: The state was not sharded by jzero.
       CheckpointError: The files could not be written.
 
@@ -100,7 +100,7 @@ def export_params(
             )
         finally:
             if jax.process_count() > 1:
-                for _ in whole:  # whatever happened, each process takes part in gathering
+                for _ in whole:  # each process must take part in all gathers, even after an error
                     pass
 
     report: ExportReport = everywhere(write)
@@ -110,9 +110,9 @@ def export_params(
 def export_checkpoint(
     checkpoint: Any, path: Any, *, dtype: Any = None, paths: str | None = None, max_file_bytes: int = MAX_FILE_BYTES
 ) -> ExportReport:
-    """Writes the parameters of a checkpoint as safetensors, without the model: what `jzero export` does.
+    """Writes the parameters of a checkpoint as safetensors, without the model, as `jzero export` does.
 
-    One leaf at a time is read, compared with its checksum, and written.
+    Reads one leaf at a time, compares it with its checksum, and writes it.
 
     Args:
       checkpoint: As for `restore_checkpoint`.
@@ -154,28 +154,28 @@ def load_params(
     strict: bool = True,
     donate: bool = False,
 ) -> Any:
-    r"""Returns the state with parameters from safetensors files, masters included; all else stays as it is.
+    r"""Returns the state with parameters from safetensors files, masters included; nothing else changes.
 
-    Each process reads the slices that its devices hold. The result shares what is not replaced with `state`.
+    Each process reads the slices for its devices. The result shares all other arrays with `state`.
 
     Args:
       state: A sharded train state with values.
       path: A safetensors file, an index of several, or a directory with either.
-      paths: Regular expression over whole key paths such as `"decoder/.*"`, as for `export_params`: parameters that it
-        does not match stay as they are. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
-      rename: Regular expressions over whole names in the files, and what they are here, as for `re.sub`:
-        `{r"model\.(.*)": r"\1"}`. Names here are keys joined by dots.
-      strict: Whether it is an error if parameters are missing in the files, or if these have others. If not, missing
-        ones stay, and a warning lists both.
-      donate: Free the parameters that are replaced before anything is read.
+      paths: Regular expression over whole key paths such as `"decoder/.*"`, as for `export_params`; other parameters
+        do not change. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
+      rename: Regular expressions over whole names in the files, with their replacements, as for `re.sub`:
+        `{r"model\.(.*)": r"\1"}`. Names of parameters are keys joined by dots.
+      strict: Whether it is an error if the files lack parameters, or have others. If not, missing parameters do not
+        change, and a warning lists both.
+      donate: Free the replaced parameters before anything is read.
 
     Returns:
       A state of the same class.
 
     Raises:
       CheckpointError: There are no such files, or they are damaged.
-      ValueError: They are of another model, hold a tied parameter twice with different numbers, or numbers that the
-        state's dtypes do not hold; `paths` matches no parameter.
+      ValueError: They are of another model, hold a tied parameter twice with different numbers, or hold numbers that
+        the state's dtypes cannot; or `paths` matches no parameter.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -206,7 +206,7 @@ def load_params(
     if donate:
         target.free(found)
     read = everywhere(lambda: {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()})
-    loaded = target.filled(read, None, dataclasses.replace(choice, donate=True))  # hands on what is not replaced
+    loaded = target.filled(read, None, dataclasses.replace(choice, donate=True))  # shares the other arrays
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
     return loaded
 
@@ -222,7 +222,7 @@ def _is_chosen(keys: Keys, paths: str | None) -> bool:
 def _specs(
     leaves: Sequence[tuple[Keys, tuple[int, ...], Any]], dtype: np.dtype[Any] | None, paths: str | None
 ) -> tuple[list[TensorSpec], dict[str, str]]:
-    """Returns the tensors to write, and the names that they have instead of those that the format does not allow."""
+    """Returns the tensors to write, and the replacements of names that the format does not allow."""
     if not leaves:
         what = "There are no parameters to export" if paths is None else f"`paths` {paths!r} matches no parameter"
         raise ValueError(f"{what}.")
@@ -265,7 +265,7 @@ def _is_text(name: str) -> bool:
 
 
 def _fitting(x: Any, spec: TensorSpec) -> Any:
-    """Returns an array as it is; raises if it holds numbers that the dtype of the export does not."""
+    """Returns an array as it is; raises if it has numbers that the dtype of the export cannot hold."""
     if why := misfit(x, spec.dtype):
         raise ValueError(f"{spec.name} cannot be exported: it holds {why}. Pass a wider `dtype`.")
     return x
@@ -286,12 +286,12 @@ def _whole(x: jax.Array, wanted: Wanted, spec: TensorSpec, mesh: Any) -> np.ndar
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cast_copy(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns a copy, since an array that is converted to numpy's keeps on the host what it was converted to."""
+    """Returns a copy, since a jax array caches the NumPy array that it was converted to."""
     return round_to(x.copy(), dtype)
 
 
 def read_whole(contents: Contents, leaf: StoredLeaf) -> np.ndarray:
-    """Returns a leaf of a checkpoint on the host, compared with its checksum."""
+    """Returns a leaf of a checkpoint on the host; raises if its checksum differs."""
     x: np.ndarray = contents.read({leaf.keys: ocp.RestoreArgs(restore_type=np.ndarray)})[leaf.keys]
     if leaf.checksum is not None and host_checksum(x) != leaf.checksum:
         raise wrong_checksums(contents.state_directory, [leaf.path])
@@ -305,7 +305,7 @@ def _names(target: Target, choice: Choice) -> dict[str, Keys]:
 
 
 def _over_whole_paths(paths: str, names: Mapping[str, Keys]) -> str:
-    """Returns an expression over key paths as one over paths of leaves, which begin with a field of the state."""
+    """Turns an expression over key paths into one over paths of leaves, which begin with a field of the state."""
     try:
         re.compile(paths)
     except re.error as error:
@@ -319,7 +319,7 @@ def _over_whole_paths(paths: str, names: Mapping[str, Keys]) -> str:
 
 
 def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> dict[str, str]:
-    """Returns for each further name of a tied parameter, here or in the files, the name that it goes by."""
+    """Returns, for each other name of a tied parameter, here or in the files, its main name."""
     here = {other: name for name, others in ties.items() for other in others}
     there = {name: other for other, name in notes.items()}
     return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
@@ -328,7 +328,7 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
 def _as_contents(
     path: Any, named: Mapping[str, TensorFile], names: Mapping[str, Keys], same: Mapping[str, str]
 ) -> tuple[Contents, dict[Keys, list[TensorFile]]]:
-    """Returns tensors as what a checkpoint holds: by the keys that they have in the state, tied ones together."""
+    """Returns tensors as the contents of a checkpoint: by their keys in the state, tied ones together."""
     sources: dict[Keys, list[TensorFile]] = {}
     for name, tensor in named.items():
         known = name if name in names else same.get(name, name)
@@ -340,7 +340,7 @@ def _as_contents(
 
 
 def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
-    """Reads a tensor into the shards that this process holds; of a tied one all that are there, which must be equal."""
+    """Reads a tensor into this process's shards. Tied tensors must be equal."""
     tensor = tensors[0]
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
 

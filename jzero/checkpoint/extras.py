@@ -1,4 +1,4 @@
-"""What users save beside the state: extras and the position of a data iterator, as JSON and arrays."""
+"""Extras and the position of a data iterator, which users save beside the state, as JSON and arrays."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
 
 def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns nested dicts and lists as what JSON can hold, and the arrays that stand apart, by name.
+    """Splits nested dicts and lists into data for JSON, and arrays by name.
 
     Raises:
-      TypeError: A leaf is neither an array, a PRNG key, a number, text, bytes, a truth value nor `None`, a key is no
-        text, or an array is spread over processes; the message names it.
+      TypeError: A leaf is not an array, a PRNG key, a number, text, bytes, a boolean or `None`, a key is not text, or
+        an array is spread over processes; the message names it.
     """
     arrays: dict[str, np.ndarray] = {}
 
@@ -68,7 +68,7 @@ def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Returns what `encode` was given; tuples come back as lists, arrays as numpy's."""
+    """Inverts `encode`; tuples come back as lists, arrays as NumPy arrays."""
     if isinstance(value, list):
         return [decode(x, arrays) for x in value]
     if not isinstance(value, dict):
@@ -83,7 +83,7 @@ def decode(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def iterator_position(iterator: Any) -> Any:
-    """Returns the position of a data iterator in this process, as what JSON can hold."""
+    """Returns the position of a data iterator in this process, as data for JSON."""
     position = _method(iterator, "get_state", "state_dict")()
     encoded, arrays = encode(position, "data_iterator")
     if arrays:
@@ -94,17 +94,17 @@ def iterator_position(iterator: Any) -> Any:
 
 
 def positions_of_all(position: Any) -> list[Any]:
-    """Returns the positions of all processes; each must call it."""
+    """Returns the positions of all processes; each process must call it."""
     if jax.process_count() == 1:
         return [position]
     return [json.loads(text) for text in gather_texts(json.dumps(position))]
 
 
 def iterator_mover(iterator: Any, positions: Sequence[Any]) -> Callable[[], None]:
-    """Returns what moves a data iterator to where it was when its position was saved.
+    """Returns a function that moves a data iterator to its saved position.
 
     Raises:
-      ValueError: There were another number of processes, each with a position of its own.
+      ValueError: The positions are from another number of processes, and differ.
     """
     if len(positions) == jax.process_count():
         position = positions[jax.process_index()]
@@ -130,7 +130,7 @@ def _method(iterator: Any, *names: str) -> Any:
 
 
 def everywhere(attempt: Callable[[], Any]) -> Any:
-    """Returns what `attempt` returns; if it fails in any process, raises in all of them, which each have to call it."""
+    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it."""
     if jax.process_count() == 1:
         return attempt()
     result, error = None, None

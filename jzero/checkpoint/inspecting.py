@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without restoring it: what `jzero inspect` prints."""
+"""Describes a checkpoint without restoring it, for `jzero inspect`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["CheckpointInfo", "inspect_checkpoint"]
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint, described.
+    """The description of a checkpoint.
 
     Attributes:
-      directory: Where it is.
-      steps: All steps that are there, if it is one of a manager's.
+      directory: Its directory.
+      steps: All steps of its manager, if it is one of a manager's.
       leaves: Its arrays: path, natural shape, dtype, checksum.
-      notes: What jzero noted: versions, the configuration and the mesh of the writer; empty if plain Orbax wrote it.
-      extra: What was saved as `extra`.
+      notes: jzero's notes: versions, and the writer's configuration and mesh; empty if plain Orbax wrote it.
+      extra: The values saved as `extra`.
       has_data_iterator: Whether it holds the position of a data iterator.
-      damaged: What is wrong with leaves, by path; `None` if that was not looked into.
+      damaged: The damage of each damaged leaf, by path; `None` if it was not verified.
 
     Example:
       >>> jzero.save_checkpoint(f"{tmp}/described", state)
@@ -47,7 +47,7 @@ class CheckpointInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all arrays, compression not counted."""
+        """Bytes of all arrays, uncompressed."""
         return sum(leaf.num_bytes for leaf in self.leaves)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class CheckpointInfo:
         """Returns the checkpoint as text.
 
         Args:
-          max_rows: Leaves that are listed; the rest is counted. `None` for all.
+          max_rows: Leaves to list; the rest is only counted. `None` for all.
         """
         lines = [f"checkpoint: {self.directory}"]
         if self.steps:
@@ -110,7 +110,7 @@ class CheckpointInfo:
 
 
 def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
-    """Describes a checkpoint from its metadata alone.
+    """Describes a checkpoint; unless `verify` is set, from its metadata alone.
 
     Args:
       path: As for `restore_checkpoint`.

@@ -1,10 +1,10 @@
-"""A training state as it lies on disk: natural shapes, masters in place of parameters, the optimizer's own state.
+"""A training state on disk: natural shapes, masters instead of parameters, the optimizer's own state.
 
 [Note: On disk]
-What is written is the tree that a plain Flax and optax program would have: nothing of stage, padding, world size or
-precision shows, so any layout reads what any other wrote, and so does plain Orbax. A padded leaf is written without its
-padding, each process the parts that it holds. A flattened leaf has no parts of its natural shape: it is first laid out
-anew, cut along one dimension (`along_one_dim`), and so it is read.
+A checkpoint has the tree of a plain Flax and optax program. It does not show stage, padding, world size or precision,
+so any layout can restore any other's checkpoint, and so can plain Orbax. Each process writes its parts of a padded leaf
+without the padding. The parts of a flattened leaf are not slices of its natural shape, so the leaf is first cut along
+one dimension instead (`along_one_dim`); reading does the reverse.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Keys = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One leaf of a state as it lies on disk.
+    """One leaf of a state on disk.
 
     Attributes:
-      keys: The keys that lead to it, from the root of the state.
+      keys: The keys of its path, from the root of the state.
       leaf: Its layout in memory.
       cut: How it is cut and padded while it is read or written; `None` if it is stored in its natural shape.
-      sharding: Where its parts then lie.
+      sharding: Its sharding while it is read or written.
     """
 
     keys: Keys
@@ -68,7 +68,7 @@ class Wanted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array that is read or written."""
+        """Shape of the array to read or write."""
         return self.leaf.shape if self.cut is None else self.cut.stored_shape
 
 
@@ -76,7 +76,7 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[Wanted]:
     """Returns the leaves of a plain state, concrete or abstract, in the order of `map_state`.
 
     Args:
-      plain: What `plain_state` returns.
+      plain: The result of `plain_state`.
       plan: The plan of the state.
     """
     layout = plan.plain
@@ -98,7 +98,7 @@ class Number:
 
 
 def numbered(plain: Any, plan: ZeroPlan) -> Any:
-    """Returns a plain state with the number of each leaf in its place, in the order of `map_state`."""
+    """Returns a plain state with numbers instead of leaves, in the order of `map_state`."""
     numbers = itertools.count()
     return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain)
 
@@ -124,15 +124,15 @@ def _wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> Wanted:
 
 
 def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
-    """Returns the cut along one dimension that wastes least, for a leaf that is stored flattened."""
+    """Returns the cut along one dimension that wastes least, for a flattened leaf."""
     free = [d for d in range(cut.dim, len(cut.shape)) if d >= len(leaf.base) or leaf.base[d] is None]
     return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
 
 
 def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[jax.Array]]:
-    """Returns the plain state, a description of its leaves, and the leaves themselves as they are to be written.
+    """Returns the plain state, a description of its leaves, and the arrays to write.
 
-    What was edited in 16-bit parameters is taken over into the masters, as the optimizer would.
+    Copies edits of 16-bit parameters to the masters, as the optimizer would.
 
     Args:
       state: A sharded train state.
@@ -145,7 +145,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     map_state(lambda x, leaf: arrays.append(x), layout, plain)
     params = plan.flat_params(state.params)
     edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
-    for i in edited:  # one after another, so that no more than one that is kept on the host is on the devices
+    for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
         near = on_device(arrays[i]), on_device(params[i])
         if bool(_is_edited(*near, plan.leaves[i], plan)):
             arrays[i] = edited_master(plan.leaves[i], plan, params[i], arrays[i])
@@ -156,7 +156,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
 
 
 def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
-    """Returns a leaf where the plan has it, if it was replaced by one that lies elsewhere."""
+    """Returns a leaf in the plan's place, even if the user replaced it by one elsewhere."""
     sharding = plan.sharding(leaf)
     if isinstance(x, jax.Array) and (is_on_host(x) or x.sharding == sharding):
         return x
@@ -168,13 +168,13 @@ def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
 
 
 def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
-    """Returns a stored array in another stored shape of the same leaf; itself if the shapes are the same."""
+    """Returns a stored array in another stored shape of the same leaf; itself if the shapes are equal."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
     return x if same else _back(_relaid(on_device(x), cut, new, device_sharding(sharding)), sharding)
 
 
 def _back(x: jax.Array, sharding: Any) -> jax.Array:
-    """Returns an array in the memory that a sharding names; waits for one that goes to the host."""
+    """Returns an array in the memory of a sharding; waits for copies to the host."""
     return x if sharding.memory_kind == x.sharding.memory_kind else jax.block_until_ready(jax.device_put(x, sharding))
 
 
@@ -191,7 +191,7 @@ def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPl
 
 
 def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
-    """Returns an array that was read, in the dtype and layout of a leaf of a state: a new buffer."""
+    """Returns an array from disk in the dtype and layout of a state's leaf, in a new buffer."""
     made = _stored_from(on_device(x), cut, leaf, device_sharding(sharding))
     return made if made.sharding == sharding else jax.device_put(made, sharding)
 

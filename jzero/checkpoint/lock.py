@@ -1,4 +1,4 @@
-"""One program at a time writes to a directory."""
+"""The lock that lets only one program at a time write to a directory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _HOLDERS: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDic
 
 
 class DirectoryLock:
-    """A lock that the operating system takes back when the process ends, however it ends.
+    """A lock that the operating system releases when the process ends, however it ends.
 
-    Within one process the holder gives way: a manager that is made anew, as notebooks do, takes over from the old one.
+    Within one process the holder gives way: a new manager, as notebooks make them, takes over from the old one.
 
     Args:
-      directory: What is locked.
-      give_way: Finishes what the holder does, and releases the lock; a weak reference to such a method.
+      directory: The directory to lock.
+      give_way: A weak reference to a method that finishes the holder's work and releases the lock.
     """
 
     def __init__(self, directory: epath.Path, give_way: Callable[[], Callable[[], None] | None]) -> None:
@@ -37,7 +37,7 @@ class DirectoryLock:
         self._file: Any = None
 
     def take_over(self) -> None:
-        """Has another manager of this program finish, and takes its place; in several processes each must call it."""
+        """Lets another manager of this program finish, and takes its place. Each process must call it."""
         holder = _HOLDERS.get(str(self._directory))
         give_way = None if holder is None else holder._give_way()
         if give_way is not None:
@@ -45,10 +45,10 @@ class DirectoryLock:
         _HOLDERS[str(self._directory)] = self
 
     def acquire(self) -> str:
-        """Locks the directory; returns who has it, and what to do, if that is another program."""
-        if "://" in os.fspath(self._directory):  # object stores know no locks
+        """Locks the directory. If another program holds it, returns text about that program and the way out."""
+        if "://" in os.fspath(self._directory):  # object stores have no locks
             return ""
-        file = open(self._directory / LOCK_FILE, "a+")  # noqa: SIM115  # held until it is released
+        file = open(self._directory / LOCK_FILE, "a+")  # noqa: SIM115  # held until `release`
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,7 +72,7 @@ class DirectoryLock:
         return ""
 
     def release(self) -> None:
-        """Lets others write."""
+        """Releases the lock."""
         file, self._file = self._file, None
         if _HOLDERS.get(str(self._directory)) is self:
             del _HOLDERS[str(self._directory)]
@@ -81,7 +81,7 @@ class DirectoryLock:
 
 
 def _release_in_child() -> None:
-    """Has a forked process let go of locks, which it would hold on to after the process that took them has ended."""
+    """Releases the locks in a forked process, which would hold them after its parent has ended."""
     for lock in list(_HOLDERS.values()):
         lock.release()
 

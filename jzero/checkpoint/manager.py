@@ -1,4 +1,4 @@
-"""Numbered checkpoints of a training run: which to write, which to keep, which to go on from."""
+"""Numbered checkpoints of a training run: saves some steps, keeps some, and finds the one to resume from."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ __all__ = ["CheckpointManager"]
 
 
 class CheckpointManager:
-    """Saves a training state every so many steps, keeps the checkpoints asked for, and finds the one to go on from.
+    """Saves a training state at regular steps, keeps some checkpoints, and finds the one to resume from.
 
-    Thin, over Orbax's manager. Saving copies the state to the host and goes on with training while files are written.
-    A checkpoint counts once it is complete; before that it has another name. Old ones are removed after a newer one is
-    complete. One program at a time writes to a directory; any number may read. Of several managers in one program the
-    one that saves takes over from the others. If training goes on from an earlier step than the newest, because that
-    was asked for or because what is newer is damaged, the first save of a step that is not newer moves the steps after
-    the restored one to the folder `superseded`.
+    A thin layer over Orbax's manager. `save` copies the state to the host; training continues while files are written.
+    A checkpoint counts once it is complete; until then it has another name. Old checkpoints are removed only after a
+    newer one is complete. One program at a time may write to a directory; any number may read. If a program has several
+    managers, the one that saves takes over from the others. If training resumes from an earlier step than the newest,
+    because you asked for it or because newer ones are damaged, the first save of a step that is not newer moves the
+    steps after the restored one to the folder `superseded`.
 
-    From the first `save` on, SIGTERM is noticed: the next `save` writes a checkpoint whatever the interval, waits until
-    it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
+    After the first `save`, the manager handles SIGTERM: the next `save` writes a checkpoint whatever the interval,
+    waits until it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.
 
     Args:
-      directory: Where the checkpoints are, one directory per step. Made by the first `save`.
-      max_to_keep: How many of the latest checkpoints to keep; `None` for all. With `best_metric` the best ones count,
-        and the latest stays as well.
-      save_interval_steps: `save` does nothing at other steps than multiples of this, the first call apart.
-      keep_every_steps: Checkpoints at multiples of this stay whatever `max_to_keep` says.
-      best_metric: Name of the metric among those given to `save` by which checkpoints are good. Those that were saved
-        without it all stay; NaN is worse than any number.
-      best_mode: Whether large (`"max"`) or small (`"min"`) is good.
-      preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to go on, see `preempted`.
+      directory: The directory of the checkpoints, one subdirectory per step. The first `save` makes it.
+      max_to_keep: How many of the latest checkpoints to keep; `None` for all. With `best_metric`, how many of the best
+        to keep, besides the latest.
+      save_interval_steps: `save` only saves at multiples of this, and in its first call.
+      keep_every_steps: Checkpoints at multiples of this stay, whatever `max_to_keep` says.
+      best_metric: Name of the metric, among those passed to `save`, that ranks checkpoints. Checkpoints saved without
+        it all stay; NaN is worse than any number.
+      best_mode: Whether large (`"max"`) or small (`"min"`) values are good.
+      preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to continue, see `preempted`.
 
     Attributes:
-      directory: Where the checkpoints are.
-      preempted: Whether a SIGTERM was noticed.
-      last_restore: A `RestoreReport` of the last `restore`: what was restored, cast, renamed, missing.
+      directory: The directory of the checkpoints.
+      preempted: Whether a SIGTERM arrived.
+      last_restore: A `RestoreReport` of the last `restore`: restored, cast, renamed and missing leaves.
 
     Raises:
       ValueError: An argument has an impossible value.
@@ -122,28 +122,29 @@ class CheckpointManager:
         metrics: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves the state if its step is one to save, and returns once it is copied to the host.
+        """Saves the state if its step is due, and returns once it is copied to the host.
 
-        In several processes each must call it, at every step.
+        With several processes, each must call it, at every step.
 
         Args:
           state: A sharded train state, after a step.
-          step: Its step, a whole number of at least 0. By default `state.step` (once gradients that wait are applied,
-            see `apply_pending`), for which the host has to wait; a loop that counts its steps itself should say so.
-          data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
-          extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
+          step: Its step, an integer of at least 0. By default `state.step` (after pending gradients are applied, see
+            `apply_pending`), for which the host must wait; a loop that counts its own steps should pass the step.
+          data_iterator: An iterator whose position to save: anything with `get_state` (Grain) or `state_dict`
+            (PyTorch).
+          extra: Other values to save: nested dicts of arrays, PRNG keys, numbers and text.
           metrics: Numbers by name, for `best_metric`.
-          force: Save whatever the interval says.
+          force: Whether to save whatever the interval.
 
         Returns:
-          Whether it saves; not again what is there already.
+          Whether it saves; an existing step is not saved again.
 
         Raises:
           CheckpointError: This checkpoint or the one before could not be written, another program writes to the
-            directory, or it holds later steps that were not restored.
-          ValueError: `step` is no whole number, or negative; `metrics` lacks `best_metric`, other than at a SIGTERM.
+            directory, or the directory holds later steps that were not restored.
+          ValueError: `step` is not an integer, or negative; `metrics` lacks `best_metric`, except at a SIGTERM.
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
-          SystemExit: There was a SIGTERM, and the state is saved.
+          SystemExit: A SIGTERM arrived, and the state is saved.
         """
         step = _whole_step(settled_step(adapt_sharded(state).state) if step is None else step)
         self._notice.listen()
@@ -175,7 +176,7 @@ class CheckpointManager:
         return saved
 
     def wait(self) -> None:
-        """Returns when what is being saved is complete; raises a `CheckpointError` if that failed."""
+        """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
         self._writer.wait()
 
     def restore(
@@ -193,9 +194,9 @@ class CheckpointManager:
         """Reads a checkpoint into a state laid out like another one, as `restore_checkpoint` does.
 
         Args:
-          like: A state sharded by jzero, or the shapes of one (`abstract_train_state`).
-          step: Which. By default the newest that can be read: if one is damaged, a warning says so and what is wrong
-            with it, and the one before is taken.
+          like: A state sharded by jzero, or its shapes (`abstract_train_state`).
+          step: The step. By default the newest that can be read: if one is damaged, a warning describes the damage, and
+            the step before is restored.
           paths: As for `restore_checkpoint`.
           params_only: As for `restore_checkpoint`.
           strict: As for `restore_checkpoint`.
@@ -204,10 +205,10 @@ class CheckpointManager:
           donate: As for `restore_checkpoint`.
 
         Returns:
-          The state; `last_restore` tells what came from where.
+          The state; `last_restore` describes what was restored.
 
         Raises:
-          CheckpointError: There is no checkpoint, or none that can be read.
+          CheckpointError: There is no checkpoint, or none can be read.
           ValueError: It is of another model, or `like` has no values for leaves that are not restored.
           TypeError: `like` was not sharded by jzero.
         """
@@ -243,10 +244,10 @@ class CheckpointManager:
         raise CheckpointError(f"No checkpoint in {self.directory} can be read:\n" + "\n".join(damaged))
 
     def restore_extra(self, step: int | None = None) -> Any:
-        """Returns what was saved as `extra` at a step; arrays come back as numpy's, tuples as lists.
+        """Returns the `extra` of a step; arrays come back as NumPy arrays, tuples as lists.
 
         Args:
-          step: Which. By default the one restored last, or else the newest.
+          step: The step. By default the last one restored, or else the newest.
         """
         self.wait()
         step = None if step is None else _whole_step(step)
@@ -262,16 +263,16 @@ class CheckpointManager:
         return sorted(self._committed() if steps is None else steps)
 
     def latest_step(self) -> int | None:
-        """Returns the newest of `all_steps`; `None` if there is none."""
+        """Returns the newest step of `all_steps`; `None` if there is none."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step that is best by `best_metric`; `None` if there is none."""
+        """Returns the best step by `best_metric`; `None` if there is none."""
         self.wait()
         return self._retention.best(self._committed())
 
     def close(self) -> None:
-        """Waits for what is being saved, and lets other programs write to the directory."""
+        """Waits for the current save, and lets other programs write to the directory."""
         self._notice.stop()
         self._seen = None
         self._writer.close()
@@ -288,14 +289,14 @@ class CheckpointManager:
         return find_steps(self.directory)
 
     def _agreed_steps(self) -> list[int]:
-        """Returns the steps that the first process sees; each process must ask, since file systems may lag behind."""
+        """Returns the steps that the first process sees, since file systems may lag. Each process must call it."""
         steps = sorted(self._committed())
         if jax.process_count() > 1:
             steps = json.loads(gather_texts(json.dumps(steps))[0])
         return list(steps)
 
     def _latest(self) -> int | None:
-        """Returns the newest step, looking into the directory once; each process must ask."""
+        """Returns the newest step; reads the directory only once. Each process must call it."""
         steps = self._writer.steps()
         if steps is not None:
             return max(steps, default=None)
@@ -304,7 +305,7 @@ class CheckpointManager:
         return max(self._seen, default=None)
 
     def _settle(self, *, despite_failure: bool) -> None:
-        """Waits for the save before; if that failed, raises, or warns if this one is the last chance."""
+        """Waits for the previous save; if it failed, raises, or only warns if this save is the last chance."""
         try:
             self.wait()
         except CheckpointError as error:
@@ -314,7 +315,7 @@ class CheckpointManager:
 
 
 def _close_at_exit(manager: CheckpointManager) -> None:
-    """Has a manager closed at the end of a program that does not close it, so that its last checkpoint is completed."""
+    """Closes a manager at the end of the program, if the program does not, so that its last checkpoint is completed."""
     reference = weakref.ref(manager)
 
     def close() -> None:
@@ -322,12 +323,12 @@ def _close_at_exit(manager: CheckpointManager) -> None:
         if left is not None:
             left.close()
 
-    # While threads can still be started, which `atexit` is too late for; Python has no public name for that.
+    # This must run while threads can still start; `atexit` is too late, and Python has no public name for it.
     getattr(threading, "_register_atexit", atexit.register)(close)
 
 
 def _whole_step(step: Any) -> int:
-    """Returns a step as an int; raises a `ValueError` unless it is a whole number of at least 0."""
+    """Returns a step as an int; raises a `ValueError` unless it is an integer of at least 0."""
     is_bool = isinstance(step, bool) or getattr(step, "dtype", None) == np.bool_
     try:
         number = -1 if is_bool or np.ndim(step) else operator.index(step)

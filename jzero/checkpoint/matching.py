@@ -1,4 +1,4 @@
-"""Which leaf of a checkpoint goes where in a state, and what is missing on either side."""
+"""Matches the leaves of a checkpoint with those of a state, and finds what is missing on either side."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RestoreReport:
 
     Attributes:
       directory: The checkpoint.
-      restored: Paths of the leaves that came from it.
-      missing: Paths of leaves of the state that it does not have; they keep their values.
-      unexpected: Paths of leaves that it has and the state does not; they are not read.
+      restored: Paths of the restored leaves.
+      missing: Paths of leaves of the state that the checkpoint lacks; they keep their values.
+      unexpected: Paths of leaves that only the checkpoint has; they are not read.
       skipped: Paths of leaves of the state that were not asked for; they keep their values.
-      renamed: Path in the checkpoint and path in the state, where `rename` made them differ.
-      cast: Path, dtype on disk and dtype in memory, where these differ.
+      renamed: Path in the checkpoint and path in the state, for each leaf that `rename` renamed.
+      cast: Path, dtype on disk and dtype in memory, for each leaf that was cast.
 
     Example:
       >>> with jzero.CheckpointManager(f"{tmp}/reported") as manager:
@@ -73,14 +73,14 @@ def match(
     rename: Rename,
     strict: bool,
 ) -> tuple[dict[int, StoredLeaf], RestoreReport]:
-    """Returns which stored leaf each wanted one is, by its number, and a report.
+    """Returns the stored leaf for each wanted leaf, by its number, and a report.
 
     Args:
       wanted: The leaves of the state.
-      contents: What the checkpoint holds.
-      chosen: Whether a leaf of the state is asked for at all.
-      rename: Patterns of paths in the checkpoint, and what becomes of them.
-      strict: Whether leaves that are missing, or not expected, are errors.
+      contents: The contents of the checkpoint.
+      chosen: Whether the user asked for a leaf of the state.
+      rename: Patterns of paths in the checkpoint, and their replacements.
+      strict: Whether missing and unexpected leaves are errors.
 
     Raises:
       ValueError: Leaves do not fit; the message lists all of them.
@@ -108,7 +108,7 @@ def match(
     everything = len(asked) == len(wanted)
     if strict and (missing or (unexpected and everything)):
         lines = _listed("missing in the checkpoint", missing)
-        lines += _listed("only in the checkpoint", unexpected)  # what is missing may be there under another name
+        lines += _listed("only in the checkpoint", unexpected)  # a missing leaf may have another name there
         raise ValueError(
             f"The checkpoint at {contents.directory} and the state do not have the same leaves:\n"
             + "\n".join(lines)
@@ -135,7 +135,7 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
     """Returns the old path of each new one.
 
     Raises:
-      ValueError: A pattern is no regular expression or matches nothing, or two paths become the same.
+      ValueError: A pattern is not a regular expression or matches nothing, or two paths become equal.
     """
     patterns = {}
     for pattern, new in rename.items():
@@ -166,12 +166,12 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
 
 
 def _misfit(wanted: Wanted, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
-    """Returns in what a stored leaf does not fit; an empty string if it does.
+    """Returns why a stored leaf does not fit; an empty string if it does.
 
     Args:
       wanted: The leaf of the state.
       stored: The leaf in the checkpoint.
-      keys: Paths of the leaves there that are PRNG keys, if that is known.
+      keys: Paths of the stored leaves that are PRNG keys; `None` if unknown.
     """
     leaf = wanted.leaf
     shape, kind = leaf.shape, _kind(leaf.dtype)
@@ -191,6 +191,6 @@ def _is_key(leaf: StateLeaf) -> bool:
 
 
 def _kind(dtype: Any) -> str:
-    """Numbers of one kind can be cast into each other."""
+    """Returns the kind of a dtype; numbers of one kind can be cast into each other."""
     kinds = {"number that is not whole": np.floating, "whole number": np.integer, "complex": np.complexfloating}
     return next((name for name, kind in kinds.items() if jax.numpy.issubdtype(dtype, kind)), str(dtype))

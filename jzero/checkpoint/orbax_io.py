@@ -1,7 +1,7 @@
-"""What Orbax is told: how arrays that jzero pads are written, which handlers a checkpoint has.
+"""Orbax's handlers for a checkpoint, and the writer of padded arrays.
 
-Orbax writes and reads everything; only an array whose parts are not all of one size is written here, since no
-`jax.Array` has such parts. It is read by Orbax like any other.
+Orbax reads and writes everything, with one exception: arrays whose parts differ in size are written here, since no
+`jax.Array` has such parts. Orbax reads them like any other array.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = [
 ]
 
 STATE = "default"
-"""Item of a checkpoint that holds the state: the one that Orbax's own manager takes if it is told no name."""
+"""Item of a checkpoint that holds the state: the default name of Orbax's own manager."""
 EXTRA = "extra"
 EXTRA_ARRAYS = "extra_arrays"
 ITERATOR = "data_iterator"
 NOTES = "jzero"
-"""Item with what jzero itself notes, as JSON."""
+"""Item with jzero's notes, as JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CutArray:
-    """A padded array, to be written without its padding. A leaf of the tree that is handed to Orbax.
+    """A padded array, written without its padding. A leaf of the tree for Orbax.
 
     Attributes:
       array: The array as stored.
@@ -63,7 +63,7 @@ class CutArray:
         return self.array.dtype
 
     def parts(self) -> list[tuple[tuple[slice, ...], np.ndarray]]:
-        """Returns the parts that this process has to write, on the host, each with its place in the natural array."""
+        """Returns the parts for this process to write, on the host, each with its place in the natural array."""
         shards = [shard for shard in self.array.addressable_shards if shard.replica_id == 0]
         for shard in shards:
             shard.data.copy_to_host_async()
@@ -81,7 +81,7 @@ class CutArray:
 
 
 def can_store(dtype: Any) -> bool:
-    """Whether arrays of a dtype can be written; of PRNG keys their words are."""
+    """Whether Orbax can write arrays of a dtype; for PRNG keys it writes their words."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     try:
@@ -92,14 +92,14 @@ def can_store(dtype: Any) -> bool:
 
 
 class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Writes `CutArray`s; on disk they are arrays like all others."""
+    """Writes `CutArray`s, as ordinary arrays on disk."""
 
     def typestr(self) -> str:
-        """The kind that a reader is told. Of a `jax.Array` Orbax would want metadata that it alone can write."""
+        """The kind for readers. For a `jax.Array`, Orbax would need metadata that only it can write."""
         return "np.ndarray"
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
-        """Copies to the host, then returns what writes in the background."""
+        """Copies to the host, then returns a future that writes in the background."""
         args = args or [None] * len(values)
         writing = [_write(x, x.parts(), info, arg) for x, info, arg in zip(values, infos, args, strict=True)]
 
@@ -123,20 +123,20 @@ async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
     if jax.process_index() == 0:
         await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
     opened = await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
-    # What was copied to the host does not change: a step that is donated the array finds it in use.
+    # The host's copy does not change: a step that is given the array for donation finds it in use.
     writing = (opened[place].write(part, can_reference_source_data_indefinitely=True) for place, part in parts)
     await asyncio.gather(*writing)
 
 
 class _PatientHandler(ocp.type_handlers.TypeHandler):
-    """Reads as another handler does; if a part cannot be read, waits for the others before it says so.
+    """Reads with another handler; if a part cannot be read, waits for the other parts before it raises.
 
-    Else they would go on after their event loop was closed, and fill the output with errors that mean nothing.
+    Otherwise they would continue after their event loop has closed, and fill the output with meaningless errors.
     """
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
-        self._array_metadata_store = getattr(handler, "_array_metadata_store", None)  # where Orbax looks for it
+        self._array_metadata_store = getattr(handler, "_array_metadata_store", None)  # Orbax reads it from here
 
     def typestr(self) -> str:
         return str(self._handler.typestr())
@@ -152,7 +152,7 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
 
 
 _READING: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
-"""By event loop, what reads at the moment."""
+"""The current reads, by event loop."""
 
 
 async def _patiently(reading: Any) -> Any:
@@ -166,7 +166,7 @@ async def _patiently(reading: Any) -> Any:
         started = asyncio.all_tasks() - before
         await asyncio.gather(*started, return_exceptions=True)
         others.discard(this)
-        while others:  # each handler reads its kind of leaves; the loop ends with the first that fails
+        while others:  # each handler reads its kind of leaves, and the first failure would end the loop
             await asyncio.sleep(0.01)
         raise
     finally:
@@ -174,7 +174,7 @@ async def _patiently(reading: Any) -> Any:
 
 
 def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
-    """Returns the handler of a tree of arrays, some of which may be `CutArray`s if it is to be written."""
+    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s."""
     handlers = ocp.type_handlers
     kinds = {kind: handlers.get_type_handler(kind) for kind in (int, float, np.number, np.ndarray, jax.Array, str)}
     if reads:

@@ -1,4 +1,4 @@
-"""The signal that a machine is about to be taken away (SIGTERM), noticed between two steps."""
+"""Handles SIGTERM, the signal before a machine is taken away, between two steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["PreemptionNotice"]
 
 
 class PreemptionNotice:
-    """Notices the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.
+    """Catches the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.
 
-    In several processes the signal may come to some of them, and at different steps. JAX's own service, which
-    `jax.distributed.initialize` starts, then catches it and settles on a step for all.
+    With several processes, only some may get the signal, at different steps. JAX's own service, which
+    `jax.distributed.initialize` starts, then catches it and chooses a step for all.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class PreemptionNotice:
         self._warned = False
 
     def listen(self) -> None:
-        """Starts to catch the signal, where that is possible: in the main thread of a single process."""
+        """Starts to catch the signal, if this is the main thread of a single process."""
         if jax.process_count() == 1 and threading.current_thread() is threading.main_thread():
             _SIGNAL.add(self)
 
     def stop(self) -> None:
-        """Gives the signal back to whom it went before, once nobody listens any more."""
+        """Stops listening; the last listener restores the previous handler."""
         _SIGNAL.discard(self)
 
     def reached(self, step: int) -> bool:
-        """Whether the processes have to save at this step and end. Each must ask, at every step."""
+        """Whether the processes must save at this step and end. Each process must call it, at every step."""
         if jax.process_count() == 1:
             return self.received
         try:
@@ -48,7 +48,7 @@ class PreemptionNotice:
 
 
 class _Signal:
-    """The one handler of SIGTERM, for all who listen."""
+    """The only handler of SIGTERM, for all listeners."""
 
     def __init__(self) -> None:
         self._listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
@@ -71,7 +71,7 @@ class _Signal:
 
     def _receive(self, number: int, frame: Any) -> None:
         to_tell = [notice for notice in self._listening if not notice.received]
-        if not to_tell:  # all have been told before, or are gone
+        if not to_tell:  # all were told before, or no longer exist
             self._give_back()
             signal.raise_signal(signal.SIGTERM)
             return

@@ -1,10 +1,10 @@
-"""Reads checkpoints into states of any stage, mesh and precision.
+"""Restores checkpoints into states of any stage, mesh and precision.
 
 [Note: How a checkpoint is read]
-Each process reads the parts that its devices hold, from the natural arrays on disk straight into the stored shapes of
-the plan; what lies beyond a natural array is padding, zero. Checksums of what was read are compared before anything is
-done with it. Then leaf by leaf comes what is left: another dtype, a flattened layout, the 16-bit copy of a master. All
-of this is local; processes tell each other whether it worked, so that all of them go on or none does.
+Each process reads the parts for its devices, from the natural arrays on disk straight into the stored shapes of the
+plan; elements beyond a natural array are padding, zero. Checksums are compared before anything else happens. Then, leaf
+by leaf, come the remaining changes: another dtype, a flattened layout, the 16-bit copy of a master. All of this is
+local; processes tell each other whether it worked, so that either all continue or none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARAMS, OPT_STATE = "params", "opt_state"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What of a checkpoint is restored, and how strictly: the arguments of `restore_checkpoint` of the same names."""
+    """The arguments of `restore_checkpoint` that choose what to restore, and how strictly."""
 
     paths: str | None = None
     params_only: bool = False
@@ -62,11 +62,11 @@ class Choice:
 
     @property
     def is_partial(self) -> bool:
-        """Whether anything of the state may be left as it is by choice."""
+        """Whether the user chose only a part of the state."""
         return self.paths is not None or self.params_only
 
     def selector(self, state: Any) -> Callable[[Wanted], bool]:
-        """Returns what tells whether a leaf is asked for."""
+        """Returns a function that says whether the user asked for a leaf."""
         fields = {PARAMS, *getattr(state, "frozen_fields", ())}
         pattern = None
         if self.paths is not None:
@@ -96,30 +96,30 @@ def restore_checkpoint(
 ) -> Any:
     r"""Reads a checkpoint into a state laid out like another one: any stage, mesh, world size and precision.
 
-    Each process reads the slices that its devices hold. Every leaf is compared with the checksum that was written.
+    Each process reads the slices for its devices, and every leaf is compared with its checksum.
 
     Args:
-      path: The directory of a checkpoint: of `save_checkpoint`, of a step of a manager, or one that plain Orbax wrote
-        from a Flax `TrainState` or a tree with the same keys. Of a manager's directory the newest step is taken.
-      like: A state sharded by jzero, or the shapes of one (`abstract_train_state`), which costs no memory. Its values
-        only count for leaves that are not restored.
+      path: The directory of a checkpoint: from `save_checkpoint`, a step of a manager, or one that plain Orbax wrote
+        from a Flax `TrainState` or a tree with the same keys. For a manager's directory, this takes the newest step.
+      like: A state sharded by jzero, or its shapes (`abstract_train_state`), which take no memory. Its values count
+        only for leaves that are not restored.
       paths: Regular expression over whole paths such as `"params/decoder/.*"`: only leaves that it matches are
         restored, the others are copied from `like`. Without the optimizer: `"(?!opt_state/).*"`.
-      params_only: Restore parameters alone, frozen ones included.
-      strict: Whether it is an error if leaves are missing in the checkpoint, or if it has others. If not, missing ones
-        are copied from `like`, and a warning lists both.
-      rename: Regular expressions over whole paths in the checkpoint, and what they are in the state, as for `re.sub`:
+      params_only: Whether to restore only parameters, including frozen ones.
+      strict: Whether it is an error if the checkpoint lacks leaves, or has others. If not, missing leaves are copied
+        from `like`, and a warning lists both.
+      rename: Regular expressions over whole paths in the checkpoint, with their replacements, as for `re.sub`:
         `{r"(.*)/encoder/(.*)": r"\1/backbone/\2"}` renames parameters and the optimizer state that follows them.
-      data_iterator: Is moved to the position that was saved: anything with `set_state` or `load_state_dict`.
-      donate: Free the arrays of `like` before anything is read. If reading fails, they are gone.
+      data_iterator: An iterator to move to the saved position: anything with `set_state` or `load_state_dict`.
+      donate: Free the arrays of `like` before anything is read. If reading fails, they are lost.
 
     Returns:
-      A state of the class of `like`, laid out as its plan says. Its arrays are its own and can be donated.
+      A state of the class of `like`, laid out by its plan. It shares no arrays, and can be donated.
 
     Raises:
       CheckpointError: There is no checkpoint, or it is damaged; the message names leaf and file.
-      ValueError: It is of another model or holds numbers that do not fit, or `like` lacks values of leaves that are not
-        restored.
+      ValueError: It is of another model or holds numbers that do not fit, or `like` lacks values for leaves that are
+        not restored.
       TypeError: `like` was not sharded by jzero.
 
     Example:
@@ -139,7 +139,7 @@ def restore_checkpoint(
 
 
 def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
-    """Warns of leaves that are missing, and of leaves that the state has no use for."""
+    """Warns about missing leaves, and about leaves that the state does not have."""
     if report.missing or (report.unexpected and not choice.is_partial):
         warnings.warn(str(report), stacklevel=3)
 
@@ -147,7 +147,7 @@ def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
 def restore_from(
     contents: Contents, adapted: Adapted, choice: Choice, *, data_iterator: Any = None
 ) -> tuple[Any, RestoreReport]:
-    """Returns the state that a checkpoint holds, laid out like another, and a report of what was restored."""
+    """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = Target(adapted)
     found, report = everywhere(lambda: target.match(contents, choice))
     same = {"the training state": describe_plan(target.plan), "the checkpoint": f"checkpoint: {digest(contents.notes)}"}
@@ -166,7 +166,7 @@ def restore_from(
 
 
 def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
-    """Returns what moves a data iterator to where it was; raises if that cannot be known."""
+    """Returns a function that moves a data iterator to its saved position; raises if there is none."""
     positions = contents.read_json(ITERATOR)
     if positions is None:
         raise ValueError(f"The checkpoint at {contents.directory} holds no position of a data iterator.")
@@ -174,7 +174,7 @@ def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
 
 
 class Target:
-    """A state to restore into: what its leaves are on disk, and how they come to be what is stored in memory."""
+    """A state to restore into: its leaves on disk, and their way to the stored arrays in memory."""
 
     def __init__(self, adapted: Adapted) -> None:
         self.adapted = adapted
@@ -185,19 +185,19 @@ class Target:
         map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state)
 
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
-        """Returns which stored leaf each leaf is, by its number among `wanted`, and a report."""
+        """Returns the stored leaf for each leaf, by its index in `wanted`, and a report."""
         chosen = choice.selector(self.adapted.state)
         return match(self.wanted, contents, chosen=chosen, rename=choice.rename, strict=choice.strict)
 
     def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
-        """Returns the stored state made of sources, and those with their layouts, in the order of `map_state`."""
+        """Returns the stored state with sources as leaves, and each source with its layout, in `map_state`'s order."""
         tree = stored_state(numbered(self._plain, self.plan), self.plan, own)
         sources: list[tuple[Any, StateLeaf]] = []
         map_state(lambda source, leaf: sources.append((source, leaf)), self.plan, tree)
         return tree, sources
 
     def takes_opt_state(self, choice: Choice) -> bool:
-        """Whether the optimizer goes on as it was saved: its loss scale does, if all of its leaves do."""
+        """Whether all optimizer leaves are restored; if so, its loss scale and counter are, too."""
         chosen = choice.selector(self.adapted.state)
         return not choice.params_only and all(chosen(leaf) for leaf in self.wanted if leaf.keys[0] == OPT_STATE)
 
@@ -227,13 +227,13 @@ class Target:
                 x.delete()
 
     def filled(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
-        """Returns the state with the leaves that were read; takes them out of `read`, one by one.
+        """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
           read: Leaves by number, as `wanted` describes them.
-          own: Loss scale and counter that go on; `None` to keep those of the state, or to start anew. Gradients that
-            wait are those of other parameters: they are dropped.
-          choice: What was asked for.
+          own: The loss scale and counter to continue with; `None` to keep those of the state, or to start over. Pending
+            gradients belong to other parameters, and are dropped.
+          choice: The user's choice.
         """
         _check_fit(read, self.wanted)
         tree, sources = self._sources(own)
@@ -243,7 +243,7 @@ class Target:
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
             if isinstance(source, Number) and source.index in read:
                 values.append(_finished(read[source.index], self.wanted[source.index], leaf, self.plan))
-                if last_use[source.index] == i:  # so that no more than one leaf is there twice
+                if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
             elif isinstance(source, Number) or (own is None and id(leaf) not in waiting and _is_alive(x)):
@@ -256,7 +256,7 @@ class Target:
 
 
 def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[Wanted]) -> None:
-    """Raises if leaves hold numbers that a cast to the state's dtypes would change beyond rounding."""
+    """Raises if a cast to the state's dtypes would change numbers by more than rounding."""
     cast = [(wanted[i], x) for i, x in read.items() if x.dtype != wanted[i].leaf.dtype]
     bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := misfit(on_device(x), leaf.leaf.dtype))]
     if bad:
@@ -272,7 +272,7 @@ def _is_alive(x: Any) -> bool:
 
 
 def read_extra(contents: Contents) -> Any:
-    """Returns what was saved as `extra`; an empty dict if nothing was."""
+    """Returns the values saved as `extra`; an empty dict if there are none."""
     encoded = contents.read_json(EXTRA)
     if encoded is None:
         return {}
@@ -288,7 +288,7 @@ def read_extra(contents: Contents) -> Any:
 
 
 def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
-    """Returns the loss scale and the counter of rounded steps that were noted; `None` if another program wrote it."""
+    """Returns the noted loss scale and counter of updates; `None` if another program wrote the checkpoint."""
     if not contents.notes:
         return None
     noted = contents.notes.get("precision", {})
@@ -310,7 +310,7 @@ def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
 
 
 def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Reads leaves as they lie on disk, into the stored shapes of a plan."""
+    """Reads leaves from disk into the stored shapes of a plan."""
     how: dict[Keys, Any] = {}
     for wanted, stored in leaves.values():
         if _is_too_wide(stored.dtype):
@@ -332,7 +332,7 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -
 
 
 def _is_too_wide(dtype: Any) -> bool:
-    """Whether jax, as it is configured, would cut off bits of whole numbers of this dtype."""
+    """Whether jax, in its current configuration, would truncate integers of this dtype."""
     return bool(jax.numpy.issubdtype(dtype, np.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
@@ -349,7 +349,7 @@ def _narrowed(x: np.ndarray, wanted: Wanted) -> jax.Array:
 def _verify(
     contents: Contents, read: Mapping[int, jax.Array], wanted: Sequence[Wanted], found: Mapping[int, StoredLeaf]
 ) -> None:
-    """Raises unless the leaves are what was written, by their checksums; leaves without one cannot be told."""
+    """Raises if checksums differ; leaves without a checksum pass."""
     known = [
         i
         for i, leaf in found.items()
@@ -362,7 +362,7 @@ def _verify(
 
 
 def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns what was read as a leaf of the state, in a buffer of its own."""
+    """Returns an array from disk as a leaf of the state, in its own buffer."""
     sharding = plan.sharding(leaf)
     if (
         x.dtype == leaf.dtype
@@ -370,7 +370,7 @@ def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> 
         and wanted.cut == _padded(leaf)
         and x.sharding == sharding
     ):
-        # On CPUs the runtime may have taken over the reader's memory, which could never be donated.
+        # On CPUs the array may use the reader's memory, which cannot be donated.
         return x.copy() if mesh_platform(plan.mesh) == "cpu" else x
     return stored_from(x, wanted.cut, leaf, sharding)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Decides which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Retention"]
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept, see `CheckpointManager`: the arguments of the same names."""
+    """The rules that keep checkpoints: arguments of `CheckpointManager`."""
 
     max_to_keep: int | None
     keep_every_steps: int | None
@@ -24,7 +24,7 @@ class Retention:
     best_mode: Literal["max", "min"]
 
     def policy(self) -> Any:
-        """Returns the policy that Orbax follows."""
+        """Returns the rules as Orbax's policy."""
         policies = ocp.checkpoint_managers
         if self.max_to_keep is None:
             return policies.LatestN(None)
@@ -36,14 +36,14 @@ class Retention:
         return policies.AnyPreservationPolicy(kept)
 
     def score(self, metrics: Mapping[str, Any] | None) -> float:
-        """Returns how good a checkpoint is by its metrics: the worst of all without the metric, or if it is NaN."""
+        """Returns a checkpoint's score by its metrics; the worst if the metric is missing or NaN."""
         value = float((metrics or {}).get(str(self.best_metric), math.nan))
         if math.isnan(value):
             return -math.inf
         return value if self.best_mode == "max" else -value
 
     def check(self, metrics: Mapping[str, Any] | None) -> None:
-        """Raises unless the metric is there by which checkpoints are kept."""
+        """Raises unless `metrics` has the metric that ranks checkpoints."""
         if self.best_metric is not None and (metrics is None or self.best_metric not in metrics):
             raise ValueError(
                 f"`metrics` must hold {self.best_metric!r}, by which checkpoints are kept: got "

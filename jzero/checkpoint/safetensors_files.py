@@ -1,8 +1,8 @@
 """Files in the safetensors format: written tensor by tensor, read slice by slice.
 
-The safetensors package writes what is in memory as a whole; a model may not be. The format is simple enough to be
-written in a stream: eight bytes with the length of a JSON header, the header, the numbers. The package checks a file
-that is read, but cannot hand out NumPy arrays of 8-bit floats: the numbers are read from a map of the file.
+The safetensors package writes only whole models in memory, which may be too large. The format is simple enough to
+stream: eight bytes with the length of a JSON header, the header, the numbers. The package also checks the files that
+jzero reads, but it cannot return NumPy arrays of 8-bit floats, so the numbers come from a memory map of the file.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ DTYPES: dict[str, Any] = {
     "C64": np.complex64,
 }
 FOUR_BITS = np.dtype(ml_dtypes.float4_e2m1fn)
-"""Two of these are in one byte of a file, the first in its lower half; NumPy has one in each."""
+"""A file packs two of these into one byte, the first in its lower half; NumPy uses a byte for each."""
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 METADATA = "__metadata__"
-"""The key of the header that no tensor can have."""
+"""The key of the header that no tensor may use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -66,19 +66,19 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Its bytes in the file."""
         size = math.prod(self.shape)
         return -(-size // 2) if self.dtype == FOUR_BITS else size * int(np.dtype(self.dtype).itemsize)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportReport:
-    """What was exported.
+    """The result of an export.
 
     Attributes:
-      files: The files that were written; an index is the last of several.
-      num_tensors: How many tensors they hold.
-      num_bytes: Bytes of these.
+      files: The files that were written; with several, the index is the last.
+      num_tensors: Number of tensors in them.
+      num_bytes: Bytes of the tensors.
 
     Example:
       >>> report = jzero.export_params(state, f"{tmp}/reported.safetensors", dtype="bfloat16")
@@ -99,9 +99,9 @@ class ExportReport:
 
 
 def as_dtype(dtype: Any) -> np.dtype[Any]:
-    """Returns a floating-point dtype that the format knows; raises a `ValueError` for any other."""
+    """Returns a floating-point dtype of the format; raises a `ValueError` for any other."""
     try:
-        if not isinstance(dtype, str | np.dtype | type):  # of an array it would be the dtype that it has
+        if not isinstance(dtype, str | np.dtype | type):  # an array would count as its own dtype
             raise TypeError
         found = np.dtype(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and hasattr(ml_dtypes, dtype) else dtype)
     except TypeError as error:
@@ -124,14 +124,14 @@ def write_tensors(
 ) -> ExportReport:
     """Writes one file, or several with an index if the tensors are larger than `max_bytes` together.
 
-    Files get their names once all are complete, the index last.
+    Files get their final names once all are complete, the index last.
 
     Args:
       path: The file, or else a directory for `model.safetensors`.
       specs: The tensors, in order.
-      arrays: One array per tensor, in this order; taken one at a time. `None` in a process that writes nothing.
-      max_bytes: The most that a file holds; a larger tensor has a file of its own.
-      notes: Texts by name that are noted in each file.
+      arrays: One array per tensor, in this order, read one at a time. `None` in a process that writes nothing.
+      max_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
+      notes: Texts by name, to note in each file.
     """
     files = _split(specs, max_bytes)
     stem = path.name.removesuffix(SUFFIX) if path.name.endswith(SUFFIX) else "model"
@@ -208,7 +208,7 @@ class TensorFile:
     """A tensor in a file, read slice by slice."""
 
     def __init__(self, path: epath.Path, name: str, entry: Mapping[str, Any], data: np.ndarray) -> None:
-        """Checks the dtype; `entry` is what the header says of the tensor, `data` what follows the header."""
+        """Checks the dtype; `entry` is the tensor's entry in the header, `data` the bytes after the header."""
         self.path, self.name = path, name
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} in {path} is of type {entry['dtype']}, which jzero cannot read.")
@@ -225,10 +225,10 @@ class TensorFile:
 
 
 def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
-    """Returns the tensors of a safetensors file, of an index with its files, or of a directory, and what they note.
+    """Returns the tensors of a safetensors file, of an index with its files, or of a directory, and their notes.
 
     Raises:
-      CheckpointError: There is no such file, or it is damaged; or a file lacks what the index says that it holds.
+      CheckpointError: There is no such file, it is damaged, or it lacks tensors that the index lists.
     """
     given = epath.Path(path).expanduser()
     tensors: dict[str, TensorFile] = {}
@@ -252,8 +252,8 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
 
 
 def _opened(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
-    """Returns the header of a file, and a map of the bytes after it, which lasts as long as something holds it."""
-    with safe_open(str(path), framework="np"):  # checks it
+    """Returns the header of a file, and a memory map of the bytes after it."""
+    with safe_open(str(path), framework="np"):  # checks the file
         pass
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -263,7 +263,7 @@ def _opened(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
-    """Returns the files to read, and of each the tensors to take from it; `None` for all that it holds."""
+    """Returns the files to read, and for each the tensors to read; `None` for all."""
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
         found = indices or sorted(path.glob(f"*{SUFFIX}"))

@@ -1,4 +1,4 @@
-"""Turns a sharded state into what Orbax writes, and writes single checkpoints."""
+"""Turns a sharded state into items for Orbax, and saves single checkpoints."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ __all__ = ["checkpoint_items", "save_checkpoint"]
 def save_checkpoint(
     path: Any, state: Any, *, data_iterator: Any = None, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a sharded train state to a directory of its own, and returns when it is committed.
+    """Writes a sharded train state to a new directory, and returns when it is complete.
 
-    The tree on disk is the one that a plain Flax and optax program has: natural shapes, masters in place of 16-bit
-    parameters, the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is
-    complete it has another name, so a crash leaves no half of a checkpoint. Host memory: what this process holds of the
-    state, once, and once more where gradients wait (`Offload(delay=1)`), which are applied to a copy. In several
-    processes each must call it.
+    The tree on disk is that of a plain Flax and optax program: natural shapes, masters instead of 16-bit parameters,
+    the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is complete it
+    has another name, so a crash leaves no half of a checkpoint. Host memory: this process's part of the state, once,
+    and once more if gradients are pending (`Offload(delay=1)`), which are applied to a copy. With several processes,
+    each must call it.
 
     Args:
-      path: Where to; must not exist.
+      path: The directory; must not exist.
       state: A sharded train state.
-      data_iterator: Its position is saved too: anything with `get_state` (Grain) or `state_dict` (PyTorch).
-      extra: What else to save: nested dicts of arrays, PRNG keys, numbers and text.
+      data_iterator: An iterator whose position to save: anything with `get_state` (Grain) or `state_dict` (PyTorch).
+      extra: Other values to save: nested dicts of arrays, PRNG keys, numbers and text.
 
     Raises:
-      ValueError: `path` exists, or the state has leaves that cannot be written: without elements, or of a dtype such as
+      ValueError: `path` exists, or the state has leaves that cannot be written: empty ones, or of a dtype such as
         uint4.
       TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
       CheckpointError: It could not be written.
@@ -87,14 +87,14 @@ def saving_failed(directory: Any, error: BaseException) -> CheckpointError:
 def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> ocp.args.Composite:
     """Returns the items of a checkpoint of a sharded train state.
 
-    The arrays are those of the state wherever they can be: they must not be donated before Orbax has copied them.
+    Most arrays are those of the state itself, so they must not be donated before Orbax has copied them.
     """
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan = train_state.tx.plan
     check_alive(train_state)
     same = {"the training state": describe_plan(plan)}
-    agree("save_checkpoint", plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)  # others may have had more to do
+    agree("save_checkpoint", plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)  # others may be far behind
     items: dict[str, Any] = everywhere(lambda: _beside(data_iterator, extra))
     if ITERATOR in items:
         items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}
@@ -120,7 +120,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
 
 
 def _check_storable(leaves: Sequence[Wanted]) -> None:
-    """Raises if there are leaves that Orbax cannot write."""
+    """Raises if Orbax cannot write some leaves."""
     empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
     if empty:
         raise ValueError(f"Orbax writes no arrays without elements: {empty[:5]}. Leave them out of the state.")
@@ -132,7 +132,7 @@ def _check_storable(leaves: Sequence[Wanted]) -> None:
 
 
 def _beside(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns what is saved beside the state."""
+    """Returns the items to save beside the state."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")
     items: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _notes(train_state: Any, plan: ZeroPlan, ties: Mapping[str, tuple[str, ...]]
 
 
 def config_as_dict(config: ZeroConfig) -> dict[str, Any]:
-    """Returns a configuration as what JSON can hold."""
+    """Returns a configuration as data for JSON."""
 
     def plain(x: Any) -> Any:
         if dataclasses.is_dataclass(x):

@@ -1,4 +1,4 @@
-"""Writes the numbered checkpoints of a directory, into which no other program may write meanwhile."""
+"""Writes the numbered checkpoints of a directory while no other program may write there."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jzero.checkpoint.saving import saving_failed
 __all__ = ["Writer"]
 
 SUPERSEDED = "superseded"
-"""Where steps go that training has gone back behind."""
+"""The folder for later steps, if training resumes from an earlier one."""
 
 REMOVED = "removed"
-"""Where steps go that are no longer kept, so that one that is half removed does not look like a checkpoint."""
+"""The folder for steps to remove, so that a half-removed step does not look like a checkpoint."""
 
 
 class Writer:
@@ -76,7 +76,7 @@ class Writer:
             raise saving_failed(self._directory / str(step), error) from error
 
     def wait(self) -> None:
-        """Returns when what is being saved is complete; raises a `CheckpointError` if that failed."""
+        """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
         if self._orbax is None:
             return
         step, self._saving_step = self._saving_step, None
@@ -87,7 +87,7 @@ class Writer:
             raise saving_failed(self._directory / str(step), error) from error
 
     def close(self) -> None:
-        """Waits for what is being saved, and lets other programs write to the directory."""
+        """Waits for the current save, and lets other programs write to the directory."""
         try:
             self.wait()
             if self._orbax is not None:
@@ -99,7 +99,7 @@ class Writer:
             self._lock.release()
 
     def _remove_old(self) -> None:
-        """Frees the space of steps that are no longer kept, in the background."""
+        """Deletes steps that are no longer kept, in the background."""
         if self._orbax is not None and jax.process_index() == 0:
             self._join_sweeper()
             self._sweeper = threading.Thread(target=_remove_all, args=(self._directory / REMOVED,))
@@ -110,7 +110,7 @@ class Writer:
             self._sweeper.join()
 
     def _open(self, step: int, restored: int | None) -> ocp.CheckpointManager:
-        """Returns Orbax's manager, which clears away what was not completed: nobody else may be writing."""
+        """Returns Orbax's manager, which removes incomplete checkpoints; nobody else may be writing."""
         if self._orbax is None:
             self._take_lock()
             self._supersede(step, restored)
@@ -124,7 +124,7 @@ class Writer:
         return self._orbax
 
     def _supersede(self, step: int, restored: int | None) -> None:
-        """Moves the steps after the one that was restored out of the way of an earlier one, the newest first."""
+        """Moves the steps after the restored one out of the way, the newest first."""
         later = [] if restored is None else [other for other in find_steps(self._directory) if other > restored]
         if step <= max(later, default=-1) and jax.process_index() == 0:
             away = self._directory / SUPERSEDED
@@ -140,7 +140,7 @@ class Writer:
             multihost_utils.sync_global_devices("jzero: steps superseded")
 
     def _give_up(self, step: int | None) -> None:
-        """Forgets a save that failed and removes what it wrote, so that the next one starts afresh."""
+        """Forgets a failed save and removes its files, so that the next save starts cleanly."""
         self._saving_step = None
         orbax, self._orbax = self._orbax, None
         with contextlib.suppress(Exception):
