@@ -17,8 +17,8 @@
 # %% [markdown]
 # # ZeRO in ten minutes
 #
-# Data parallel training keeps the same parameters, gradients and optimizer state on every device. ZeRO keeps one part
-# of them on each:
+# Data-parallel training keeps the same parameters, gradients and optimizer state on every device. ZeRO keeps only a
+# part of them on each:
 #
 # | stage | parameters | gradients | optimizer state |
 # |---|---|---|---|
@@ -27,17 +27,17 @@
 # | 2 | whole | cut | cut |
 # | 3 | cut | cut | cut |
 #
-# The numbers that training computes stay the same. This notebook trains a small model at all four stages, draws which
-# device holds what, and measures the memory.
+# The numbers stay the same. This notebook trains a small model at all four stages, draws which device holds what, and
+# measures the memory.
 #
-# Without an accelerator it runs on eight virtual CPU devices. With two or more accelerators it runs on those as it is.
-# Start Jupyter in this folder of a checkout, with `pip install -e '.[notebooks]'`.
+# It runs on two or more accelerators, or on eight virtual CPU devices if there is no accelerator. Start Jupyter in this
+# folder of a checkout, after `pip install -e '.[notebooks]'`.
 
 # %%
 import os
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
-os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only without an accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for eight virtual devices on few cores
 
 import pathlib
 import sysconfig
@@ -59,8 +59,8 @@ print(f"{NUM_DEVICES} {jax.devices()[0].platform} devices")
 # %% [markdown]
 # ## A model, a loss, a train state
 #
-# Ordinary Flax: a stack of residual blocks, scanned, that guesses the next byte from the sixteen before it. The text is
-# source code of Python's standard library, which you have. There is nothing about ZeRO in this cell.
+# This is ordinary Flax: a scanned stack of residual blocks that predicts the next byte from the sixteen before it. The
+# text is source code of Python's standard library. Nothing in this cell is about ZeRO.
 
 # %%
 CONTEXT, WIDTH, NUM_LAYERS = 16, 64, 8
@@ -99,8 +99,8 @@ print(f"{num_params:,} parameters; {len(batches)} batches of {batches.shape[1]} 
 # %% [markdown]
 # ## One call
 #
-# `shard_train_state` cuts the state and spreads it over the devices. It gives back a `TrainState` of the same class.
-# `make_train_step` makes a jitted step of the loss, which stays written for whole parameters.
+# `shard_train_state` cuts the state and spreads it over the devices. It returns a `TrainState` of the same class.
+# `make_train_step` makes a jitted step from the loss, which you still write for whole parameters.
 
 # %%
 state = jzero.shard_train_state(plain, stage=3)
@@ -108,16 +108,16 @@ step = jzero.make_train_step(loss_fn)
 assert type(state) is TrainState
 
 # %% [markdown]
-# The plan says what became of each array.
+# The plan shows the layout of each array.
 
 # %%
 print(jzero.plan_of(state))
 
 # %% [markdown]
-# The last section lists what stays whole, and why. Parameters of up to 100,000 elements stay whole at stage 3, because
-# to gather a small array costs more time than it saves memory. Their optimizer state is cut all the same.
+# The last section lists the arrays that stay whole, and why. Stage 3 keeps parameters of up to 100,000 elements whole,
+# because gathering a small array takes time and saves little memory. It cuts their optimizer state anyway.
 #
-# This model is small, so for the rest of the notebook the threshold comes down.
+# This model is small, so the rest of the notebook lowers the threshold.
 
 # %%
 THRESHOLD = 1_000
@@ -133,7 +133,7 @@ for whole in jzero.plan_train_state(plain, config=config_of(3)).replicated:
 # %% [markdown]
 # ## The same training at every stage
 #
-# Twenty steps at each stage, from the same parameters on the same batches.
+# Train twenty steps at each stage, from the same parameters on the same batches.
 
 # %%
 STAGES = (0, 1, 2, 3)
@@ -155,10 +155,9 @@ for stage, values in losses.items():
 # %% [markdown]
 # ## Which device holds what
 #
-# Take one matrix, the head. A `jax.Array` knows its shards, so the picture below is read off the arrays themselves:
-# each row is a device, each block an array, and what is filled is what that device holds. The gradient is the one that
-# `value_and_grad` returns. At stage 1 it comes back cut as well: there whole gradients are kept only where several
-# micro-batches are summed before they are reduced.
+# Take one matrix, the head. A `jax.Array` knows its shards, so the picture comes from the arrays themselves: each row
+# is a device, each block an array, and the filled part is what that device holds. The gradient is that of
+# `value_and_grad`. It is cut at stage 1, too: stage 1 keeps whole gradients only to sum several micro-batches.
 
 # %%
 COLORS = {"parameter": "#0072B2", "gradient": "#E69F00", "Adam's mu": "#009E73", "Adam's nu": "#CC79A7"}
@@ -166,7 +165,7 @@ loss_and_grads = jzero.value_and_grad(loss_fn)
 
 
 def held(array):
-    """Returns, for each device, the part of an array it holds: (start, size) as shares of the dimension that is cut."""
+    """Returns the part of an array on each device: (start, size) as shares of the cut dimension."""
     parts = {}
     for shard in array.addressable_shards:
         spans = [(*s.indices(n)[:2], n) for s, n in zip(shard.index, array.shape, strict=True)]
@@ -201,14 +200,14 @@ panels[0].invert_yaxis()
 # %% [markdown]
 # ## What it saves
 #
-# Parameters and optimizer state are measured: the bytes of the buffers on one device. Gradients, activations and
-# gathered parameters live only inside a step, so for those we ask the compiler, which tells how much temporary memory
-# it has set aside. `jzero.analyze` compiles the step and reads that off.
+# For parameters and optimizer state, we measure the bytes of the buffers on one device. Gradients, activations and
+# gathered parameters live only inside a step, so we ask the compiler how much temporary memory it reserves.
+# `jzero.analyze` compiles the step and reads that number.
 
 
 # %%
 def bytes_on_one_device(tree):
-    """Returns the bytes of the buffers of a tree that the first device holds."""
+    """Returns the bytes of a tree's buffers on the first device."""
     shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == jax.local_devices()[0])
 
@@ -241,12 +240,12 @@ axes.spines[["top", "right"]].set_visible(False)
 axes.invert_yaxis()
 
 # %% [markdown]
-# A real model has the same bars with larger numbers. Notebook 2 draws them for one of 70 billion parameters.
+# A real model has the same bars with larger numbers. Notebook 2 draws them for a model of 70 billion parameters.
 #
 # ## Shapes that do not divide
 #
-# Any shape works on any number of devices. Where no dimension divides, the array is stored with a little padding. Your
-# loss never sees it, and neither does the optimizer; it is zero after every step.
+# Any shape works on any number of devices. If no dimension divides evenly, the array is stored with a little padding.
+# Neither your loss nor the optimizer sees the padding; it is zero after every step.
 
 # %%
 odd = jzero.TrainState.create(params={"w": jnp.ones((131, 127))}, tx=optax.adam(0.1))
@@ -263,11 +262,10 @@ assert np.count_nonzero(stored) == natural.size  # the padding is zero
 print(f"stored {stored.shape}, natural {natural.shape}")
 
 # %% [markdown]
-# ## And back
+# ## Back to whole parameters
 #
-# `gather_params` gives whole parameters, all or some, in the shapes that the model knows; `unshard_train_state` the
-# whole state. After twenty steps those of stage 3 are those of stage 0, up to the order in which numbers
-# were summed.
+# `gather_params` returns whole parameters, all or some, in the model's shapes; `unshard_train_state` returns the whole
+# state. After twenty steps, the parameters of stages 0 and 3 are equal, up to the order of summation.
 
 # %%
 trained = [jzero.gather_params(states[stage]) for stage in (0, 3)]

@@ -17,21 +17,21 @@
 # %% [markdown]
 # # Will it fit?
 #
-# How many devices does a model need, and at which stage? The questions below are asked of models of 7 and 70 billion
-# parameters and of machines that you may not have. Nothing is allocated: shapes are enough. The answers come in three
-# degrees of care:
+# How many devices does a model need, and at which stage? This notebook answers that for models of 7 and 70 billion
+# parameters, on machines that you may not have. Nothing is allocated: shapes are enough. The answers become more exact
+# from step to step:
 #
-# 1. formulas over the number of parameters, which are DeepSpeed's estimators;
-# 2. the plan, which knows every array, and a reckoning of activations from the trace of the step;
-# 3. the compiler of the machine.
+# 1. DeepSpeed's estimators: formulas over the number of parameters;
+# 2. the plan, which knows every array, and an estimate of activations from the trace of the step;
+# 3. the machine's own compiler.
 #
-# The models are those of `examples/decoder_models.py`: Flax Linen, scanned layers, recomputed in the backward pass.
+# The models come from `examples/decoder_models.py`: Flax Linen, scanned layers, recomputed in the backward pass.
 
 # %%
 import os
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
-os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only without an accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for eight virtual devices on few cores
 
 import sys
 
@@ -51,8 +51,8 @@ print(f"{jax.device_count()} {jax.devices()[0].platform} devices, for the last s
 # %% [markdown]
 # ## Shapes of a model
 #
-# Each function of `decoder_models` returns what training needs: a function from a key to a Flax `TrainState`, a loss,
-# and the shape of a batch. `jax.eval_shape` makes the state of it without its numbers.
+# Each function of `decoder_models` returns a function from a key to a Flax `TrainState`, a loss, and the shape of a
+# batch. `jax.eval_shape` makes the state without its numbers.
 
 # %%
 make_state, loss_fn, batch = decoder_models.llama_7b()
@@ -64,8 +64,8 @@ print(f"replicated in fp32, with gradients and Adam: {16 * num_params / GIB:.0f}
 # %% [markdown]
 # ## Formulas
 #
-# The estimators have DeepSpeed's names, arguments and tables. They print their table unless told not to, and return the
-# numbers.
+# The estimators have DeepSpeed's names, arguments and tables. They return the numbers, and by default also print the
+# table.
 
 # %%
 for estimate in (
@@ -76,8 +76,8 @@ for estimate in (
     print(table, end="\n\n")
 
 # %% [markdown]
-# The last table without offload is 18 bytes per parameter over 8 devices, and the largest layer whole in fp32:
-# DeepSpeed counts 16-bit training, with the gradient in fp32 as well.
+# Without offload, the last table counts 18 bytes per parameter over 8 devices, plus the whole largest layer in fp32.
+# DeepSpeed assumes 16-bit training, with another gradient in fp32.
 
 # %%
 (row,) = (row for row in table.rows if not row.cpu_offload and row.zero_init)
@@ -87,8 +87,8 @@ print(f"{row.options.strip()}: {row.gpu_bytes / GIB:.2f} GiB")
 # %% [markdown]
 # ## Plans
 #
-# A plan knows each array: what is cut and where, what is padded, what stays whole. It needs a mesh, and an
-# `AbstractMesh` will do, so 64 devices need not be there.
+# A plan knows how each array is cut or padded, or why it stays whole. It needs a mesh, which may be an `AbstractMesh`,
+# so you do not need 64 devices.
 
 # %%
 bf16 = jzero.ZeroConfig(stage=3, precision="bf16")
@@ -96,11 +96,11 @@ plan = jzero.plan_train_state(state, config=bf16, mesh=AbstractMesh((64,), ("dat
 print(plan)
 
 # %% [markdown]
-# With `precision="bf16"` jzero keeps, per parameter at stage 3, an fp32 master and two fp32 moments, and a 16-bit
-# gradient while a step runs: 14 bytes, over N devices. At stage 0 there is a 16-bit parameter on top of that, 16 bytes
-# in all. The plans agree with this arithmetic, and deviate from it by what stays whole.
+# With `precision="bf16"` at stage 3, jzero keeps an fp32 master and two fp32 moments per parameter, and a 16-bit
+# gradient while a step runs: 14 bytes, divided by N devices. Stage 0 adds a 16-bit parameter: 16 bytes in all. The
+# plans agree with this arithmetic, except for the arrays that stay whole.
 #
-# Here are the plans of all stages for 70 billion parameters.
+# These are the plans of all stages for 70 billion parameters.
 
 
 # %%
@@ -133,9 +133,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## Activations
 #
-# States are one part. `estimate_step_memory` traces the step and adds what the forward pass leaves to the backward
-# pass, what is gathered, and what is being worked on when memory is at its peak. The states are exact; the rest follows
-# a model of the compilers.
+# States are only a part. `estimate_step_memory` traces the step and adds saved activations, gathered parameters, and
+# the temporaries at the peak. The states are exact; the rest follows a model of the compilers.
 
 # %%
 step = jzero.make_train_step(loss_fn)
@@ -171,15 +170,15 @@ axes.invert_yaxis()
 # %% [markdown]
 # ## The cheapest layout that fits
 #
-# `fit` searches stages, replicas, micro-batches and recomputation, and takes what communicates least among all that
-# fits. With `confirm=False` it reckons only; else it compiles its choice.
+# `fit` searches stages, replicas, micro-batches and recomputation, and chooses the layout that fits and communicates
+# least. With `confirm=False` it only estimates; by default it also compiles its choice.
 
 # %%
 choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, confirm=False)
 print(choice)
 
 # %% [markdown]
-# The result is what the calls of a training script take.
+# Pass the result to the calls of a training script:
 #
 # ```python
 # mesh = jzero.make_mesh(**choice.mesh_shape)
@@ -187,8 +186,8 @@ print(choice)
 # step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
 # ```
 #
-# With 20 GB of each device's memory another choice is made. Look at how much room it leaves: if that is less than a
-# tenth, compile before you trust it.
+# With 20 GB per device, the choice differs. Look at the room that it leaves: if that is less than a tenth, compile
+# before you trust it.
 
 # %%
 small = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, hbm_bytes=20e9, confirm=False)
@@ -200,8 +199,8 @@ assert small.chosen is None or small.config.stage >= choice.config.stage
 # %% [markdown]
 # ## Asking the compiler
 #
-# `analyze` compiles the step for a machine that is not there. It needs that machine's compiler, which
-# `pip install 'jzero[gpu]'` or `'jzero[tpu]'` brings. Without it, the cell says so and compiles for the devices here.
+# `analyze` compiles the step for a machine that you do not have. It needs that machine's compiler:
+# `pip install 'jzero[gpu]'` or `'jzero[tpu]'`. Without it, the cell says so and compiles for the devices here.
 
 # %%
 try:
@@ -213,8 +212,8 @@ except (ImportError, RuntimeError) as error:  # no such compiler, or jax has ref
 print(report)
 
 # %% [markdown]
-# What was reckoned stands beside what was compiled. The state and the batch are the same. The peak is within 15 % for
-# eight H200, and can be further off for CPUs, whose compiler the reckoning is no model of.
+# The report shows the estimate beside the compiler's figures. State and batch are equal. The peak is within 15 % for
+# eight H200, and can be further off for CPUs, whose compiler the estimate does not model.
 
 # %%
 report.verify()

@@ -17,15 +17,15 @@
 # %% [markdown]
 # # Checkpoints across world sizes
 #
-# A checkpoint of a partitioned state should not remember how it was partitioned. On disk jzero keeps what a plain Flax
-# and optax program has: natural shapes, no padding. So a run may go on with another stage, on another number of
-# devices. This notebook trains on all devices, goes on with fewer, breaks a file on purpose, and exports the result.
+# A checkpoint of a partitioned state should not depend on the partition. jzero writes the state of a plain Flax and
+# optax program: natural shapes, no padding. So a run may resume at another stage, on another number of devices. This
+# notebook trains on all devices, resumes on fewer, breaks a file on purpose, and exports the result.
 
 # %%
 import os
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
-os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only without an accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for eight virtual devices on few cores
 
 import atexit
 import dataclasses
@@ -61,8 +61,8 @@ def show(x):
 # %% [markdown]
 # ## A run on all devices
 #
-# A small network guesses the next byte of source code of Python's standard library from the fifteen before it. Its
-# hidden layer is 105 × 211, which eight devices do not divide, so it is stored with padding.
+# A small network predicts the next byte of Python's standard library from the fifteen before it. Its hidden layer is
+# 105 × 211, which eight devices do not divide, so it is stored with padding.
 
 # %%
 CONTEXT, WIDTH = 15, 211
@@ -105,8 +105,8 @@ state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
 print(jzero.plan_of(state))
 
 # %% [markdown]
-# `CheckpointManager` numbers checkpoints by step, keeps as many as asked for, and writes while training goes on. What
-# else the run needs travels in `extra`.
+# `CheckpointManager` numbers checkpoints by step, keeps the latest ones, and writes while training continues. Pass
+# other values that the run needs in `extra`.
 
 # %%
 run = directory / "run"
@@ -120,7 +120,7 @@ with jzero.CheckpointManager(run, max_to_keep=2) as manager:
     assert manager.all_steps() == [10, 15]
 
 # %% [markdown]
-# `inspect_checkpoint` reads the metadata alone. The shapes are the natural ones: no padding, no trace of the shards.
+# `inspect_checkpoint` reads only the metadata. The shapes are natural: no padding, no trace of the shards.
 
 # %%
 info = jzero.inspect_checkpoint(run)
@@ -128,11 +128,11 @@ show(info)
 assert {leaf.path: leaf.shape for leaf in info.leaves}["params/hidden"] == (7 * CONTEXT, WIDTH)
 
 # %% [markdown]
-# ## Going on elsewhere
+# ## Resuming elsewhere
 #
-# `abstract_train_state` describes the state that is wanted: shapes and shardings, no arrays. `restore` reads each shard
-# from where it is in the files. Below, one run goes on as it was, one on some of the devices at stage 1, one on two
-# devices at stage 2.
+# `abstract_train_state` describes the new state: shapes and shardings, no arrays. `restore` reads each shard directly
+# from the files. Below, one run resumes unchanged, one on some of the devices at stage 1, one on two devices at stage
+# 2.
 
 # %%
 plain = jax.eval_shape(make_state, jax.random.key(0))
@@ -151,8 +151,8 @@ with jzero.CheckpointManager(run) as manager:
         curves[name] = train(new_state, batches[manager.restore_extra()["next_batch"] :])[1]
 
 # %% [markdown]
-# What was restored is what was saved, to the bit, optimizer state included. From there the losses agree up to the order
-# of summation.
+# The restored states equal the saved one, bit for bit, optimizer state included. From there on, the losses agree up to
+# the order of summation.
 
 # %%
 saved = jax.tree.leaves(jax.device_get(jzero.unshard_train_state(state)))
@@ -175,8 +175,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ## A damaged checkpoint
 #
-# Disks fail, and copies break off. Every leaf has a checksum, so what is wrong is found, and named. Here one byte of
-# the newest checkpoint is turned.
+# Disks fail, and copies are cut short. Every leaf has a checksum, so jzero finds and names the damaged leaf. Here we
+# flip one byte of the newest checkpoint.
 
 # %%
 victim = max((run / "15").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
@@ -190,7 +190,7 @@ for path, what in damaged.items():
     show(f"{path}: {what}")
 
 # %% [markdown]
-# `restore` warns, and takes the step before. `jzero inspect run --verify` shows the same on the command line.
+# `restore` warns, and restores the step before. `jzero inspect run --verify` checks the same on the command line.
 
 # %%
 with jzero.CheckpointManager(run) as manager, warnings.catch_warnings(record=True) as caught:
@@ -200,17 +200,17 @@ assert int(fallback.step) == 10
 show(next(str(w.message) for w in caught if "damaged" in str(w.message)).splitlines()[0])
 
 try:
-    jzero.restore_checkpoint(run / "15", like)  # this one and no other: an error
+    jzero.restore_checkpoint(run / "15", like)  # only this step: an error
 except jzero.CheckpointError as error:
     show(error)
 else:
     raise AssertionError("a damaged checkpoint was read")
 
 # %% [markdown]
-# ## Out of ZeRO
+# ## Export
 #
-# `export_params` writes safetensors, one leaf at a time, for programs that know nothing of jzero. Here the safetensors
-# package reads them.
+# `export_params` writes safetensors, one leaf at a time, for programs without jzero. Here the safetensors package reads
+# them.
 
 # %%
 file = directory / "model.safetensors"
@@ -222,7 +222,7 @@ for name, whole in jzero.gather_params(state).items():
     np.testing.assert_array_equal(tensors[name], whole)
 
 # %% [markdown]
-# And in again: `load_params` reads each shard of what is wanted, here into a fresh state on two devices.
+# `load_params` reads them back, shard by shard, here into a fresh state on two devices.
 
 # %%
 fresh = jzero.init_train_state(

@@ -17,15 +17,16 @@
 # %% [markdown]
 # # What the compiler did
 #
-# ZeRO is a promise about communication: stages 1 and 2 send no more than plain data parallel training, and stage 3 half
-# as much again. It is the compiler that decides what is sent. `jzero.analyze` compiles a step, runs nothing, and reads
-# the program. This notebook compares it with ZeRO's arithmetic, and then writes a loss that breaks the promise.
+# ZeRO is a promise about communication: stages 1 and 2 send no more than plain data-parallel training, and stage 3
+# sends
+# 1.5 times as much. But the compiler decides what a program sends. `jzero.analyze` compiles a step, runs nothing, and
+# reads the program. This notebook compares it with ZeRO's arithmetic, and then writes a loss that breaks the promise.
 
 # %%
 import os
 
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only where there is no accelerator
-os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for that many virtual devices on few cores
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")  # counts only without an accelerator
+os.environ.setdefault("PJRT_NPROC", "32")  # enough threads for eight virtual devices on few cores
 
 import pathlib
 import tempfile
@@ -43,9 +44,8 @@ assert NUM_DEVICES > 1, "ZeRO needs two devices. Start Jupyter with JAX_PLATFORM
 print(f"{NUM_DEVICES} {jax.devices()[0].platform} devices")
 
 # %% [markdown]
-# The model is one array, a stack of square matrices that a `lax.scan` runs over. So all numbers can be checked by hand.
-# Its parameters are a plain pytree, and `jzero.TrainState` is a train state for those. In what follows Ψ is the number
-# of parameters.
+# The model is one array, a stack of square matrices that a `lax.scan` runs over, so you can check all numbers by hand.
+# Its parameters are a plain pytree, for which jzero has `jzero.TrainState`. Ψ is the number of parameters.
 
 # %%
 NUM_LAYERS, WIDTH = 8, 240
@@ -70,8 +70,8 @@ print(f"Ψ = {SIZE:,} parameters in {NUM_LAYERS} layers")
 # %% [markdown]
 # ## One report
 #
-# At stage 3 each layer is gathered inside the loop, once in the forward pass and once in the backward pass, and its
-# gradient is reduced and scattered as soon as it is there.
+# Stage 3 gathers each layer inside the loop, once in the forward pass and once in the backward pass, and reduces and
+# scatters its gradient as soon as it exists.
 
 # %%
 state = jzero.shard_train_state(plain, stage=3)
@@ -80,10 +80,10 @@ print(report)
 
 # %% [markdown]
 # The table counts *elements* as the ZeRO paper does: a gather or a reduce-scatter of Ψ elements counts Ψ, an all-reduce
-# 2Ψ, since it is a reduce-scatter and a gather in one. What a device really sends in a ring is (N-1)/N of that, in the
-# last column. `per step` has the trip counts of loops multiplied in.
+# 2Ψ, since it is a reduce-scatter and a gather in one. In a ring a device sends (N-1)/N of that: the last column.
+# `per step` includes the trip counts of loops.
 #
-# `verify` compares the program with the plan. It says nothing here, so there is nothing to complain of.
+# `verify` compares the program with the plan. It raises nothing here, so the program follows the plan.
 
 # %%
 report.verify()
@@ -114,14 +114,14 @@ axes.spines[["top", "right"]].set_visible(False)
 axes.invert_yaxis()
 
 # %% [markdown]
-# Stage 0 sums gradients with an all-reduce. Stages 1 and 2 do the two halves of that apart: they scatter the sum,
-# update one part of the parameters, and gather the parameters. Stage 3 leaves out the gather after the update, and
-# gathers twice while it computes.
+# Stage 0 sums gradients with an all-reduce. Stages 1 and 2 do the two halves of that separately: they scatter the sum,
+# update one part of the parameters, and gather the parameters. Stage 3 skips the gather after the update, and gathers
+# twice while it computes.
 #
 # ## Trading memory for communication
 #
 # `reshard_after_forward=False` keeps the gathered parameters until the backward pass. That saves the second gather, and
-# costs the memory that stage 3 was there to save.
+# costs the memory that stage 3 is meant to save.
 
 # %%
 keeping = jzero.ZeroConfig(stage=3, reshard_after_forward=False)
@@ -133,12 +133,12 @@ assert abs(kept.communication_elements / SIZE - 2) < 0.1
 assert kept.memory.temporaries - report.memory.temporaries > 4 * SIZE * (1 - 2 / NUM_LAYERS)
 
 # %% [markdown]
-# Of activations stage 3 keeps what is heavy to compute, and computes the rest again with the gathers. `"as_written"`
-# keeps what plain jax would; `True` recomputes each pass of a scan as a whole, which takes more memory away and adds
-# arithmetic. What is sent stays the same, because stage 3 gathers each layer for the backward pass anyway.
+# By default, stage 3 saves only activations that are expensive to recompute. `"as_written"` saves the same as plain
+# jax; `True` recomputes each iteration of a scan as a whole, which saves more memory and adds arithmetic. Communication
+# does not change, because stage 3 gathers each layer for the backward pass anyway.
 
 # %%
-wide = np.tile(batch, (32, 1))  # a larger batch, so that activations are what counts
+wide = np.tile(batch, (32, 1))  # a larger batch, so that activations dominate
 choices = {"as written": "as_written", "default": None, "recomputed": True}
 found = {name: jzero.analyze(jzero.make_train_step(loss_fn, remat=x), state, wide) for name, x in choices.items()}
 for name, r in found.items():
@@ -153,8 +153,8 @@ assert len({r.communication_elements for r in found.values()}) == 1
 # %% [markdown]
 # ## A loss that departs from the plan
 #
-# Say each matrix is to be normalized before it is used. Written like this, the norms are taken of the whole stack ahead
-# of the loop, so all layers are gathered at once. The result is right and the memory of stage 3 is gone. `verify` says
+# Suppose that each matrix must be normalized before its use. The first loss below normalizes the whole stack before the
+# loop, so it gathers all layers at once. The result is right, but the memory saved by stage 3 is gone. `verify` says
 # so, and names the array.
 
 
@@ -182,7 +182,7 @@ else:
     raise AssertionError("the stack is gathered ahead of the loop, and nobody said so")
 
 # %% [markdown]
-# Inside the loop the same norms are taken one layer at a time.
+# The second loss normalizes inside the loop, one layer at a time.
 
 # %%
 inside = jzero.analyze(jzero.make_train_step(loss_inside), state, batch)
@@ -194,13 +194,14 @@ assert inside.memory.temporaries < ahead.memory.temporaries
 np.testing.assert_allclose(loss_inside(plain.params, batch), loss_ahead(plain.params, batch), rtol=1e-5)
 
 # %% [markdown]
-# ## When things happen
+# ## The timeline
 #
-# Whether communication costs time depends on what runs beside it. With `topology=` the program is compiled for another
-# machine, here one host of eight H200, and its schedule is played through at that machine's peak rates. It needs the
-# compiler of that machine, though not the machine: `pip install 'jzero[gpu]'`. `save_figure` draws memory and timeline.
+# Whether communication costs time depends on the computation beside it. With `topology=`, `analyze` compiles the
+# program for another machine, here one host with eight H200, and runs its schedule through a model of that machine at
+# peak rates. This needs the compiler of that machine, not the machine: `pip install 'jzero[gpu]'`. `save_figure` draws
+# memory and timeline.
 #
-# For the picture the layers are those of a larger model. Shapes are enough, so nothing is allocated.
+# The layers are now those of a larger model. Shapes are enough, so nothing is allocated.
 
 # %%
 TOPOLOGY = "h200:8"
@@ -214,7 +215,7 @@ configs = {
 
 
 def show_figure(report):
-    """Shows what `save_figure` writes."""
+    """Shows the figure of `save_figure`."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "report.png")
         report.save_figure(str(path))
@@ -240,12 +241,12 @@ for name, r in timed.items():
 show_figure(timed.get("as it is", report))
 
 # %% [markdown]
-# On GPUs jzero's scans gather the first parameters of the next layer while this one computes. `prefetch_bytes=0` leaves
-# that out, so that each layer waits for its parameters.
+# On GPUs jzero's scans gather the first parameters of the next layer while this one computes. With `prefetch_bytes=0`
+# they do not, so each layer waits for its parameters.
 
 # %%
 show_figure(timed.get("nothing ahead", kept))
 
 # %% [markdown]
-# Where there is no such compiler the figures above show memory alone, of the reports from this machine. A modelled
-# timeline is no measurement: for that, profile the step on the machine itself.
+# Without that compiler, the figures above show only memory, from the reports of this machine. A modelled timeline is
+# not a measurement: to measure, profile the step on the machine itself.
