@@ -3,9 +3,8 @@
     jzero plan decoder_models:llama_70b --devices 64 --precision bf16
     jzero fit decoder_models:llama_7b --topology h100:8 --precision bf16
 
-Each function at the end returns `(make_state, loss_fn, batch)`; nothing is allocated, since the batch is a shape and
-the state is made from a key when somebody asks for it. Layers are one `scan` whose body is recomputed in the backward
-pass.
+Each function at the end returns `(make_state, loss_fn, batch)`. Nothing is allocated: the batch is a shape, and
+`make_state` makes the state from a key. The layers are one `scan`, whose body is recomputed in the backward pass.
 
 Shapes: B batch, S sequence, D model width, H heads, K heads of keys and values, V vocabulary, L layers.
 """
@@ -33,7 +32,7 @@ class DecoderConfig:
       num_heads: Attention heads per block; divides `d_model`.
       num_kv_heads: Heads of keys and values; divides `num_heads`.
       d_hidden: Width of the MLP.
-      gated: Whether the MLP is a SwiGLU, with three matrices in place of two.
+      gated: Whether the MLP is a SwiGLU, with three matrices instead of two.
       vocab_size: Number of tokens.
       tied: Whether the embedding is the head, too.
     """

@@ -6,10 +6,11 @@
 
 It runs on all accelerators if there are any, else on eight virtual CPU devices.
 
-Batch normalization is the one common layer in which examples are not independent. `nn.BatchNorm(axis_name="data")`
-takes means over ZeRO's axis, so that the result is that of one device with the whole batch, for a small all-reduce per
-layer and pass. Without it each device normalizes with its own examples: no such all-reduce, noisier statistics, and
-results that depend on the number of devices. Either way jzero averages the running statistics over the devices.
+Batch normalization is the only common layer in which examples are not independent. `nn.BatchNorm(axis_name="data")`
+takes means over ZeRO's axis, so the result equals that of one device with the whole batch, at the cost of a small
+all-reduce per layer and pass. Without it, each device normalizes with its own examples: no all-reduce, noisier
+statistics, and results that depend on the number of devices. Either way, jzero averages the running statistics over the
+devices.
 """
 
 import argparse
@@ -33,7 +34,7 @@ Batch = dict[str, np.ndarray]
 
 
 class TrainState(train_state.TrainState):
-    """Flax's own, with the running statistics."""
+    """Flax's own train state, with the running statistics."""
 
     batch_stats: Any
 
@@ -55,7 +56,7 @@ class ConvNet(nn.Module):
 
 
 def main() -> None:
-    """Trains, and measures the accuracy on images that were held out."""
+    """Trains, and measures the accuracy on held-out images."""
     args = parse_args()
     use_virtual_cpu_devices()
     mesh = jzero.make_mesh()
@@ -107,7 +108,7 @@ def load_data() -> tuple[Batch, Batch]:
 
 
 def shuffled(data: Batch, batch_size: int, *, seed: tuple[int, int]) -> Iterator[Batch]:
-    """Yields the batches of one epoch; the last rows that do not fill one are left out."""
+    """Yields the batches of one epoch; drops the last rows if they do not fill a batch."""
     order = np.random.default_rng(seed).permutation(len(data["labels"]))
     for start in range(0, len(order) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
@@ -115,14 +116,14 @@ def shuffled(data: Batch, batch_size: int, *, seed: tuple[int, int]) -> Iterator
 
 
 def padded(data: Batch, multiple: int) -> Batch:
-    """Returns the data with rows that do not count (`counts` is 0) up to a multiple, so that devices can share it."""
+    """Pads the data to a multiple of rows, so that devices can share it; `counts` is 0 for the padding."""
     num_rows = len(data["labels"])
     data = {**data, "counts": np.ones(num_rows, np.float32)}
     return {name: np.pad(x, [(0, -num_rows % multiple)] + [(0, 0)] * (x.ndim - 1)) for name, x in data.items()}
 
 
 def print_bytes(state: TrainState) -> None:
-    """Prints what is really there on the first device, beside what would be without ZeRO."""
+    """Prints the bytes on the first device, with and without ZeRO."""
     device = jax.local_devices()[0]
     before, now = bytes_on(device, jzero.unshard_train_state(state)), bytes_on(device, state)
     print(f"state on each device: {now:,} bytes ({before:,} without ZeRO)")

@@ -1,4 +1,4 @@
-"""The two figures that the example leaves behind, drawn without a display."""
+"""The two figures of the example, drawn without a display."""
 
 import pathlib
 from collections.abc import Sequence

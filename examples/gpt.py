@@ -1,4 +1,4 @@
-"""What the Linen and the NNX model share: sizes and the loss.
+"""Sizes and loss, shared by the Linen and the NNX model.
 
 Shapes: B batch, S sequence, D model width, V vocabulary (256 bytes).
 """

@@ -1,7 +1,6 @@
 """A byte-level GPT in Flax Linen.
 
-There is nothing about ZeRO in this file, and that is the point: jzero takes the train state and the loss
-as they are.
+Nothing in this file is about ZeRO, and that is the point: jzero takes the train state and the loss as they are.
 
 Shapes: B batch, S sequence, D model width, H heads, V vocabulary, L layers.
 """

@@ -1,7 +1,7 @@
 """The same byte-level GPT in Flax NNX.
 
-There is nothing about ZeRO in this file, and that is the point: jzero takes the model, the optimizer and the
-loss as they are.
+Nothing in this file is about ZeRO, and that is the point: jzero takes the model, the optimizer and the loss as they
+are.
 
 Shapes: B batch, S sequence, D model width, H heads, V vocabulary, L layers.
 """
@@ -67,7 +67,7 @@ class GPT(nnx.Module):
 
 
 def _stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
-    """Returns one block whose every parameter has a leading dimension L."""
+    """Returns one block, all of whose parameters have a leading dimension L."""
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)

@@ -1,13 +1,13 @@
-"""Fine-tunes a GPT with LoRA: the model is frozen and still partitioned, adapters alone are trained.
+"""Fine-tunes a GPT with LoRA: the model is frozen but still partitioned, and only adapters are trained.
 
     python examples/lora.py                                # trains the model first, then adapters on other text
-    python examples/lora.py --pretrained base.safetensors  # keeps the model there, and takes it from there if it is
+    python examples/lora.py --pretrained base.safetensors  # keeps the model in this file, and reuses it
     python examples/lora.py --merged tuned.safetensors     # writes the merged model
 
 The model learns the sources of the standard library; the adapters (Flax's own, `nnx.LoRALinear`) then learn its
-`encodings`, which are tables of characters for the most part. At stage 3 every device holds its part of the frozen
-weights, without gradients, masters or moments; adapters have all of these. It runs on all accelerators if there are
-any, else on eight virtual CPU devices.
+`encodings`, mostly tables of characters. At stage 3 every device holds its part of the frozen weights, without
+gradients, masters or moments; adapters have all of these. It runs on all accelerators if there are any, else on eight
+virtual CPU devices.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def pretrain(path: pathlib.Path, args: argparse.Namespace, config: jzero.ZeroCon
 
 
 def with_adapters(pretrained: pathlib.Path, args: argparse.Namespace, config: jzero.ZeroConfig) -> State:
-    """Returns a model of pretrained weights and new adapters, and an optimizer that knows the adapters alone."""
+    """Returns a model with pretrained weights and new adapters, and an optimizer for only the adapters."""
 
     def make_state(key: jax.Array) -> State:
         rngs = nnx.Rngs(key)
@@ -95,13 +95,13 @@ def with_adapters(pretrained: pathlib.Path, args: argparse.Namespace, config: jz
                 setattr(block, name, adapted)
         return model, nnx.Optimizer(model, optax.adamw(args.lr), wrt=nnx.LoRAParam)
 
-    # Born sharded, then read into the shards: the model is never whole anywhere.
+    # The state is created in shards, and the file is read into them: no device ever holds the whole model.
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config)
     return jzero.load_params(state, pretrained, paths=WITHOUT_ADAPTERS)
 
 
 def merge(state: State, config: jzero.ZeroConfig, args: argparse.Namespace) -> State:
-    """Returns a model without adapters that computes the same; each device holds it whole for a moment."""
+    """Returns an equal model without adapters; each device briefly holds all of it."""
     tuned, _ = jzero.unshard_train_state(state)
     model = gpt_nnx.GPT(model_config(args), rngs=nnx.Rngs(0))
     for block in tuned.blocks:
@@ -123,20 +123,20 @@ def train(state: State, corpus: Corpus, args: argparse.Namespace, *, steps: int)
 
 
 def validation_loss(state: State, corpus: Corpus, args: argparse.Namespace) -> float:
-    """Returns the loss in nats per byte on batches of the held-out files, the same ones every time."""
+    """Returns the loss in nats per byte on batches of the held-out files, the same batches every time."""
     rng, sizes = np.random.default_rng(0), {"batch_size": args.batch_size, "seq_len": args.seq_len}
     losses = [eval_step(state, sample_batch(corpus.validation, rng, **sizes)) for _ in range(NUM_VALIDATION_BATCHES)]
     return float(np.mean(jax.device_get(losses)))
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:
-    """Returns the sizes of the model; its blocks are unrolled, so that each can be given adapters."""
+    """Returns the sizes of the model; its blocks are unrolled, so that each can get adapters."""
     sizes: dict[str, Any] = {"d_model": args.d_model, "num_layers": args.layers, "num_heads": args.heads}
     return GPTConfig(**sizes, seq_len=args.seq_len, scan=False, remat=False)
 
 
 def print_bytes(state: State) -> None:
-    """Prints what the first device really holds of the model and of the optimizer's state."""
+    """Prints the bytes of model and optimizer state on the first device."""
     device = jax.local_devices()[0]
     model, optimizer = (bytes_on(device, nnx.state(part)) for part in state)
     whole, _ = (bytes_on(device, nnx.state(part)) for part in jzero.unshard_train_state(state))

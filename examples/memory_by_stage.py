@@ -1,4 +1,4 @@
-"""What one device holds at each ZeRO stage, measured from live buffers, beside replicated training."""
+"""Measures the bytes on one device at each ZeRO stage, and in replicated training, from live buffers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,10 +34,10 @@ def measure(
     config: jzero.ZeroConfig,
     mesh: jax.sharding.Mesh,
 ) -> list[DeviceBytes]:
-    """Lays a train state out anew for replicated training, which is the first row, and for every stage.
+    """Shards a train state for every stage, and measures it; the first row is replicated training.
 
-    Gradients live only inside a step, so their bytes are not measured: they are the plan's, and for
-    replicated training those of the parameters.
+    Gradients live only inside a step, so their bytes come from the plan, and for replicated training from the
+    parameters.
 
     Args:
       state: A sharded train state, of any stage; consumed.
@@ -59,14 +59,14 @@ def measure(
 
 
 def bytes_on(device: jax.Device, tree: Any, memory: str = "device") -> int:
-    """Returns the bytes of the buffers of a tree that live on one device, or in the memory of its host."""
+    """Returns the bytes of a tree's buffers on one device, or in its host's memory."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == memory]
     shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
 def as_table(rows: list[DeviceBytes], *, num_devices: int) -> rich.table.Table:
-    """Lays the measurements out beside replicated training, which is the first row."""
+    """Returns the measurements as a table; shares are of replicated training, the first row."""
     table = rich.table.Table(title=f"Bytes per device on {num_devices} devices")
     table.add_column("")
     for heading in ("params", "grads (plan)", "optimizer", "total", "share"):

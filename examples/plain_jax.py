@@ -5,9 +5,9 @@
     python examples/plain_jax.py --stage 2
 
 The model predicts the next byte of the standard library's sources from the bytes before it. It is trained twice from
-the same state: by `jzero.make_train_step`, which does the collectives of the stage, and by a loop of one's own around
-`jax.grad`, where the compiler chooses them. It runs on all accelerators if there are any, else on eight virtual CPU
-devices.
+the same state: by `jzero.make_train_step`, with the collectives of the stage, and by a hand-written step around
+`jax.grad`, where the compiler chooses the collectives. It runs on all accelerators if there are any, else on eight
+virtual CPU devices.
 
 Shapes: B batch, C context, E embedding, D hidden width, L layers, V vocabulary (256 bytes).
 """
@@ -49,7 +49,7 @@ def main() -> None:
     print(jzero.plan_train_state(plain, config=config, mesh=mesh))
 
     loops = {"make_train_step": zero_step()}
-    if args.precision != "fp16":  # a loop of one's own does not scale the loss
+    if args.precision != "fp16":  # a hand-written step does not scale the loss
         loops["jax.grad"] = own_step()
     for name, step in loops.items():
         state = jzero.shard_train_state(plain, config=config, mesh=mesh)
@@ -76,7 +76,7 @@ def init_params(key: jax.Array, args: argparse.Namespace) -> Params:
 
 
 def loss_fn(params: Params, batch: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy in nats of the last byte of each row [C + 1] given those before it."""
+    """Returns the mean cross-entropy in nats of the last byte of each row [C + 1], given the bytes before it."""
     context, target = batch[:, :-1], batch[:, -1]
     x = params["embed"][context].reshape(len(context), -1) @ params["input"]  # [B, D]
 
@@ -100,7 +100,7 @@ def zero_step() -> Step:
 
 
 def own_step() -> Step:
-    """Returns the step that one would write without jzero, but for `natural_params`: parameters without padding."""
+    """Returns an ordinary jax step, except for `natural_params`: parameters without padding."""
 
     @jax.jit(donate_argnums=0)
     def step(state: jzero.TrainState, batch: np.ndarray) -> tuple[jzero.TrainState, jax.Array]:
@@ -111,7 +111,7 @@ def own_step() -> Step:
 
 
 def batches(args: argparse.Namespace) -> Iterator[np.ndarray]:
-    """Yields random windows of the text, the same ones in every run, int32 [B, C + 1]."""
+    """Yields random windows of the text, the same in every run, int32 [B, C + 1]."""
     text, rng = load_corpus().train, np.random.default_rng(args.seed)
     for _ in range(args.steps):
         yield sample_batch(text, rng, batch_size=args.batch_size, seq_len=args.context)

@@ -19,7 +19,7 @@ class Corpus:
 
 
 def load_corpus(pattern: str = "*.py", *, max_bytes: int = MAX_BYTES) -> Corpus:
-    """Reads files of the standard library, its top-level modules by default, by name and up to `max_bytes` in all."""
+    """Reads files of the standard library (by default its top-level modules), sorted by name, up to `max_bytes`."""
     directory = pathlib.Path(sysconfig.get_path("stdlib"))
     texts = [path.read_bytes() for path in sorted(directory.glob(pattern))]
     ends = np.cumsum([len(text) for text in texts])

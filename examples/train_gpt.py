@@ -3,12 +3,12 @@
     python examples/train_gpt.py                       # Flax Linen, scanned blocks, stage 3
     python examples/train_gpt.py --framework nnx       # the NNX twin
     python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
-    python examples/train_gpt.py --offload             # masters and moments in the memory of the host
-    python examples/train_gpt.py --checkpoints ckpt    # goes on where it was stopped, with any stage and devices
+    python examples/train_gpt.py --offload             # masters and moments in host memory
+    python examples/train_gpt.py --checkpoints ckpt    # resumes where it stopped, at any stage, on any devices
     python examples/train_gpt.py --log run.jsonl --tensorboard run --profile run
 
-It runs on all accelerators if there are any, else on eight virtual CPU devices. What jzero adds to an
-ordinary training script is in `main` and `train`: a mesh, a config, and a few calls.
+It runs on all accelerators if there are any, else on eight virtual CPU devices. jzero adds a mesh, a config and a few
+calls to an ordinary training script, in `main` and `train`.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def checkpoint_manager(args: argparse.Namespace) -> Any:
-    """Returns what saves checkpoints, or nothing if none are asked for."""
+    """Returns the checkpoint manager, or an empty context without `--checkpoints`."""
     if args.checkpoints is None:
         return contextlib.nullcontext()
     return jzero.CheckpointManager(args.checkpoints, max_to_keep=2, save_interval_steps=args.save_every)
@@ -126,7 +126,7 @@ def train(
 
 
 def make_monitor(history: History, args: argparse.Namespace, *, start_step: int) -> jzero.Monitor:
-    """Returns what shows and records the run."""
+    """Returns the monitor, which shows and records the run."""
     sinks = [history]
     if args.log is not None:
         sinks.append(jzero.JsonLines(args.log))
@@ -149,7 +149,7 @@ def evaluate(eval_step: Callable[..., Any], state: Any, held_out: list[np.ndarra
 
 
 class Batches:
-    """Random batches without end, the same for the same seed; a checkpoint keeps where they are."""
+    """Endless random batches, the same for the same seed; a checkpoint keeps their position."""
 
     def __init__(self, text: np.ndarray, args: argparse.Namespace, *, seed: int) -> None:
         self.text, self.args = text, args
@@ -181,7 +181,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def model_config(args: argparse.Namespace) -> GPTConfig:
-    """Returns the sizes of the model that the command line asks for."""
+    """Returns the sizes of the model from the command line."""
     return GPTConfig(
         d_model=args.d_model,
         num_layers=args.layers,

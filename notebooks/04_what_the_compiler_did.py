@@ -18,9 +18,9 @@
 # # What the compiler did
 #
 # ZeRO is a promise about communication: stages 1 and 2 send no more than plain data-parallel training, and stage 3
-# sends
-# 1.5 times as much. But the compiler decides what a program sends. `jzero.analyze` compiles a step, runs nothing, and
-# reads the program. This notebook compares it with ZeRO's arithmetic, and then writes a loss that breaks the promise.
+# sends 1.5 times as much. But the compiler decides what a program sends. `jzero.analyze` compiles a step, runs nothing,
+# and reads the program. This notebook compares it with ZeRO's arithmetic, and then writes a loss that breaks the
+# promise.
 
 # %%
 import os

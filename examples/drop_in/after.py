@@ -1,6 +1,6 @@
 """Classifies scikit-learn's digits with an ordinary Flax training loop.
 
-`diff before.py after.py` shows all that it takes to train with ZeRO on every device.
+`diff before.py after.py` shows all the changes for training with ZeRO on every device.
 """
 
 import argparse
@@ -20,7 +20,7 @@ parser.add_argument("--width", type=int, default=1024)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch-size", type=int, default=64)
 args = parser.parse_args()
-# Where there is no accelerator: eight virtual devices, and threads enough for two steps at once.
+# Without an accelerator: eight virtual devices, and enough threads for two steps at once.
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault("PJRT_NPROC", "32")
 

@@ -1,13 +1,13 @@
-"""Starts several processes of a training script on this machine, each with virtual CPU devices of its own.
+"""Starts several processes of a training script on this machine, each with its own virtual CPU devices.
 
     python examples/multi_process/launch_local.py
     python examples/multi_process/launch_local.py --processes 4 --devices 2 -- --steps 50 --stage 2
     python examples/multi_process/launch_local.py --script my_train.py -- --option of_my_script
 
-For trying out what a cluster would run. The processes find each other by the environment variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; see `start_process` in train.py for how to read them.
-Their output comes with the number of the process in front of each line. If one of them fails, the others are ended, and
-its exit status is that of the launcher. Ctrl-C and SIGTERM are passed on to all; a second one kills them.
+Use it to try out a cluster's program. The processes find each other by the environment variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; `start_process` in train.py reads them. The launcher
+prints the process number before each line of output. If one process fails, the launcher ends the others, and exits
+with its status. It passes Ctrl-C and SIGTERM on to all processes; a second signal kills them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Process = subprocess.Popen[str]
 def main() -> None:
     """Launches, waits, and exits with the status of the processes."""
     args = parse_args()
-    signals: list[int] = []  # those that came; what they mean is settled in `wait`, one after the other
+    signals: list[int] = []  # received signals; `wait` handles them one by one
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
     processes = start([sys.executable, str(args.script), *args.args], count=args.processes, devices=args.devices)
@@ -41,11 +41,11 @@ def main() -> None:
     status = wait(processes, signals, grace_seconds=args.grace_seconds)
     for printer in printers:
         printer.join()
-    sys.exit(status if status >= 0 else 128 - status)  # as shells tell that a signal ended it
+    sys.exit(status if status >= 0 else 128 - status)  # shells report a signal as 128 + its number
 
 
 def start(command: list[str], *, count: int, devices: int) -> list[Process]:
-    """Returns the processes, just started."""
+    """Starts the processes, and returns them."""
     common = {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
@@ -61,20 +61,20 @@ def start(command: list[str], *, count: int, devices: int) -> list[Process]:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # else Ctrl-C would reach them from the terminal, too
+            start_new_session=True,  # otherwise the terminal would send Ctrl-C to them, too
         )
         for index in range(count)
     ]
 
 
 def wait(processes: list[Process], signals: list[int], *, grace_seconds: float) -> int:
-    """Returns the exit status of the first process that failed, or 0, when all have ended."""
+    """Waits until all processes have ended; returns the exit status of the first that failed, or 0."""
     status, passed_on, deadline = 0, 0, float("inf")
     while running := [process for process in processes if process.poll() is None]:
         failed = [process.returncode for process in processes if process.returncode]
         if failed and not status:
             status, deadline = failed[0], time.monotonic() + grace_seconds
-            if not signals:  # else they are about to end anyway
+            if not signals:  # otherwise they are already ending
                 send(running, signal.SIGTERM)
         if len(signals) > passed_on:
             send(running, signals[0] if passed_on == 0 else signal.SIGKILL)
@@ -96,19 +96,19 @@ def print_lines(index: int, process: Process) -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            with PRINTING:  # `print` writes a line and its end apart
+            with PRINTING:  # `print` writes a line and its newline separately
                 print(f"[{index}] {line.rstrip()}", flush=True)
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on now."""
+    """Returns a port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])
 
 
 def parse_args() -> argparse.Namespace:
-    """Reads the command line; what comes after `--` is for the script."""
+    """Reads the command line; arguments after `--` are for the script."""
     parser = argparse.ArgumentParser(description="Start several processes of a training script on this machine.")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices of each process")

@@ -1,13 +1,13 @@
-"""Trains on scikit-learn's digits in as many processes as the cluster starts, and goes on where it was stopped.
+"""Trains on scikit-learn's digits in as many processes as the cluster starts, and resumes where it stopped.
 
     python examples/multi_process/train.py                 # one process, eight virtual CPU devices or all accelerators
     python examples/multi_process/launch_local.py          # two processes on this machine
     sbatch examples/multi_process/slurm.sh                 # SLURM: `srun ... train.py --cluster`
     kubectl apply -f examples/multi_process/jobset.yaml    # Kubernetes: one pod per node, `train.py --cluster`
 
-A SIGTERM (time limit, preemption, a node that is drained) to any of the processes makes all of them write a checkpoint
-after the same step and end with exit status 75; started again with the same `--checkpoints`, also with another number
-of processes, they go on.
+A SIGTERM (time limit, preemption, a drained node) to any process makes all of them write a checkpoint after the same
+step and exit with status 75. Started again with the same `--checkpoints`, they resume, even with another number of
+processes.
 """
 
 import argparse
@@ -65,11 +65,11 @@ def main() -> None:
             done = int(state.step)
         print(f"process {index} starts after step {done}", flush=True)
         for number in range(done + 1, args.steps + 1):
-            # Each process has the whole batch at hand, here, and puts the rows of its own devices on them. A batch that
-            # depends on nothing but the step's number needs no place in the checkpoint.
+            # Each process has the whole batch, and the step places the rows for its devices. The batch depends only on
+            # the step number, so the checkpoint need not store a position.
             rows = np.random.default_rng(number).choice(len(images), args.batch_size, replace=False)
             state, metrics = step(state, {"images": images[rows], "labels": labels[rows]})
-            # Every process at every step: this is where a SIGTERM is noticed.
+            # Every process calls this at every step: it also checks for a SIGTERM.
             manager.save(state, step=number, force=number == args.steps)
             if number % PRINT_EVERY == 0 and index == 0:
                 print(f"step {number}: loss {metrics['loss']:.6f}", flush=True)
@@ -77,10 +77,10 @@ def main() -> None:
 
 
 def start_process(args: argparse.Namespace) -> None:
-    """Makes this process one of several, where it is. Comes before anything that asks for a device."""
+    """Connects this process with the others, if there are any. Must run before anything asks for a device."""
     if args.cluster:
-        # JAX finds out from SLURM, Kubernetes, Open MPI or a TPU pod who the others are. This is asked for, not tried:
-        # processes that do not find each other would train the same model side by side, and nobody would notice.
+        # JAX finds the other processes by SLURM, Kubernetes, Open MPI or a TPU pod. This needs the option, and is not
+        # tried silently: processes that do not find each other would each train the same model, unnoticed.
         jax.distributed.initialize()
     elif "JAX_PROCESS_ID" in os.environ:  # from launch_local.py, with JAX_COORDINATOR_ADDRESS, which JAX reads itself
         jax.distributed.initialize(
@@ -90,7 +90,7 @@ def start_process(args: argparse.Namespace) -> None:
         )
     else:
         os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
-        jax.config.update("jax_num_cpu_devices", 8)  # where there is no accelerator
+        jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
 
 
 def parse_args() -> argparse.Namespace:
