@@ -1,6 +1,6 @@
 """A training state on disk: natural shapes, masters instead of parameters, the optimizer's own state.
 
-[Note: On disk]
+[Note: The format on disk]
 A checkpoint has the tree of a plain Flax and optax program. It does not show stage, padding, world size or precision,
 so any layout can restore any other's checkpoint, and so can plain Orbax. Each process writes its parts of a padded leaf
 without the padding. The parts of a flattened leaf are not slices of its natural shape, so the leaf is first cut along

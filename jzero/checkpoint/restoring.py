@@ -1,6 +1,6 @@
 """Restores checkpoints into states of any stage, mesh and precision.
 
-[Note: How a checkpoint is read]
+[Note: Reading a checkpoint]
 Each process reads the parts for its devices, from the natural arrays on disk straight into the stored shapes of the
 plan; elements beyond a natural array are padding, zero. Checksums are compared before anything else happens. Then, leaf
 by leaf, come the remaining changes: another dtype, a flattened layout, the 16-bit copy of a master. All of this is

@@ -8,7 +8,7 @@ stay lazy, and gradients are stacks of shards. Forward and backward loops are tr
 runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row. A turn may also gather rows of the
 next one (`ahead`).
 
-[Note: Parameters that a loop hands to a later one]
+[Note: Residuals made of parameters]
 A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a
 cast weight. The latter stay lazy: as the stack of shards that they came from, or as `Rows`, which a later loop gathers
 row by row. If a turn makes a new shard, the loop stacks the shards: 1/N of the bytes.
@@ -169,7 +169,7 @@ class _Loop:
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
 
-        See [Note: Parameters that a loop hands to a later one].
+        See [Note: Residuals made of parameters].
         """
         number = {id(row.shard): j for j, row in enumerate(rows) if isinstance(row, Lazy)}
         bundle = Bundle.of([x])

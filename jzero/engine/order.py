@@ -13,7 +13,7 @@ shard. But compilers for GPUs drop barriers before they schedule, and start the 
 value depend on others: it selects the value by a comparison whose result is always the same, which no compiler finds
 out. That works everywhere, and costs a pass over the value.
 
-[Note: What waits for what]
+[Note: Waiting rules]
 * A parameter that is gathered again waits for the arrays that it is used with. On TPUs a barrier writes its operands to
   memory, so one element stands for arrays larger than the parameter. XLA for CPUs (jax 0.10) merges gathers across
   barriers, so there one element selects the shard.

@@ -8,7 +8,7 @@ shards. Here the walk reduces `d`, not `c` or `e`:
     e:f32[64,512] = convert_element_type[new_dtype=float32] d     # runs on the shard
   in (loss, e)
 
-[Note: Reduced where it is made]
+[Note: Reducing gradients where they are made]
 Followed back from the outputs, a gradient passes a few operations that add, place or relabel (the transposes of those
 that `on_shard` applies to parameters), and ends at the operation that made it. The walk reduces and cuts it right
 there, and runs those few operations on shards. So a loop that returns a stack of gradients stacks shards, and a loop
@@ -54,7 +54,7 @@ class Reductions(NamedTuple):
 def reductions(
     jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: Mapping[Any, Reduction] | None = None
 ) -> Reductions:
-    """Finds the gradients of a jaxpr, see [Note: Reduced where it is made].
+    """Finds the gradients of a jaxpr, see [Note: Reducing gradients where they are made].
 
     Args:
       jaxpr: An open jaxpr.

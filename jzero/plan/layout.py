@@ -1,6 +1,6 @@
 """Chooses where each leaf is cut or padded, or keeps it whole. Pure arithmetic on shapes; touches no device.
 
-[Note: Which dimension is cut]
+[Note: Choosing the cut dimension]
 A leaf is cut on the largest dimension that N divides (the earliest among equals), a stack of layers on the earliest.
 Dimensions that another mesh axis already shards, and the dimension that a scan runs over, are excluded. If N divides
 none, the leaf is padded on the dimension that wastes least. If that wastes more than `MAX_PADDING` of the leaf, all of
@@ -145,7 +145,7 @@ def choose_even_cut(shape: Sequence[int], num_shards: int, dims: Iterable[int]) 
 def choose_cut(
     shape: Sequence[int], num_shards: int, *, scan_dim: int | None, taken_dims: frozenset[int], dim: int | None = None
 ) -> tuple[Cut | None, str]:
-    """Chooses where to cut one leaf, see [Note: Which dimension is cut].
+    """Chooses where to cut one leaf, see [Note: Choosing the cut dimension].
 
     Args:
       shape: Natural shape of the leaf.

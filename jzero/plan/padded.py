@@ -1,6 +1,6 @@
 """Leaves that are not stored in their natural shape, but behave like arrays of it.
 
-[Note: Padded leaves in a loop of one's own]
+[Note: Padded leaves in your own loop]
 A padded (or flattened) leaf is a pytree node that contains the stored array. So `jit`, optax, checkpoints and
 everything else that flattens a state see the stored array. Code that uses the parameter itself, `params["kernel"]`,
 sees the natural array: `shape`, indexing, operators, methods, and by `__jax_array__` every function of `jax.numpy` and

@@ -91,7 +91,7 @@ class ZeroPlan:
         return [unboxed(x) for x in self.params_treedef.flatten_up_to(tree)]
 
     def stored_params(self, leaves: Sequence[Any]) -> PyTree:
-        """Returns the tree of parameters for a state, see [Note: Padded leaves in a loop of one's own]."""
+        """Returns the tree of parameters for a state, see [Note: Padded leaves in your own loop]."""
         return self.params_treedef.unflatten([x.param.boxed(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
     @property

@@ -6,7 +6,7 @@ equation that draws a large array combines its key with a zero computed from the
 barrier would be clearer, but compilers drop it before they schedule.) This sends one scalar per array between devices.
 GPT with 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
 
-[Note: Birth on the host]
+[Note: Creating leaves on the host]
 A program makes arrays on the devices before they move to the host. One program for the whole state would hold more on
 the devices than training ever does. So separate programs make the leaves that go to the host: each makes about an
 eighth of them, at least one leaf, and parameters together with the masters that they are rounded from.
@@ -188,7 +188,7 @@ def _values(plan: ZeroPlan, state: Any) -> list[Any]:
 
 
 def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: ZeroPlan) -> list[list[int]]:
-    """Returns the indices of the leaves that each program makes, see [Note: Birth on the host].
+    """Returns the indices of the leaves that each program makes, see [Note: Creating leaves on the host].
 
     Args:
       leaves: The layouts of all leaves.
