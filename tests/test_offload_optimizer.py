@@ -132,7 +132,7 @@ def test_accumulation_and_weights(precision):
 
     def run(offload):
         state = mlp_state(2, precision, offload)
-        step = jzero.make_train_step(loss, accumulate_steps=2, clip_norm=0.5)
+        step = jzero.make_train_step(loss, accumulate_steps=2, clip_norm=0.5, compiler_options=DEFAULT_FUSIONS)
         applied = []
         for i, weight in enumerate((1.0, 0.0, 1.0)):  # a batch without weight is skipped
             batch = {**models.mlp_batch(48, seed=i), "w": np.full(48, weight, np.float32)}
