@@ -1,15 +1,15 @@
 """Rules of the walk for equations that contain jaxprs, and for equations that lazy parameters pass unchanged.
 
-In: an equation, its inputs, and how its outputs leave. Out: its outputs, gradients reduced. `RULES` maps the names of
-primitives to rules. So a recomputed block gathers inside, once for its recomputation and its backward pass:
+In: an equation, its inputs, and how its outputs leave. Out: its outputs, gradients reduced. For example, a recomputed
+block, which gathers once for its recomputation and its backward pass,
 
     c = checkpoint[jaxpr={ lambda ; a:f32[512,64] b:f32[8,512]. let ... }] w x
 
 is evaluated in place, with `w` lazy, behind a barrier that keeps the compiler from merging it with its forward pass.
 
 [Note: Branches and loops]
-Devices may take different branches of a `cond`, or run different numbers of iterations of a `while`; a collective
-inside would hang. So the walk gathers parameters before such an equation, and reduces gradients after it.
+Devices may differ in the branch of a `cond`, or in the iterations of a `while`, so a collective inside would hang. The
+walk gathers parameters before such an equation, and reduces gradients after it.
 """
 
 from __future__ import annotations

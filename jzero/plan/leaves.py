@@ -64,7 +64,7 @@ class StateLeaf:
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
 
     def gathered_size(self, mesh: AnyMesh) -> int:
-        """Elements that one device has of it once the ZeRO axis is gathered, padding included."""
+        """Returns the elements on one device once the ZeRO axis is gathered, padding included."""
         cut = self.for_collectives(mesh)
         entries = self.base if cut is None else cut.other_axes
         return math.prod(self.stored_shape) // math.prod(int(mesh.shape[x]) for x in jax.tree.leaves(tuple(entries)))

@@ -1,7 +1,7 @@
-"""Where the leaves of an optimizer's state belong, and how they are laid out.
+"""Finds the parameter of each leaf of an optimizer's state, and lays the leaf out.
 
-Moments follow the gradient of their parameter. Which parameter a leaf belongs to is found by structure: optax maps a
-function over those of its leaves that are shaped like parameters.
+Moments follow the gradient of their parameter. The structure tells which parameter a leaf belongs to: optax maps a
+function over the leaves that are shaped like parameters.
 """
 
 from __future__ import annotations

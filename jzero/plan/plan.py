@@ -261,14 +261,14 @@ class ZeroPlan:
 
         It counts a step with one micro-batch whose loss uses each parameter once and recomputes nothing itself.
         Stage 3 gathers a partitioned parameter for the forward pass and, with `reshard_after_forward`, again for the
-        backward pass. Parameters that stay whole are gathered once, after their update. A plan knows no loss: one that
-        uses a parameter more than once, or has a `jax.checkpoint` of its own, may gather more. `estimate_step_memory`
-        and `analyze` count that.
+        backward pass. Parameters that stay whole are gathered once, after their update. The plan does not know the
+        loss, which may gather more if it uses a parameter more than once or has its own `jax.checkpoint`.
+        `estimate_step_memory` and `analyze` count that.
         """
         return self.bytes_gathered_in(micro_batches=1)
 
     def bytes_gathered_in(self, *, micro_batches: int) -> int:
-        """Returns `gathered_bytes` of a step with so many micro-batches: at stage 3 each of them gathers."""
+        """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
         updated = [x for x in self.leaves if not x.param.cut and x.trained and x.grad.cut is not None]
         after_update = sum(x.param.gathered_size(self.mesh) * itemsize(x.compute_dtype) for x in updated)
         return micro_batches * sum(n * itemsize(dtype) for n, dtype in self.gathers_of_loss) + after_update

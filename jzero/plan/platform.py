@@ -1,6 +1,6 @@
-"""How the compilers for CPUs, GPUs and TPUs differ, as far as jzero's programs depend on it: one row for each.
+"""Differences between the compilers for CPUs, GPUs and TPUs that matter to jzero's programs: one row for each.
 
-The facts come from compiled programs and from `benchmarks/`; the notes that the attributes name give figures.
+The facts come from compiled programs and from `benchmarks/`; the notes that the attributes cite give figures.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ Fence: TypeAlias = Literal["whole", "light", "data"]
 
 
 class PlatformFacts(NamedTuple):
-    """What a platform's compiler does.
+    """Facts about a platform's compiler.
 
     Attributes:
-      fence: What keeps it from merging two gathers of a shard: a barrier with the arrays that are used with it
-        ("whole"), a barrier with one element of large ones, since barriers have their operands written to memory
+      fence: The way to keep it from merging two gathers of a shard: a barrier with the arrays of the second use
+        ("whole"), a barrier with one element of each large array, since barriers write their operands to memory
         ("light"), or a select by one element, since it merges gathers across barriers ("data").
-      postpones: Whether it puts off the products that make gradients of weights, and keeps what these are made of, so
-        that the backward pass has to wait for them; see [Note: What waits for what].
-      prefetches: Whether loops gather one turn ahead unless told otherwise; see [Note: Gathering one turn ahead].
+      postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
+        the backward pass must wait for them; see [Note: Waiting rules].
+      prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
       adds_updates: Whether it adds whole updates one by one, so that gathering new parameters takes more memory; see
         [Note: Parameters made anew].
       is_tiled: Whether it lays out arrays in tiles.
-      sums_bf16: Whether it can sum bf16 over some of several mesh axes; the process ends otherwise.
+      sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """
 
     fence: Fence = "whole"
@@ -42,10 +42,10 @@ PLATFORMS = {
     "cpu": PlatformFacts(fence="data", sums_bf16=False),
     "gpu": PlatformFacts(postpones=True, prefetches=True),
     "tpu": PlatformFacts(fence="light", adds_updates=True, is_tiled=True),
-    None: PlatformFacts(is_tiled=True),  # of an abstract mesh: what is safe anywhere
+    None: PlatformFacts(is_tiled=True),  # an abstract mesh: safe on every platform
 }
 
 
 def platform_facts(mesh: AnyMesh) -> PlatformFacts:
-    """Returns the row of a mesh's devices; of platforms that are not in the table, defaults."""
+    """Returns the row of a mesh's devices; the defaults for platforms that are not in the table."""
     return PLATFORMS.get(mesh_platform(mesh), PlatformFacts())

@@ -1,4 +1,4 @@
-"""Training on one device, by plain jax and optax: what `check_equivalence` compares with."""
+"""Training on one device with plain jax and optax, the reference of `check_equivalence`."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Reference:
         """Returns the state after one step, its loss, and the norm of its gradient.
 
         Args:
-          state: The state before.
-          batch: The batch, whole.
-          scale: What jzero multiplied the loss with.
-          applied: Whether jzero applied the step; a precision policy that skips steps has this one skip with it.
+          state: The state before the step.
+          batch: The whole batch.
+          scale: The loss scale of jzero's step.
+          applied: Whether jzero applied the step; if the precision policy skips steps, the reference skips with it.
         """
         batch = jax.tree.map(self._place, batch)
         leaves, treedef = jax.tree.flatten(batch)
@@ -85,7 +85,7 @@ class Reference:
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
             return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.whole)
-        if not x.is_fully_addressable:  # of several processes: whole on each
+        if not x.is_fully_addressable:  # with several processes, it is whole on each
             x = x.addressable_data(0)
         return place_array(x, x.dtype, self.whole)
 
@@ -134,10 +134,7 @@ class Reference:
         return jax.value_and_grad(scaled_loss, has_aux=True)
 
     def _traced(self, state: Any, batch: PyTree) -> Loss | None:
-        """Returns what evaluates loss and gradients on the mesh of the reference if the loss names its own mesh.
-
-        It is differentiated where it is called, under whatever is set there, and takes what `_loss_and_grads` takes.
-        """
+        """Returns a function like `_loss_and_grads`, on the reference's mesh; `None` unless the loss names a mesh."""
         _, carried = self._bind(state)
         seen = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
         batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
@@ -155,7 +152,7 @@ class Reference:
         return evaluate
 
     def _trained(self, params: list[Any]) -> dict[int, Any]:
-        """Returns those of the parameters that have gradients, by index."""
+        """Returns the parameters that have gradients, by index."""
         return {
             i: x
             for i, (x, leaf) in enumerate(zip(params, self.plan.leaves, strict=True))
@@ -164,11 +161,11 @@ class Reference:
 
     @property
     def _manual(self) -> set[str]:
-        """The axes of size one, and those of copies."""
+        """The manual axes: those of size one, and those of copies."""
         return {name for name in self.mesh.axis_names if name in self.axes or name not in self.plan.mesh.axis_names}
 
     def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, **carried) -> (result, changed)`, and what is carried."""
+        """Returns `fn(params, batch, **carried) -> (result, changed)`, and the carried state."""
         if not hasattr(state, "bind_loss"):
             carried = {name: getattr(state, name) for name in self.mutable}
             return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
@@ -188,9 +185,9 @@ class Reference:
 def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
     """Returns a mesh whose `axes` have size one, for models that name them.
 
-    Without further axes it is of one device. Else, or where a mesh is set, whose size jax lets nobody change, it is of
-    all, in their order, so that all processes run one program: along the axes of copies each device does the same.
-    Those of size one come first: jax 0.12 ends the process where they come after one that the loss makes manual itself.
+    Without other axes the mesh has one device. With other axes, or if a mesh is set (jax does not allow another size),
+    it has all devices, in their order, so that all processes run one program; devices along the axes of copies do the
+    same work. Axes of size one come first: jax 0.12 crashes if they follow an axis that the loss itself makes manual.
     """
     assert isinstance(mesh, Mesh)
     if set(mesh.axis_names) == set(axes) and jax.sharding.get_abstract_mesh().empty:
