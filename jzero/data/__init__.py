@@ -1,7 +1,7 @@
-"""Batches for ZeRO's steps: each process loads its own rows, in an order that no number of processes changes."""
+"""Batches for ZeRO's steps: each process loads its own rows, in an order that does not depend on their number."""
 
 try:
-    import grain as _grain  # noqa: F401  # for the message alone
+    import grain as _grain  # noqa: F401  # only for the message
 except ModuleNotFoundError as error:
     if error.name != "grain":
         raise

@@ -1,4 +1,4 @@
-"""What an example is made of, and examples stacked into rows."""
+"""Checks the structure of examples, and stacks them into rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Example = tuple[np.ndarray, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ExampleSpec:
-    """What all examples of a source have in common.
+    """The structure, shapes and dtypes that all examples of a source share.
 
     Attributes:
       treedef: Their structure.
       paths: Key path of each leaf.
       shapes: Shape of each leaf.
       dtypes: Its dtype in the source.
-      jax_dtypes: Its dtype on devices: 32 bits in place of 64, unless jax is told otherwise.
+      jax_dtypes: Its dtype on devices: 32 bits instead of 64, unless jax enables 64.
     """
 
     treedef: Any
@@ -47,7 +47,7 @@ class ExampleSpec:
         """Returns the leaves of an example as arrays.
 
         Raises:
-          ValueError: It is not like the first one; the message names its index and the leaves.
+          ValueError: It differs from the first example; the message names its index and the leaves.
         """
         treedef = jax.tree.structure(example)
         if treedef != self.treedef:
@@ -71,11 +71,11 @@ class ExampleSpec:
 
 
 def example_spec(example: Any) -> ExampleSpec:
-    """Returns what examples have in common, read off the first.
+    """Returns the spec of all examples, read off the first.
 
     Raises:
       TypeError: It is not a dict of arrays of numbers; the message names the leaves.
-      ValueError: It has a key that batches need for themselves, or nothing in it.
+      ValueError: It has a reserved key, or no leaves.
     """
     if not isinstance(example, dict):
         raise TypeError(
@@ -109,10 +109,10 @@ def example_spec(example: Any) -> ExampleSpec:
 
 
 def stack(examples: Sequence[Example], indices: Sequence[int], spec: ExampleSpec) -> list[np.ndarray]:
-    """Returns the leaves of many examples, one row each, with the dtypes that they have on devices.
+    """Returns the leaves of many examples, one row each, in their dtypes on devices.
 
     Raises:
-      ValueError: A whole number does not fit; the message names the example and the leaf.
+      ValueError: An integer does not fit; the message names the example and the leaf.
     """
     stacked = []
     for i, (path, dtype) in enumerate(zip(spec.paths, spec.jax_dtypes, strict=True)):

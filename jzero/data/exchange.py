@@ -1,4 +1,4 @@
-"""What processes tell each other before the first batch."""
+"""Exchanges facts between processes before the first batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_agreement", "exchange"]
 
 
 def exchange(attempt: Callable[[], Any]) -> list[Any]:
-    """Returns what `attempt` returns in each process; if it fails in one, raises in all. Each must call it.
+    """Returns the results of `attempt` from all processes; if it fails in one, raises in all. Each must call it.
 
     Args:
-      attempt: Returns what JSON can hold.
+      attempt: Returns data for JSON.
     """
     if jax.process_count() == 1:
         return [attempt()]
@@ -37,7 +37,7 @@ def exchange(attempt: Callable[[], Any]) -> list[Any]:
 
 
 def check_agreement(descriptions: list[Mapping[str, Any]]) -> None:
-    """Raises if processes differ in what they must share; lists what differs, by process."""
+    """Raises if processes differ where they must agree; lists the differences, by process."""
     names = [name for name in descriptions[0] if any(other[name] != descriptions[0][name] for other in descriptions)]
     if names:
         rows = [f"  process {i}: {name}={other[name]!r}" for name in names for i, other in enumerate(descriptions)]

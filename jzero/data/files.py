@@ -1,4 +1,4 @@
-"""Many files as one source of examples that every process numbers alike."""
+"""Many files as one source of examples, with the same numbers in every process."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ __all__ = ["FileSource"]
 
 
 class FileSource:
-    """The examples of many files, numbered through, whatever their counts; for `make_loader`, or for Grain.
+    """The examples of many files, numbered consecutively; for `make_loader`, or for Grain.
 
-    The files lie on storage that every process sees. Their examples are counted once, each process counting a part of
-    the files, so that all processes know the same order and end an epoch together. A file is opened when an example of
-    it is first needed. Each process must make the source, at the same point.
+    Put the files on storage that every process can read. Each process counts the examples of some files, once, and
+    shares its counts, so that all processes know the same order and end an epoch together. A file is opened when one of
+    its examples is first needed. Each process must make the source, at the same point.
 
     Args:
-      paths: The files. Processes may name all of them or a part each: lists that differ are united, in the order of
-        the names.
+      paths: The files. Processes may name all of them or a part each: if lists differ, the source is their union,
+        sorted by path.
       open_file: Opens a file as a sequence of examples: something with `__len__` and `__getitem__`, such as a memory
         map, safe to read from several threads.
-      read: In place of `open_file`, for formats without random access: yields the examples of a file, in the same
+      read: Instead of `open_file`, for formats without random access: yields the examples of a file, in the same
         order each time. Such files are read in order, without shuffling.
-      counts: Examples of each file by path, where they are known: `dict(zip(source.paths, source.counts))` of an
-        earlier run. Files that are not in it are counted.
+      counts: Known counts of examples by path, such as `dict(zip(source.paths, source.counts))` of an earlier run. Only
+        other files are counted.
       interleave: How many files to read side by side: their examples take turns. With the batch size here, and without
-        shuffling, each row of a batch comes from a chain of files of its own, so a process reads only the files of
-        its own rows, until the first chain is through.
-      max_open_files: How many files a process keeps open; the one that was not used for longest is dropped.
+        shuffling, each row of a batch comes from its own chain of files, so a process reads only the files of its rows,
+        until the first chain ends.
+      max_open_files: Most files that a process keeps open; it closes the least recently used one first.
 
     Attributes:
       paths: The files, in order.
       counts: Examples of each.
-      sequential: Whether the files can be read from their start only.
-      fingerprint: A digest of names, counts and interleaving, by which a saved position is known to be of this source.
+      sequential: Whether the files can only be read from their start.
+      fingerprint: A digest of names, counts and interleaving, which identifies this source in saved positions.
 
     Raises:
       ValueError: There are no files, no examples, a file cannot be counted, or an argument is impossible.
@@ -86,7 +86,7 @@ class FileSource:
         return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_opened")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # in a worker, too: each process opens the files for itself
+        self.__dict__.update(state)  # in a worker, too: each process opens its own files
         self._lock = threading.Lock()
         self._opened = functools.lru_cache(maxsize=self._max_open_files)(self._open_file)
 
@@ -113,7 +113,7 @@ class FileSource:
             raise
 
     def _count(self, known: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the examples of each file; those that are not known are shared out over the processes."""
+        """Returns the number of examples of each file; the processes share the counting of unknown ones."""
         unknown = [path for path in self.paths if path not in known]
         mine = unknown[jax.process_index() :: jax.process_count()]
         answers = exchange(lambda: [(path, self._count_one(path)) for path in mine])
@@ -142,7 +142,7 @@ def _reader(
 
 
 def _united(paths: list[str]) -> tuple[str, ...]:
-    """Returns the files of all processes; in the order given, if that is the same in all of them."""
+    """Returns the files of all processes; in the given order, if all processes gave the same."""
     digests = exchange(lambda: hashlib.sha256(json.dumps(paths).encode()).hexdigest())
     if any(digest != digests[0] for digest in digests):
         paths = sorted({path for some in exchange(lambda: paths) for path in some})
@@ -155,6 +155,6 @@ def _united(paths: list[str]) -> tuple[str, ...]:
 
 
 def _fingerprint(paths: Sequence[str], counts: Sequence[int], interleave: int) -> str:
-    # The names alone: the folder may lie elsewhere on another machine.
+    # Only the names, since the folder may be elsewhere on another machine.
     files = [[os.path.basename(path), count] for path, count in zip(paths, counts, strict=True)]
     return hashlib.sha256(json.dumps([files, interleave]).encode()).hexdigest()[:16]

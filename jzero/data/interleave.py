@@ -14,12 +14,11 @@ __all__ = ["Lanes"]
 class Lanes:
     """Files dealt out to lanes that take turns: the first example of each lane, then the second of each, and so on.
 
-    A lane is a chain of files; each file goes to the lane that is shortest so far. A lane that is through is
-    passed over.
+    A lane is a chain of files; each file goes to the lane that is shortest so far. A lane that has ended is skipped.
 
     Args:
       counts: Examples of each file.
-      num_lanes: How many lanes; with one, the files follow each other.
+      num_lanes: Number of lanes; with one, the files follow each other.
     """
 
     def __init__(self, counts: Sequence[int], num_lanes: int) -> None:
@@ -34,7 +33,7 @@ class Lanes:
         self._lengths = np.zeros(num_lanes, np.int64)
         for length, lane in lengths:
             self._lengths[lane] = length
-        # From one of these rounds to the next the same lanes take part; `_before` counts the examples before each.
+        # Between two of these rounds the same lanes take part; `_before` counts the examples before each.
         self._rounds = np.unique(np.append(self._lengths, 0))
         self._before = [int(np.minimum(self._lengths, number).sum()) for number in self._rounds]
 
@@ -45,6 +44,6 @@ class Lanes:
         taking_part = np.flatnonzero(self._lengths > first)
         further, turn = divmod(index - self._before[phase], len(taking_part))
         lane, place = int(taking_part[turn]), first + further
-        # Of files that start at the same place all but the last are empty.
+        # If several files start at the same place, all but the last are empty.
         number = bisect.bisect_right(self._starts[lane], place) - 1
         return self._files[lane][number], place - self._starts[lane][number]

@@ -1,4 +1,4 @@
-"""How far the batches of a loader have been handed out."""
+"""The iterator over a loader's batches, with its position."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Batches: TypeAlias = grain.DatasetIterator[tuple[PyTree, Position]]
 
 
 class LoaderIterator:
-    """The batches of a `Loader`, one after the other, and how far they have been handed out.
+    """The batches of a `Loader`, one after another, with the position of the last one returned.
 
-    What was made ahead does not count as handed out. An error of the source is raised by the `next` that needed the
-    example, with its index in a note; the position stays, so a further `next` tries again.
+    Batches made ahead do not count. If the source raises, the `next` that needed the example raises its error, with the
+    index in a note; the position does not move, so another `next` tries again.
 
     Example:
       >>> loader = jzero.data.make_loader([{"x": i} for i in range(20)], batch_size=8)
@@ -37,9 +37,9 @@ class LoaderIterator:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._position = Position()
-        self._ahead: list[Batches] = []  # one at most, while batches are made ahead
+        self._ahead: list[Batches] = []  # at most one, while batches are made ahead
         self._closed = False
-        # Also when a loop leaves this iterator behind, and at the end of a program that does not close it.
+        # Also if a loop drops this iterator, and at the end of a program that does not close it.
         weakref.finalize(self, _close, self._ahead)
 
     def __iter__(self) -> LoaderIterator:
@@ -52,28 +52,28 @@ class LoaderIterator:
             self._ahead.append(self._pipeline.batches_from(self._position))
         try:
             batch, self._position = next(self._ahead[0])
-        except BaseException:  # the end included: nothing is left for the threads
+        except BaseException:  # also at the end: the threads have nothing left to do
             _close(self._ahead)
             raise
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the position: epochs that are through, examples handed out of this one, and what they are of.
+        """Returns the position: finished epochs, examples returned from this one, and the identity of the source.
 
-        It is the same in all processes, small, and what JSON can hold; `CheckpointManager.save` takes the iterator as
+        It is the same in all processes, small, and data for JSON; `CheckpointManager.save` takes the iterator as
         `data_iterator`.
         """
         return {**dataclasses.asdict(self._position), **self._pipeline.identity()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position, which may come from a run with other processes, another mesh or another batch size.
+        """Moves to a position, which may come from a run with other processes, another mesh or another batch size.
 
         Args:
-          state: What `get_state` returned.
+          state: A result of `get_state`.
 
         Raises:
-          ValueError: It is a position in another source or another order, or none.
-          TypeError: It is no dictionary.
+          ValueError: It is not a position, or one in another source or order.
+          TypeError: It is not a dictionary.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"`state` must be a position, which `get_state` returns, a dictionary: got {state!r:.200}.")
@@ -93,7 +93,7 @@ class LoaderIterator:
         self._position = Position(epoch, example)
 
     def close(self) -> None:
-        """Drops what was made ahead and ends the threads; nothing more can be read."""
+        """Drops the batches made ahead and ends the threads; nothing more can be read."""
         _close(self._ahead)
         self._closed = True
 
@@ -107,6 +107,6 @@ class LoaderIterator:
 
 
 def _close(ahead: list[Batches]) -> None:
-    # Dropped, too: Grain's iterators over processes say so if they outlive its modules at the end of a program.
+    # Drop the iterator, too: Grain's iterators over processes complain if they outlive its modules at exit.
     while ahead:
         ahead.pop().close()

@@ -39,10 +39,10 @@ def make_loader(
 ) -> Loader:
     """Returns an iterable of global batches, laid out as ZeRO's steps expect them.
 
-    Batch after batch takes the next `batch_size` examples of the epoch's order, which depends on `seed` and the epoch
-    alone. A process loads the rows that its own devices hold. The last batch of an epoch is filled up with copies of
-    example 0, whose weight is 0. So all processes make the same batches, the same number of them, at any number of
-    processes. Each process must call this, with equal arguments.
+    Each batch takes the next `batch_size` examples of the epoch's order, which depends only on `seed` and the epoch.
+    Each process loads the rows of its own devices. Copies of example 0 with weight 0 fill the last batch of an epoch.
+    So all processes make the same batches, however many processes there are. Each process must call this, with equal
+    arguments.
 
     Args:
       source: The examples: anything with `__len__` and `__getitem__`, safe to read from several threads, such as a
@@ -50,32 +50,32 @@ def make_loader(
         arrays and numbers, of equal shapes and dtypes.
       batch_size: Rows of all processes together; a multiple of the devices that share a batch (times
         `accumulate_steps`, if the step has micro-batches).
-      mesh: The mesh of the train state. All devices on one axis by default, as everywhere.
+      mesh: The mesh of the train state. By default all devices on one axis, as everywhere.
       axis: As in `ZeroConfig`.
       replica_axis: As in `ZeroConfig`.
       num_epochs: How often to go through the source; `None` for no end.
-      shuffle: Whether to shuffle anew in each epoch.
-      shuffle_window: Shuffle within windows of that many neighbors, and the windows among themselves, so that examples
-        of a batch lie in few files. A few thousand or more: Grain's permutation is slow for less. `None` to shuffle
+      shuffle: Whether to shuffle, differently in each epoch.
+      shuffle_window: Shuffle within windows of that many neighbors, and then the windows, so that the examples of a
+        batch are in few files. Use a few thousand or more: Grain's permutation is slow for fewer. `None` to shuffle
         over all examples.
-      seed: Of the order and of `transform`.
-      transform: Makes an example of what the source returns: `transform(x, rng)`. What `rng` yields depends on `seed`,
-        the epoch and the index of the example; it must not be kept.
-      drop_remainder: Leave out the examples of an epoch that do not fill a batch, in place of padding.
-      prefetch: How many batches to make ahead, on the devices, each by a thread of its own; 0 for none.
-      num_workers: Have batches loaded by this many processes in place of threads, for a `transform` that takes long in
-        Python. They are Grain's, and get copies of the source; a script needs `if __name__ == "__main__":`. Each
-        makes at least one batch ahead, in host memory.
+      seed: Seed of the order and of `transform`.
+      transform: Turns what the source returns into an example: `transform(x, rng)`. The numbers of `rng` depend on
+        `seed`, the epoch and the index of the example; do not keep `rng`.
+      drop_remainder: Whether to drop the examples of an epoch that do not fill a batch, instead of padding.
+      prefetch: How many batches to make ahead, on the devices, each in its own thread; 0 for none.
+      num_workers: Load batches in this many processes instead of threads, for a slow `transform` in Python. They are
+        Grain's, and get copies of the source; a script needs `if __name__ == "__main__":`. Each makes at least one
+        batch ahead, in host memory.
 
     Returns:
       A `Loader`; each `iter` of it starts at the beginning. A batch has the keys of the examples, each leaf
-      `[batch_size, ...]`, and `weights`, float32 `[batch_size]`: 1 for an example, 0 for padding. 64-bit numbers come
-      as 32-bit ones, unless jax is told otherwise.
+      `[batch_size, ...]`, and `weights`, float32 `[batch_size]`: 1 for an example, 0 for padding. 64-bit numbers become
+      32-bit ones, unless jax enables 64.
 
     Raises:
-      ValueError: The source is empty, has a length that cannot be shuffled, or its examples have a key `weights`;
-        `batch_size` cannot be shared out evenly; an argument is impossible, or differs between processes.
-      TypeError: Examples are no dicts, or hold text or objects; the message names the leaves.
+      ValueError: The source is empty, too long to shuffle, or its examples have a key `weights`; `batch_size` cannot be
+        divided evenly; an argument is impossible, or differs between processes.
+      TypeError: Examples are not dicts, or hold text or objects; the message names the leaves.
 
     Example:
       >>> source = [{"x": np.full(3, i)} for i in range(20)]
@@ -148,7 +148,7 @@ def _check_sequential(order: Order, num_workers: int) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loader:
-    """Global batches of a source, see `make_loader`. Each `iter` starts at the beginning, or where it is moved to.
+    """Global batches of a source, see `make_loader`. Each `iter` starts at the beginning, or where you move it.
 
     `len(loader)` is the number of batches of all epochs.
 

@@ -1,4 +1,4 @@
-"""The order of examples in an epoch: a function of the seed and the epoch alone."""
+"""The order of examples in an epoch, which depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["MAX_SHUFFLED", "Order"]
 
 MAX_SHUFFLED = 2**32 - 1
-"""How many examples Grain's permutation can tell apart: it computes in 32 bits and wraps beyond."""
+"""Most examples that Grain can permute: it computes in 32 bits, and wraps beyond."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Order:
     last window, if smaller, stays last.
 
     Attributes:
-      num_examples: How many there are, at least one.
-      seed: Of the permutations.
-      shuffle: Whether examples are permuted at all.
+      num_examples: Number of examples, at least one.
+      seed: Seed of the permutations.
+      shuffle: Whether examples are permuted.
       window: Size of the windows; `None` to shuffle over all examples.
     """
 
@@ -48,8 +48,7 @@ class Order:
         return number * self.window + _permuted(offset, size, (self.seed, epoch, number))
 
 
-# Grain takes the longer the fewer there are to permute, milliseconds for a few windows, which are asked for again and
-# again.
+# Grain is slower the fewer numbers it permutes, milliseconds for a few windows, and these are needed again and again.
 @functools.lru_cache(maxsize=4096)
 def _permuted(place: int, size: int, seeds: tuple[int, ...]) -> int:
     return int(grain.experimental.index_shuffle(place, max_index=size - 1, seed=_mixed(seeds), rounds=4))

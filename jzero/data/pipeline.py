@@ -1,4 +1,4 @@
-"""How a batch is made: from numbers of examples to global arrays, by threads or processes that work ahead."""
+"""Makes batches: from indices of examples to global arrays, in threads or processes that work ahead."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OrderedExamples:
         return index, self.spec.leaves(self._read(epoch, index), index)
 
     def _read(self, epoch: int, index: int) -> Any:
-        # Grain's datasets go on counting in later epochs, and seed their random transformations by that.
+        # Grain's datasets keep counting in later epochs, and seed their random transformations by that.
         further = epoch * self.order.num_examples if isinstance(self._source, grain.MapDataset) else 0
         try:
             example = self._source[index + further]
@@ -63,13 +63,13 @@ class OrderedExamples:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalBatches:
-    """Loads this process's rows of the batches from a position on; knows no device, so that it may run elsewhere.
+    """Loads this process's rows of the batches after a position; uses no device, so that it can run elsewhere.
 
     Attributes:
-      examples: What goes in.
-      schedule: Which of them make up a batch.
-      rows: Which rows of a batch this process holds.
-      start: Where the first batch starts.
+      examples: The examples.
+      schedule: The split of epochs into batches.
+      rows: The rows of a batch in this process.
+      start: The position of the first batch.
     """
 
     examples: OrderedExamples
@@ -94,11 +94,11 @@ class Pipeline:
     """Makes the batches of a loader.
 
     Attributes:
-      examples: What goes in.
-      schedule: Which of them make up a batch.
-      rows: Which rows of a batch this process holds, on which devices.
-      prefetch: How many batches to make ahead.
-      num_workers: How many processes load them; 0 for threads.
+      examples: The examples.
+      schedule: The split of epochs into batches.
+      rows: The rows of a batch in this process, with their devices.
+      prefetch: Number of batches to make ahead.
+      num_workers: Number of processes that load them; 0 for threads.
     """
 
     examples: OrderedExamples
@@ -108,7 +108,7 @@ class Pipeline:
     num_workers: int
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a position depends on: one of another source or order means other examples."""
+        """Returns the facts that a position depends on: in another source or order it means other examples."""
         return {
             "num_examples": self.schedule.num_examples,
             "source": self.examples.fingerprint,
@@ -118,23 +118,23 @@ class Pipeline:
         }
 
     def description(self) -> dict[str, Any]:
-        """Returns what processes must agree on."""
+        """Returns the facts that processes must agree on."""
         return {**self.identity(), **dataclasses.asdict(self.schedule), "examples": str(self.examples.spec)}
 
     def batches_from(self, start: Position) -> grain.DatasetIterator[tuple[PyTree, Position]]:
-        """Returns the batches from a position on, each with the position after it; they are made ahead."""
+        """Returns the batches after a position, made ahead, each with the position after it."""
         total = self.schedule.num_batches(start)
         numbers = grain.MapDataset.range(sys.maxsize if total is None else total)
         load = LocalBatches(self.examples, self.schedule, self.rows.rows, start)
         if self.num_workers:
             return iter(self._loaded_by_workers(numbers.map(load)).map(self._place))
-        # One thread for files that are read from their start: several would have to wait for each other's turn.
+        # One thread for files that are read from their start: several would wait for each other.
         num_threads = min(self.prefetch, 1) if self.examples.sequential else self.prefetch
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=self.prefetch)
         return iter(numbers.map(lambda number: self._place(load(number))).to_iter_dataset(options))
 
     def _loaded_by_workers(self, loaded: grain.MapDataset[Any]) -> grain.IterDataset[Any]:
-        if not flags.FLAGS.is_parsed():  # Grain's workers are handed absl's flags, which `absl.app` alone would parse
+        if not flags.FLAGS.is_parsed():  # Grain's workers get absl's flags, which only `absl.app` would parse
             flags.FLAGS.mark_as_parsed()
         one_by_one = loaded.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         ahead = max(1, -(-self.prefetch // self.num_workers))

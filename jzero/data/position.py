@@ -1,4 +1,4 @@
-"""Where an epoch is cut into batches, and how far training has come: arithmetic alone."""
+"""The split of epochs into batches, and positions in it. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Position", "Schedule", "Span"]
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """How far training has come, in examples, so that another batch size can go on from there.
+    """The progress of training, in examples, so that a run can resume with another batch size.
 
     Attributes:
-      epoch: Number of epochs that are through.
-      example: How many places of this epoch's order have been handed out.
+      epoch: Number of finished epochs.
+      example: Number of examples returned from this epoch.
     """
 
     epoch: int = 0
@@ -31,13 +31,13 @@ class Span:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Epochs cut into batches. No batch spans two epochs.
+    """Epochs split into batches. No batch spans two epochs.
 
     Attributes:
       num_examples: Examples of an epoch.
       batch_size: Rows of a batch.
-      num_epochs: How many epochs; `None` for no end.
-      drop_remainder: Whether the examples that do not fill a batch are left out; else it is padded.
+      num_epochs: Number of epochs; `None` for no end.
+      drop_remainder: Whether to drop the examples that do not fill a batch; otherwise it is padded.
     """
 
     num_examples: int
@@ -51,7 +51,7 @@ class Schedule:
         return self._num_batches(self.num_examples)
 
     def num_batches(self, start: Position) -> int | None:
-        """Returns how many batches are left from a position on; `None` if there is no end."""
+        """Returns the number of batches after a position; `None` if there is no end."""
         if self.num_epochs is None:
             return None
         if start.epoch >= self.num_epochs:
@@ -60,7 +60,7 @@ class Schedule:
         return self._num_batches(self.num_examples - start.example) + whole * self.batches_per_epoch
 
     def span(self, number: int, start: Position) -> Span:
-        """Returns the places of the `number`-th batch from a position on."""
+        """Returns the places of the `number`-th batch after a position."""
         epoch, first = start.epoch, start.example + number * self.batch_size
         left = self._num_batches(self.num_examples - start.example)
         if number >= left:
@@ -69,7 +69,7 @@ class Schedule:
         return Span(epoch, first, min(first + self.batch_size, self.num_examples))
 
     def after(self, span: Span) -> Position:
-        """Returns the position once a batch has been handed out."""
+        """Returns the position after a batch."""
         if self._num_batches(self.num_examples - span.stop):
             return Position(span.epoch, span.stop)
         return Position(span.epoch + 1, 0)

@@ -1,4 +1,4 @@
-"""Which rows of a global batch this process holds, and global arrays made of them."""
+"""The rows of a global batch in this process, and global arrays made from them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["LocalRows", "local_rows"]
 
 @dataclasses.dataclass(frozen=True)
 class LocalRows:
-    """The rows of a batch that devices of this process hold.
+    """The rows of a batch on the devices of this process.
 
     Attributes:
-      sharding: How a batch is laid out: as the steps expect it.
+      sharding: The sharding of a batch, as the steps expect it.
       batch_size: Rows of all processes.
-      rows: Those of this process, in order, each once.
+      rows: Rows of this process, in order, each once.
     """
 
     sharding: NamedSharding
@@ -30,22 +30,22 @@ class LocalRows:
     rows: tuple[int, ...]
 
     def global_array(self, local: np.ndarray) -> jax.Array:
-        """Returns the global array of which `local` holds the rows of this process."""
+        """Returns the global array whose rows of this process are `local`."""
         places = {row: place for place, row in enumerate(self.rows)}
 
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(self.batch_size)
-            # All rows of one device are there, in order, so they are neighbors.
+            # `local` has all rows of a device, in order, so they are neighbors.
             return local[places[start] : places[start] + stop - start]
 
         return jax.make_array_from_callback((self.batch_size, *local.shape[1:]), self.sharding, part)
 
 
 def local_rows(mesh: Mesh, batch_size: int, *, axis: str, replica_axis: str | None) -> LocalRows:
-    """Returns which rows this process holds of batches that are split as ZeRO's steps split them.
+    """Returns this process's rows of batches, split as ZeRO's steps split them.
 
     Raises:
-      ValueError: The mesh lacks an axis, the rows cannot be shared out evenly, or no device is of this process.
+      ValueError: The mesh lacks an axis, the rows cannot be divided evenly, or this process has no device.
     """
     config = ZeroConfig(axis=axis, replica_axis=replica_axis)
     check_mesh(mesh, config)

@@ -10,7 +10,7 @@ __all__ = ["SequentialFile"]
 
 
 class SequentialFile:
-    """A file's examples by number, cheap if they are asked for in order; going back starts it again.
+    """A file's examples by number; reading in order is cheap, and going back starts the file again.
 
     Args:
       read: Yields the examples of a file.
@@ -33,7 +33,7 @@ class SequentialFile:
                     self._last = next(self._examples)
                     self._next += 1
             except BaseException as error:
-                self._examples = None  # a generator that failed is through: the next attempt starts again
+                self._examples = None  # a generator that raised has ended: the next attempt starts again
                 if isinstance(error, StopIteration):
                     raise IndexError(f"it ends after {self._next} examples") from None
                 raise

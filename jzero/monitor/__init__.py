@@ -1,1 +1,1 @@
-"""A training loop watched: metrics to sinks, progress, step time, memory, profiles."""
+"""Watches a training loop: metrics to sinks, progress, step time, memory, profiles."""

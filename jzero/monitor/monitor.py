@@ -1,4 +1,4 @@
-"""`Monitor`: what a training loop tells, and where it goes."""
+"""`Monitor`: sends the metrics of a training loop to sinks and progress."""
 
 from __future__ import annotations
 
@@ -23,21 +23,20 @@ __all__ = ["Monitor"]
 class Monitor:
     """Watches a training loop: metrics to sinks, progress, step time, tokens per second, memory, a profile.
 
-    The loop stays yours; it calls `log` after each step. Metrics stay on the devices until `every` steps are there;
-    they are then fetched together, while the devices work on the step after them, so the host waits once per interval
-    and the devices never. Sinks get the values of every step, and with those of an interval's last step:
+    You keep your loop, and call `log` after each step. Metrics stay on the devices until an interval of `every` steps
+    is over. The monitor then fetches them together, while the devices work on the next step: the host waits once per
+    interval, and the devices never wait. Sinks get the values of every step. The last step of an interval adds:
 
-    * `perf/seconds_per_step`: wall time per step, from the end of the last step of one interval to that of the next;
-      loading data included, what happens in `pause` not.
-    * `perf/first_step_seconds`: in its place for the first step, which traces and compiles; it is an interval of its
-      own.
-    * `perf/tokens_per_second`: over all devices, if `tokens_per_step` is given.
-    * `perf/peak_device_bytes`: the most that one of this process's devices has had in use since the process began.
-      Absent where devices do not say, as on CPUs.
-    * `perf/skipped_steps`: steps of the interval with a `step_applied` that is false, if the metrics have one.
+    * `perf/seconds_per_step`: wall time per step, from the last step of one interval to that of the next; includes data
+      loading, but not the time in `pause`.
+    * `perf/first_step_seconds`: instead of that, for the first step, which traces and compiles and is its own interval.
+    * `perf/tokens_per_second`: over all devices, with `tokens_per_step`.
+    * `perf/peak_device_bytes`: the peak memory of the fullest device of this process since the process began. Absent if
+      devices do not report it, as on CPUs.
+    * `perf/skipped_steps`: the number of steps of the interval whose `step_applied` is false, if the metrics have one.
 
-    In several processes every process calls `log`, and process 0 writes, shows and profiles: the metrics of jzero's
-    steps are the same in each. The memory is then that of its devices.
+    With several processes, every process calls `log`, and process 0 writes, shows and profiles: the metrics of jzero's
+    steps are the same everywhere. The memory is then that of its devices.
 
     Args:
       total_steps: Steps of the whole run, for the progress.
@@ -45,17 +44,17 @@ class Monitor:
         `close`.
       every: Steps of an interval, which ends at multiples of it.
       tokens_per_step: Tokens (or examples) of one step over all devices.
-      start_step: Steps that were done before, by the run that this one goes on from.
+      start_step: Steps done before, by the run that this one resumes.
       progress: Whether to show progress on the standard output: a bar in terminals and notebooks, elsewhere a line per
         interval. Needs rich.
       show: Names of the metrics that the progress shows.
       profile_dir: Folder for a profile by `jax.profiler`, for TensorBoard, XProf or Perfetto; `None`: no profile.
-      profile_steps: The first and the last step in it, counted from 1 where this monitor begins. They are an interval
-        of their own.
+      profile_steps: The first and the last step to profile, counted from 1 at this monitor's start. They are their own
+        interval.
       every_process: Whether every process writes, shows and profiles. Each needs its own sinks.
 
     Attributes:
-      step: The newest step that was logged.
+      step: The last logged step.
 
     Raises:
       ValueError: An argument has an impossible value.
@@ -107,7 +106,7 @@ class Monitor:
         self._profiler = None if profile_dir is None or not self._speaks else StepProfiler(profile_dir, profile_steps)
         self._display: Bar | Lines | None = None
         self._pending: list[dict[str, Any]] = []  # of the newest steps, on the devices
-        self._since: float | None = None  # when the interval began; `None` outside of `with`
+        self._since: float | None = None  # when the interval began; `None` outside `with`
         self._entered = False
 
     def __enter__(self) -> Monitor:
@@ -124,11 +123,11 @@ class Monitor:
         return self
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of the next step, and writes those of the interval before if it is over.
+        """Takes the metrics of the next step, and writes those of the previous interval if it is over.
 
         Args:
-          metrics: A tree of real scalars, such as what a step of `make_train_step` returns. Its leaves are named by
-            their paths, such as `aux/accuracy`.
+          metrics: A tree of real scalars, such as the metrics of `make_train_step`. Paths name its leaves, such as
+            `aux/accuracy`.
 
         Raises:
           TypeError: A leaf is not a real scalar.
@@ -147,7 +146,7 @@ class Monitor:
         self._begin_step()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Writes values that come now and then, such as a validation loss, for the newest step, at once.
+        """Writes occasional values, such as a validation loss, for the last logged step, at once.
 
         Args:
           values: As for `log`. The host waits for them.
@@ -167,7 +166,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Stops the clock for what is no training, such as an evaluation. Writes what is there first.
+        """Writes the logged metrics, then stops the clock for something else than training, such as an evaluation.
 
         Example:
           >>> with jzero.Monitor(progress=False) as monitor, monitor.pause():
@@ -183,7 +182,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: types.TracebackType | None
     ) -> None:
-        """Writes what is left, ends an open profile, and closes the sinks."""
+        """Writes the remaining metrics, ends an open profile, and closes the sinks."""
         closes = [sink.close for sink in self._sinks if hasattr(sink, "close")]
         closes += [thing.close for thing in (self._profiler, self._display) if thing is not None]
         try:
@@ -194,7 +193,7 @@ class Monitor:
         except Exception as failure:
             if error is None:
                 raise
-            # The loop's own error is the one to see, and to catch.
+            # The user needs to see, and to catch, the loop's own error.
             error.add_note(f"The monitor could not be closed either: {type(failure).__name__}: {failure}")
         finally:
             self._since = None
@@ -208,11 +207,11 @@ class Monitor:
     def _begin_step(self) -> None:
         if self._profiler is not None:
             self._profiler.before(self.step - self._start_step + 1, self.step + 1, self._settle)
-        if not self._pending:  # the time that a trace takes to start or to be written is nobody's
+        if not self._pending:  # the start and the writing of a trace do not count
             self._since = time.perf_counter()
 
     def _settle(self) -> None:
-        """Writes the steps that are not written yet, as one interval. Waits for the last of them."""
+        """Writes all pending steps, as one interval. Waits for the last of them."""
         pending, self._pending = self._pending, []
         if not pending or not self._speaks:
             return

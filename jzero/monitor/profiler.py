@@ -25,7 +25,7 @@ class StepProfiler:
         self._annotation: Any = None
 
     def before(self, count: int, step: int, settle: Callable[[], None]) -> None:
-        """Says that the step of number `count` in this run begins; `settle` waits for those before it."""
+        """Call it before step number `count` of this run; `settle` waits for the steps before."""
         if count == self.first:
             settle()
             jax.profiler.start_trace(self.directory)
@@ -35,7 +35,7 @@ class StepProfiler:
             self._annotation.__enter__()
 
     def after(self, count: int, settle: Callable[[], None]) -> None:
-        """Says that the step of number `count` was dispatched."""
+        """Call it after step number `count` was dispatched."""
         self._leave()
         if self._open and count == self.last:
             settle()

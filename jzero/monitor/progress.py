@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar in a terminal or notebook, else a line of text per report. Needs rich."""
+"""Progress of a run: a bar in a terminal or notebook, else a line of text per report. Needs rich."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MIB, GIB = 2**20, 2**30
 
 
 def make_display(total: int | None, shown: Sequence[str], *, start: int) -> Bar | Lines:
-    """Returns a bar where there is somebody to watch it move, else lines.
+    """Returns a bar for terminals and notebooks, else lines.
 
     Args:
       total: Steps of the whole run, if known.
       shown: The names of the values to show.
-      start: Steps that were done before.
+      start: Steps done before.
 
     Raises:
       ImportError: rich is not installed.
@@ -53,11 +53,11 @@ class Lines:
         sys.stdout.flush()
 
     def close(self) -> None:
-        """Does nothing: what is written stays."""
+        """Does nothing: written lines stay."""
 
 
 class Bar:
-    """A bar of rich's, which other output of the process scrolls above."""
+    """A rich bar; other output of the process scrolls above it."""
 
     def __init__(self, console: Any, total: int | None, shown: Sequence[str], *, start: int) -> None:
         progress = importlib.import_module("rich.progress")
@@ -87,7 +87,7 @@ class Bar:
 
 
 def describe(values: Mapping[str, float], shown: Sequence[str]) -> str:
-    """Returns the values of these names, then step time, speed, memory and skipped steps, as far as they are known."""
+    """Returns the named values as text, then step time, speed, memory and skipped steps, if known."""
     parts = [f"{name} {values[name]:.4g}" for name in shown if name in values]
     if "perf/first_step_seconds" in values:
         parts.append(f"first step {_seconds(values['perf/first_step_seconds'])}")

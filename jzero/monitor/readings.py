@@ -1,4 +1,4 @@
-"""Metrics as numbers by name: what may be one, and how they come to the host."""
+"""Metrics as numbers by name: checks them, and fetches them to the host."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jzero._text import path_str
 __all__ = ["OWN_PREFIX", "fetch", "peak_device_bytes", "scalars"]
 
 OWN_PREFIX = "perf/"
-"""What the names of the monitor's own values start with."""
+"""Prefix of the monitor's own values."""
 
 
 def scalars(metrics: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree of metrics by path, such as `aux/accuracy`, without waiting for any of them.
+    """Returns the leaves of a tree of metrics by path, such as `aux/accuracy`, without waiting for them.
 
     Raises:
       TypeError: A leaf is not a real scalar; all of them are listed.
@@ -43,7 +43,7 @@ def scalars(metrics: Any) -> dict[str, Any]:
 
 
 def _is_scalar(x: Any) -> bool:
-    """Whether `x` is a real scalar; asks for its shape and dtype alone."""
+    """Whether `x` is a real scalar; reads only its shape and dtype."""
     if isinstance(x, bool | int | float):
         return True
     dtype = getattr(x, "dtype", None)
@@ -65,7 +65,7 @@ def fetch(readings: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def peak_device_bytes() -> int | None:
-    """Returns the most memory that one of this process's devices has had in use; `None` where devices do not say."""
+    """Returns the peak memory of this process's fullest device; `None` if devices do not report it."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [int(x["peak_bytes_in_use"]) for x in stats if "peak_bytes_in_use" in x]
     return max(peaks, default=None)

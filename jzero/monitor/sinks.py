@@ -1,4 +1,4 @@
-"""Where metrics go: a file of JSON lines, TensorBoard. Any function of `(step, values)` will do as well."""
+"""Sinks of metrics: JSON lines, TensorBoard. Any function of `(step, values)` is a sink, too."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ OWN_KEYS = ("step", "time", NON_FINITE)
 class JsonLines:
     """A sink that appends one JSON object per step to a file.
 
-    A line holds `step`, `time` (seconds since the epoch) and the values by name. JSON knows no NaN and no infinity:
-    such a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line is handed to
-    the operating system as a whole as soon as it is there, so a crash leaves the lines before it as they are. A last
-    line that a crash cut off is removed, with a warning, when the file is opened again. A run that goes on from a
-    checkpoint appends: steps that it does again have a second line, which is the one that counts.
+    A line holds `step`, `time` (seconds since the epoch) and the values by name. JSON has no NaN and no infinity: such
+    a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line goes to the
+    operating system whole and at once, so a crash does not damage earlier lines. If a crash cut off the last line, the
+    next run removes it, with a warning. A run that resumes from a checkpoint appends: a repeated step gets a second
+    line, which counts.
 
     Args:
-      path: The file. It is made, with its folder, when there is something to write.
+      path: The file. The first write makes it, with its folder.
 
     Raises:
       ValueError: (when called) A value is named `step`, `time` or `non_finite`.
@@ -64,7 +64,7 @@ class JsonLines:
             line |= {NON_FINITE: found}
         if self._file is None:
             self._file = _open_whole(self.path)
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")  # unbuffered: one call of the system
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")  # unbuffered: one system call
 
     def close(self) -> None:
         """Closes the file."""
@@ -74,13 +74,13 @@ class JsonLines:
 
 
 def _open_whole(path: pathlib.Path) -> Any:
-    """Opens a file to append to, without a last line that was cut off."""
+    """Opens a file to append to, and removes a last line that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)
     tail = file.read().rpartition(b"\n")[2]
     if tail and _is_json(tail):
-        file.write(b"\n")  # complete, but for its end
+        file.write(b"\n")  # the line is complete, but its newline is missing
     elif tail:
         warnings.warn(f"The last line of {path} was cut off and is removed: {tail[:80]!r}.", stacklevel=2)
         file.truncate(file.tell() - len(tail))
@@ -98,11 +98,11 @@ def _is_json(text: bytes) -> bool:
 class TensorBoard:
     """A sink that writes scalars for TensorBoard, through the package `tensorboardX`.
 
-    What is written is on disk at most ten seconds later, and when the sink is closed. TensorBoard shows NaN and
-    infinite values as such.
+    Values are on disk at most ten seconds later, and when the sink is closed. TensorBoard shows NaN and infinite values
+    as such.
 
     Args:
-      directory: The folder of the run. Each process that writes adds a file of its own.
+      directory: The folder of the run. Each writing process adds its own file.
 
     Raises:
       ImportError: tensorboardX is not installed.
@@ -136,7 +136,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Writes the remaining values and closes the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
