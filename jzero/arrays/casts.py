@@ -1,4 +1,4 @@
-"""Casts to 16 bits that stay where they are written, and stochastic rounding."""
+"""Casts to 16 bits that compilers do not move or skip, and stochastic rounding."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["holds", "round_stochastically", "round_to", "round_without_derivativ
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
-    """Casts `x`, so that the compiler neither skips the rounding nor moves the cast behind what comes next.
+    """Casts `x`, so that the compiler neither skips the rounding nor moves the cast past the next operation.
 
-    Compilers may keep more precision than asked for, and may swap a cast and a gather (jax issue 23543).
+    Compilers may keep more precision than asked, and may swap a cast and a gather (jax issue 23543).
     """
     return round_without_derivative(x, dtype)
 
 
 def round_without_derivative(x: jax.Array, dtype: Any) -> jax.Array:
-    """The same where nothing is differentiated any more."""
+    """The same cast, for values that are not differentiated."""
     if x.dtype == dtype:
         return x
     if dtype == jnp.float16:  # `reduce_precision` would flush its subnormal numbers to zero
@@ -40,9 +40,9 @@ def _round_to_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Arr
 
 
 def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Whether elements of two floating-point arrays of one dtype are the same to the bit, or both zero.
+    """Whether elements of two floating-point arrays of one dtype have the same bits, or are both zero.
 
-    Bits and not numbers, since compilers may compare with more precision than the dtype has.
+    Compares bits, since compilers may compare numbers with more precision than the dtype has.
     """
     size = 8 * x.dtype.itemsize
     unsigned = jnp.dtype(f"uint{size}")
@@ -51,24 +51,24 @@ def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.bitwise_or(lax.eq(x, y), lax.eq(both, lax.full_like(x, 0)))
 
 
-@jax.jit  # once for all parameters of a shape, and of `lax`, which is traced several times as fast as `jnp`
+@jax.jit  # traced once per shape; uses `lax`, which traces several times as fast as `jnp`
 def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns `master`, with the elements of `param` where that is no longer the rounded master."""
+    """Returns `master`, with the elements of `param` that differ from the rounded master."""
     edited = lax.convert_element_type(param, master.dtype)
     return lax.select(_same_bits(round_without_derivative(master, param.dtype), param), master, edited)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds fp32 to bf16, up or down with probabilities such that the expected value is `x`."""
+    """Rounds fp32 to bf16, up or down at random, so that the expected value is `x`."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    # bf16 is the upper half of fp32: a random lower half is added, and the carry is the rounding.
+    # bf16 is the upper half of fp32: adding a random lower half rounds by its carry.
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
 
 
 def holds(dtype: Any, value_dtype: Any) -> bool:
-    """Whether what has a dtype can take a value of another one without loss of range or kind."""
+    """Whether a dtype can take values of another one without loss of range or kind."""
     if dtype == value_dtype:
         return True
     try:

@@ -1,12 +1,12 @@
-"""Loops over large arrays, chunk by chunk: how an array is split, and the loop that updates arrays in place.
+"""Loops over large arrays, chunk by chunk: splits arrays, and updates them in place.
 
 [Note: Chunks]
-A chunk is a range of one dimension, where leading dimensions may first be merged into one. A loop that reads a chunk of
-an array in host memory, and writes it back to where it was, is compiled without any copy of the array. (A `scan` over
-the array is not: it stacks its outputs anew.) On GPUs and CPUs every merge is free and chunks are contiguous. TPUs lay
-out the last two dimensions in tiles of 128 lanes by 8 sublanes (16 or 32 for narrower dtypes), in the order that wastes
-less; their compiler slices host memory along one dimension only, along lanes by whole tiles only, and aborts on others.
-A chunk may not overlap another: the arrays are overwritten on the way.
+A chunk is a range of one dimension, after leading dimensions may be merged into one. A loop that reads a chunk of an
+array in host memory, and writes it back to the same place, compiles without a copy of the array. (A `scan` over the
+array does not: it stacks its outputs in a new array.) On GPUs and CPUs every merge is free and chunks are contiguous.
+TPUs lay out the last two dimensions in tiles of 128 lanes by 8 sublanes (16 or 32 for narrower dtypes), in the order
+that wastes less; their compiler slices host memory along one dimension only, along lanes by whole tiles only, and
+aborts on others. Chunks may not overlap, since the loop overwrites the arrays.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Pieces(NamedTuple):
     """How an array is split, see [Note: Chunks].
 
     Attributes:
-      view: The shape that it is seen in: leading dimensions may be merged.
-      dim: The dimension of the view that is cut into ranges.
+      view: The shape to split, with leading dimensions possibly merged.
+      dim: The dimension of the view to cut into ranges.
       length: Length of a range; the last one may be shorter.
     """
 
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
 
 def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, tiled: bool) -> Pieces:
-    """Returns how to split an array into chunks of at most `chunk_bytes`, or of the least that tiles allow.
+    """Splits an array into chunks of at most `chunk_bytes`, or of the smallest size that tiles allow.
 
     Args:
       shape: Shape of the array.
@@ -65,19 +65,19 @@ def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, til
         view, dim, tile = way
         return size // view[dim] * min(tile, view[dim])
 
-    if not ways:  # it travels whole
+    if not ways:  # one chunk
         return Pieces(shape, 0, shape[0])
     view, dim, tile = next((way for way in ways if least(way) <= chunk_bytes), min(ways, key=least))
     most = max(tile, chunk_bytes // (size // view[dim]) // tile * tile)
     equal = -(-view[dim] // -(-view[dim] // most))  # chunks of about equal length
     length = min(view[dim], -(-equal // tile) * tile)
-    while length > tile and 0 < view[dim] % length < tile:  # no last chunk of less than a tile
+    while length > tile and 0 < view[dim] % length < tile:  # the last chunk needs a whole tile
         length -= tile
     return Pieces(view, dim, length)
 
 
 def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yields views, the dimension to split, and what lengths are multiples of; the coarsest first."""
+    """Yields views, the dimension to split, and the divisor of lengths; the coarsest first."""
     for dim in range(len(shape)):
         yield (math.prod(shape[: dim + 1]), *shape[dim + 1 :]), 0, 1
 
@@ -94,7 +94,7 @@ def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
         yield (math.prod(leading) * rows, columns), 0, SUBLANES
     is_transposed = _padded(columns, rows) < _padded(rows, columns)
     sublanes, lanes = (len(shape) - 1, len(shape) - 2) if is_transposed else (len(shape) - 2, len(shape) - 1)
-    if shape[sublanes] % 8 == 0 or shape[lanes] > LANES:  # or else the last chunk could not be sliced
+    if shape[sublanes] % 8 == 0 or shape[lanes] > LANES:  # otherwise the last chunk could not be sliced
         yield shape, sublanes, SUBLANES
     if shape[lanes] % LANES == 0:
         yield shape, lanes, LANES
@@ -105,7 +105,7 @@ def _padded(sublanes: int, lanes: int) -> int:
 
 
 def for_each_chunk(body: Callable[[Chunk, Any], Any], carry: Any, pieces: Pieces) -> Any:
-    """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside of a trace.
+    """Returns `carry` after `carry = body(chunk, carry)` for each chunk, inside a trace.
 
     Args:
       body: Takes a chunk and `carry`.
@@ -124,14 +124,14 @@ def for_each_chunk(body: Callable[[Chunk, Any], Any], carry: Any, pieces: Pieces
 
 
 def read_chunk(x: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
-    """Returns a chunk of an array in the view's shape, in the memory that the array is in."""
+    """Returns a chunk of an array in the view's shape, in the array's memory."""
     if chunk.length == pieces.view[pieces.dim]:
         return x
     return lax.dynamic_slice_in_dim(x, chunk.start, chunk.length, pieces.dim)
 
 
 def write_chunk(x: jax.Array, new: jax.Array, chunk: Chunk, pieces: Pieces) -> jax.Array:
-    """Returns an array in the view's shape with one chunk replaced; `new` lies in the same memory."""
+    """Returns an array in the view's shape with one chunk replaced; `new` is in the same memory."""
     if chunk.length == pieces.view[pieces.dim]:
         return new
     return lax.dynamic_update_slice_in_dim(x, new, chunk.start, pieces.dim)

@@ -4,10 +4,9 @@ Shape legend: `D` is the natural size of the cut dimension, `P` the padded one, 
 the ZeRO axis, `...` all other dimensions.
 
 [Note: Collectives beside other mesh axes]
-What a parameter is cut over by further axes of the mesh (tensor parallelism) is the compiler's to handle in the loss,
-but it does not split an `all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, and
-every device would send and hold the parameter as if there was no such axis. So these two run in a `shard_map` over the
-other axes, each device on its own part.
+If other mesh axes cut a parameter (tensor parallelism), the compiler handles that in the loss. But it does not split an
+`all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, so every device would send and
+hold the whole parameter. So these two run in a `shard_map` over the other axes, each device on its own part.
 """
 
 from __future__ import annotations
@@ -45,15 +44,14 @@ class Wire:
     """How parameters and gradients travel between devices.
 
     Attributes:
-      axis: The mesh axis that the shards are cut over.
+      axis: The mesh axis that cuts parameters into shards.
       replica_axis: The mesh axis that repeats the shards, if any.
-      reduce_scatter: Whether gradients are reduced by a reduce-scatter or by all-reduce and slice.
-      reduce_dtype: What gradients are cast to before; `None`: nothing.
-      reduce_last: Whether gradients stay local and whole where they are made, to be reduced once after all uses and
-        micro-batches.
-      predivide: What gradients are divided by before they are reduced, so that a sum over many devices does not
-        overflow fp16.
-      widen_bf16: Whether bf16 is summed over devices as fp32, because the backend cannot.
+      reduce_scatter: Whether gradients are reduced by a reduce-scatter, or by all-reduce and slice.
+      reduce_dtype: The dtype of reductions of gradients; `None`: their own.
+      reduce_last: Whether gradients stay whole and local, to be reduced once after all uses and micro-batches.
+      predivide: The divisor of gradients before their reduction, so that a sum over many devices does not overflow
+        fp16.
+      widen_bf16: Whether bf16 is summed over devices as fp32, because the backend cannot sum bf16.
     """
 
     axis: str
@@ -65,7 +63,7 @@ class Wire:
     widen_bf16: bool = False
 
     def to_reduce(self, x: jax.Array) -> jax.Array:
-        """Returns a gradient in the dtype that it is reduced in."""
+        """Returns a gradient in the dtype of its reduction."""
         x = self.summable(x.astype(cast_dtype(x.dtype, self.reduce_dtype)))
         return x if self.predivide == 1 else x / self.predivide
 
@@ -76,14 +74,14 @@ class Wire:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that the batch is split over."""
+        """The axes over which the batch is split."""
         return (self.axis,) if self.replica_axis is None else (self.replica_axis, self.axis)
 
 
 def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
     """Returns a whole parameter from its shards. [..., P/N] -> [..., D]."""
     with jax.named_scope("zero_gather"):
-        # Collectives know no booleans.
+        # Collectives do not support booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
         whole = _on_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
         return to_natural(whole.astype(shard.dtype), cut)
@@ -130,20 +128,20 @@ def mean(x: jax.Array, wire: Wire) -> jax.Array:
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:
-    """Returns the largest `x` of all devices; used where all are equal and the result must show it."""
+    """Returns the largest `x` of all devices; for values equal on all of them, so that the program shows it."""
     with jax.named_scope("zero_reduce"):
         axes = _shared(wire.batch_axes)
         return lax.pmax(x, axes) if axes else x
 
 
 def sum_along(x: PyTree, *axes: str) -> PyTree:
-    """Sums arrays along mesh axes. XLA for CPUs would do so with one device, too, which costs a copy of all of them."""
+    """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
     shared = _shared(axes)
     return lax.psum(x, shared) if shared else x
 
 
 def _shared(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that more than one device is on."""
+    """Returns the axes with more than one device."""
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 
 

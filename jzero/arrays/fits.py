@@ -1,4 +1,4 @@
-"""Whether numbers fit the dtype of the leaf that they are written to, or a cast would wrap or lose them in silence."""
+"""Checks that numbers fit the dtype of their leaf, where a cast would silently wrap or lose them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["misfit"]
 
 
 def misfit(x: Any, dtype: Any) -> str:
-    """Returns which numbers of an array a dtype cannot hold; an empty string if all fit.
+    """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.
 
-    Whole numbers must be in its range, what becomes a whole number must be one, and what is finite must stay so.
-    Real numbers fit complex dtypes; booleans and keys are no numbers. Values of traced arrays are not looked at.
+    Integers must be in its range, numbers that become integers must be integers, and finite numbers must stay finite.
+    Real numbers fit complex dtypes; booleans and keys are not numbers. Values of traced arrays are not checked.
 
     Args:
       x: A NumPy or jax array, of any sharding.
-      dtype: What it is to be cast to.
+      dtype: The dtype of the cast.
 
     Example:
       >>> from jzero.arrays.fits import misfit
@@ -32,7 +32,7 @@ def misfit(x: Any, dtype: Any) -> str:
     have, want = (next((i for i, kind in enumerate(KINDS) if _is(y, kind)), -1) for y in (x.dtype, dtype))
     if x.dtype == dtype:
         return ""
-    if have < 0 or want < 0 or have > max(want, 1):  # a whole number can be written as 1.0
+    if have < 0 or want < 0 or have > max(want, 1):  # integers may be written as 1.0
         return f"{x.dtype}, which is not cast to {dtype}"
     if not x.size or isinstance(x, jax.core.Tracer):
         return ""
@@ -85,7 +85,7 @@ def _bounds(x: Any) -> tuple[Any, Any]:
 
 
 def _lost(x: Any, dtype: Any) -> Any:
-    """Returns the largest number that a cast would not keep finite; 0 if there is none."""
+    """Returns the largest number that a cast would make infinite; 0 if there is none."""
     if isinstance(x, jax.Array):
         return _lost_on_device(x, dtype)
     with np.errstate(all="ignore"):

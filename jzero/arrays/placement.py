@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 Look: TypeAlias = Callable[[np.ndarray], None]
-"""Is shown a whole value, on the host."""
+"""A function that gets a whole value, on the host."""
 
 
 def is_on_host(x: Any) -> bool:
-    """Whether an array, or what stands for one in a trace, lies in a device's host memory."""
+    """Whether an array, or a tracer, is in host memory."""
     if isinstance(x, jax.core.Tracer):
         return jax.typeof(x).memory_space == jax.memory.Space.Host
     return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """Returns an array as it is, or a copy in device memory of one that lies on the host: programs want it there."""
+    """Returns an array in device memory, as programs need it; copies it from the host if it is there."""
     if not is_on_host(x):
         return x
     if isinstance(x, jax.core.Tracer):
@@ -58,7 +58,7 @@ def on_device(x: jax.Array) -> jax.Array:
 
 
 def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a leaf in its natural shape (given that or the stored one) on the devices, cut where it can be.
+    """Returns a leaf, given in natural or stored shape, in its natural shape on the devices, cut if possible.
 
     Inside `jit`.
     """
@@ -68,12 +68,12 @@ def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     check_leaf_shape(x, leaf)
     if tuple(x.shape) == cut.stored_shape:
         x = to_natural(x, cut)
-    # A flattened leaf has no natural dimension to cut: its layout is the compiler's choice.
+    # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
     return x if cut.flat else lax.with_sharding_constraint(x, plan.device_sharding(leaf))
 
 
 def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
-    """Returns a leaf in natural (or stored) shape as the plan stores it. Inside `jit`."""
+    """Returns a leaf, given in natural or stored shape, as the plan stores it. Inside `jit`."""
     on_host = leaf.on_host and plan.names_host_memory
     if on_host and is_on_host(x):
         return x
@@ -84,7 +84,7 @@ def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 
 
 def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
-    """Raises unless an array has a leaf's natural shape, or the one in which it is stored."""
+    """Raises unless an array has a leaf's natural or stored shape."""
     if tuple(x.shape) not in (leaf.shape, leaf.stored_shape):
         raise ValueError(
             f"{leaf.path!r} has shape {tuple(x.shape)}; the plan knows it as {leaf.shape} (natural) or "
@@ -94,7 +94,7 @@ def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
 
 
 def check_names_host_memory(plan: ZeroPlan) -> None:
-    """Raises if devices that name no memories are to hold arrays on the host: they would hold them themselves."""
+    """Raises if a plan uses host memory on devices that report no memories: they would keep the arrays themselves."""
     if not plan.names_host_memory and any(plan.host_bytes_per_device):
         raise ValueError(
             f"The plan keeps {plan.host_bytes_per_device.total} bytes per device in host memory, but these devices "
@@ -104,7 +104,7 @@ def check_names_host_memory(plan: ZeroPlan) -> None:
 
 
 def device_sharding(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding for the same parts in device memory."""
+    """Returns the same sharding in device memory."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
@@ -118,11 +118,11 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = N
     """Returns a leaf given in natural shape as the plan stores it: committed, strongly typed, no buffer shared.
 
     Args:
-      x: An array of any kind, or a number; in several processes each must hold the same whole value,
+      x: An array of any kind, or a number; with several processes, each must pass the same whole value,
         or `x` must be a global array.
       leaf: Its layout.
-      plan: The plan that `leaf` belongs to.
-      look: Is shown the whole value if this process supplies its own to a mesh of several.
+      plan: The plan of `leaf`.
+      look: Gets the whole value if this process supplies its own to a mesh of several processes.
     """
     check_names_host_memory(plan)
     is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
@@ -155,20 +155,20 @@ def place_array(
     shape = host.shape if cut is None else cut.stored_shape
 
     def part(index: Any) -> np.ndarray:
-        # A copy, since the runtime may keep a reference to what it is given.
+        # A copy, since the runtime may keep a reference to its input.
         return np.array(host[index]) if cut is None else _stored_part(host, cut, index)
 
     return jax.make_array_from_callback(shape, sharding, part)
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    # `device_put` hands on the buffer of a device that has its part already, whatever `may_alias` says.
+    # `device_put` reuses the buffer of a device that already has its part, whatever `may_alias` says.
     same_parts = sharding.shard_shape(x.shape) == x.sharding.shard_shape(x.shape)
     return jax.device_put(x.copy() if same_parts else x, sharding)
 
 
 def _stored_part(host: np.ndarray, cut: Cut, index: tuple[slice, ...]) -> np.ndarray:
-    """One device's part of the stored array, padded with zeros beyond the natural size."""
+    """Returns one device's part of the stored array, padded with zeros beyond the natural size."""
     flat = host.reshape(*cut.shape[: cut.dim], cut.natural_size) if cut.flat else host
     start, stop, _ = index[cut.dim].indices(cut.stored_size)
     found = flat[(*index[: cut.dim], slice(start, min(stop, cut.natural_size)), *index[cut.dim + 1 :])]
@@ -193,7 +193,7 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], mesh
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: NamedSharding) -> list[jax.Array]:
     def gather(x: jax.Array, cut: Cut | None) -> jax.Array:
-        # Whole first, then sliced: an uneven array may not leave `jit`.
+        # Gather first, then slice: an uneven array cannot leave `jit`.
         whole = lax.with_sharding_constraint(x, sharding)
         return whole if cut is None else lax.with_sharding_constraint(to_natural(whole, cut), sharding)
 
@@ -202,7 +202,7 @@ def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: Nam
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array, master: jax.Array) -> jax.Array:
-    """Returns a master as stored, with what was edited in its parameter, see [Note: Masters]."""
+    """Returns a stored master with the edits of its parameter, see [Note: Masters]."""
     assert leaf.master is not None
     cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
     return stored_leaf(with_edits(natural_leaf(master, leaf.grad, plan), cut), leaf.master, plan)

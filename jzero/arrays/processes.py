@@ -1,14 +1,14 @@
-"""What processes tell each other, and that they agree before they run anything together: else a collective would hang.
+"""Makes processes agree before they run anything together, since a collective would hang otherwise.
 
 [Note: How processes compare]
-What finds out that a collective would hang must not be one, so processes compare through the key-value store of
-`jax.distributed`, on the host. All of them make the same calls in the same order. Each comparison has a number, and
-under it a process says where in the program it is, with a digest of each thing that must be the same, or why it failed.
-The first process of the mesh reads what all say and writes the verdict, which the others wait for: two messages of a
-few hundred bytes per process. So a process that is elsewhere, in an evaluation in place of a training step, is found as
-fast as one with other settings. Where digests differ, one process of each opinion, three at most, tells what its digest
-is of, and all raise the same message. A process that does not come is waited for as long as `check_processes` says, or
-until it has ended.
+The check must not be a collective itself, since it would hang, too. So processes compare through the key-value store of
+`jax.distributed`, on the host. All processes make the same calls in the same order. Each comparison has a number. Under
+it, a process writes its place in the program, with a digest of each thing that must be the same, or the reason why it
+failed. The first process of the mesh reads all entries and writes the verdict, for which the others wait: two messages
+of a few hundred bytes per process. So the check finds a process that runs an evaluation instead of a training step as
+fast as one with other settings. If digests differ, up to three processes with different digests send the texts behind
+them, and all processes raise the same message. The others wait for a missing process as long as `check_processes` says,
+or until it has ended.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ T = TypeVar("T")
 AnyMesh = Mesh | AbstractMesh
 
 Parts = Mapping[str, str]
-"""What processes must agree on, in lines of text, by what it is about."""
+"""The facts that processes must agree on, in lines of text, by topic."""
 
 PROGRAM = "the program"
-"""The part that follows from all others: only where nothing else differs it is shown."""
+"""The part that follows from all others: a message shows it only if nothing else differs."""
 
 WAIT_S = 300.0
 """How long processes wait for each other, as in `jax.distributed.initialize`."""
 QUIET_S = 10.0
-"""After how long they say so."""
+"""How long they wait before they say so."""
 LINGER_S = 1.0
-"""How long the first process lets the others speak before it raises."""
+"""How long the first process lets the others raise before it does."""
 MAX_LINES, MAX_COLUMNS = 20, 1000
 
 
 def check_wait(check_processes: Any) -> float | None:
-    """Returns how many seconds an argument `check_processes` has processes wait; `None` if they are not compared."""
+    """Returns the seconds to wait for an argument `check_processes`; `None` if processes are not compared."""
     if isinstance(check_processes, bool):
         return WAIT_S if check_processes else None
     if isinstance(check_processes, int | float) and check_processes > 0:
@@ -77,19 +77,19 @@ def are_several(mesh: AnyMesh) -> bool:
 def agree(
     where: str, mesh: AnyMesh, make: Callable[[], T], describe: Callable[[T], Parts], *, wait_s: float | None = WAIT_S
 ) -> T:
-    """Returns what `make` returns, once it is the same in all processes; else raises in all of them.
+    """Returns the result of `make`, if it is the same in all processes; else raises in all of them.
 
     See [Note: How processes compare]. Each process of the mesh must call it.
 
     Args:
-      where: Where in the program this is.
-      mesh: Whose processes are compared.
-      make: Makes it. If it fails in one process, the others are told.
-      describe: Says what of it must be the same. Is called where there are several processes.
+      where: The place in the program.
+      mesh: The mesh whose processes are compared.
+      make: Makes the result. If it fails in one process, the others raise, too.
+      describe: Returns the facts about the result that must be the same. Called only with several processes.
       wait_s: How many seconds to wait for the others; `None` compares nothing.
 
     Raises:
-      ValueError: They differ, are elsewhere, have failed or did not come.
+      ValueError: Processes differ, are elsewhere, have failed or did not come.
     """
     if wait_s is None or not are_several(mesh):
         return make()
@@ -111,7 +111,7 @@ def agree(
 
 
 def gather_texts(text: str) -> list[str]:
-    """Returns the text of each process; each must call it."""
+    """Returns the texts of all processes; each process must call it."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.array(len(data), np.int32))).reshape(-1)
     buffer = np.zeros(int(sizes.max()), np.uint8)
@@ -126,12 +126,12 @@ def _group(mesh: Mesh) -> tuple[int, ...]:
 
 @dataclasses.dataclass
 class _History:
-    """What was compared so far, since `jax.distributed` was initialized.
+    """The comparisons so far, since `jax.distributed` was initialized.
 
     Attributes:
       client: The connection to the key-value store.
       counts: Number of comparisons of each group of processes.
-      last: Where the latest one was.
+      last: The place of the latest one.
     """
 
     client: Any = None
@@ -144,7 +144,7 @@ _history = _History()
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """What one process says: where it is, digests of what it has, and why it failed if it did."""
+    """The entry of one process: its place, digests of its facts, and why it failed if it did."""
 
     where: str
     digests: dict[str, str]
@@ -155,7 +155,7 @@ class _Talk:
     """One comparison of a group of processes."""
 
     def __init__(self, where: str, group: tuple[int, ...], wait_s: float) -> None:
-        global _history  # noqa: PLW0603  # one per process, like the connection that it is about
+        global _history  # noqa: PLW0603  # one per process, like its connection
         client = _compat.distributed_client()
         if client is not _history.client:
             _history = _History(client)
@@ -177,14 +177,14 @@ class _Talk:
             self._linger([i for i, word in words.items() if not word["failure"]])
 
     def compare(self, parts: Parts) -> str:
-        """Returns what is wrong, the same text in every process; nothing if all is well."""
+        """Returns the complaint, the same text in every process; nothing if all agree."""
         mine = _Word(self.where, {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()})
         self._say(f"word/{self.me}", dataclasses.asdict(mine))
         deadline = time.monotonic() + self.wait_s
         if self.me == self.group[0]:
             return self._judge(mine, parts, deadline)
         (first,) = keys = {self.group[0]: "verdict"}
-        verdict = self._hear(keys, deadline + QUIET_S).get(first)  # it waits as long, and knows more
+        verdict = self._hear(keys, deadline + QUIET_S).get(first)  # the first waits as long, and knows more
         if isinstance(verdict, list):
             if self.me in verdict:
                 self._say(f"parts/{self.me}", _packed(parts))
@@ -214,7 +214,7 @@ class _Talk:
         return complaint
 
     def _explained(self, parts: Parts, opinions: list[list[int]]) -> str:
-        """Returns what processes of different opinions, this one first, differ in."""
+        """Returns the differences between processes with different digests, this one first."""
         asked = [processes[0] for processes in opinions]
         self._say("verdict", asked)
         told = self._hear({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
@@ -222,7 +222,7 @@ class _Talk:
         return str(_disagreement([(who, known.get(who[0], {})) for who in opinions]))
 
     def _linger(self, processes: Sequence[int]) -> None:
-        """Waits until others have heard what is wrong: where this one ends, the key-value store may, and all die."""
+        """Waits until the others have read the complaint: if this process ends, the key-value store may end, too."""
         if processes:
             self._hear({i: f"heard/{i}" for i in processes}, time.monotonic() + QUIET_S)
             time.sleep(LINGER_S)
@@ -231,7 +231,7 @@ class _Talk:
         _compat.store(self.client, f"{self.key}/{name}", json.dumps(what))
 
     def _hear(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
-        """Returns what processes say, as far as they do; comes back as soon as one of them has failed if told so."""
+        """Returns the entries of processes, as far as they exist; if asked, returns as soon as one has failed."""
         heard: dict[int, Any] = {}
         missing, said_so, is_last = list(keys), time.monotonic() + QUIET_S, False
         while True:
@@ -271,7 +271,7 @@ def _ended(process: int) -> str:
 
 
 def _say_ended(client: Any, process: int) -> None:
-    if client is _compat.distributed_client():  # else it was closed
+    if client is _compat.distributed_client():  # otherwise it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _compat.store(client, _ended(process), "")
 
@@ -291,7 +291,7 @@ def _elsewhere(words: Mapping[int, _Word]) -> ValueError:
 
 
 def _disagreement(told: Sequence[tuple[list[int], Parts]]) -> ValueError:
-    """Returns what processes differ in; those of the same opinion come with what one of them tells."""
+    """Returns the differences between processes; processes with equal digests share one text."""
     parts = [own for _, own in told]
     names = list(dict.fromkeys(name for part in parts for name in part))
     differ = [name for name in names if any(part.get(name) != parts[0].get(name) for part in parts)]
@@ -313,7 +313,7 @@ def _disagreement(told: Sequence[tuple[list[int], Parts]]) -> ValueError:
 
 
 def _own_lines(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Returns the lines of each text that the others do not have, or not as often."""
+    """Returns the lines of each text that the others lack, or have less often."""
     counts = [collections.Counter(map(_unnumbered, row)) for row in rows]
     own: list[list[str]] = []
     for row in rows:
@@ -327,7 +327,7 @@ def _own_lines(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _unnumbered(line: str) -> str:
-    """Returns a line of a program without the numbers of its values, which all change where one is added."""
+    """Returns a line of a program without the numbers of its values, which all change if one is added."""
     return re.sub(r"%\w+", "%", line)
 
 

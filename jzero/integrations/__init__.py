@@ -1,1 +1,1 @@
-"""Bridges to model libraries. The only modules that import them."""
+"""Bridges to model libraries. Only these modules import them."""

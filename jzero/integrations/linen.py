@@ -1,6 +1,6 @@
-"""What Flax knows of what jzero adds to a state: optimizer state, padded leaves.
+"""Registers jzero's types with Flax: optimizer state, padded leaves.
 
-Serialization (`flax.serialization.to_bytes`, `to_state_dict`) holds what is stored; layers see natural shapes.
+Serialization (`flax.serialization.to_bytes`, `to_state_dict`) holds stored arrays; layers see natural shapes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _from_state_dict(x: Any, state: dict[str, Any]) -> Any:
     values = {
         f.name: serialization.from_state_dict(getattr(x, f.name), state[f.name], name=f.name)
         for f in dataclasses.fields(x)
-        if f.name in state  # a field that was added since keeps the target's value
+        if f.name in state  # a newer field keeps the target's value
     }
     return dataclasses.replace(x, **values)
 

@@ -1,4 +1,4 @@
-"""Flax NNX: a model and its optimizer seen as a train state."""
+"""Flax NNX: presents a model and its optimizer as a train state."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ WRITABLE = ("params", FROZEN, "rest")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NnxTrainState:
-    """What crosses `jit` of a model and its optimizer.
+    """The state of a model and its optimizer, as arrays that cross `jit`.
 
     Attributes:
       step: The optimizer's step.
       params: The trained variables of the model, as arrays; tied ones once.
       opt_state: The optimizer's state, as arrays.
-      frozen: Parameters (`nnx.Param`) that the optimizer does not know, as arrays.
+      frozen: Parameters (`nnx.Param`) outside the optimizer, as arrays.
       rest: All other variables of the model (batch statistics, random streams …), as arrays.
       tx: The optax transformation; static.
       graphdef: The structure of the model; static.
-      wrt: The filter that tells trained variables from others; static.
+      wrt: The filter that selects trained variables; static.
     """
 
     step: jax.Array
@@ -69,16 +69,16 @@ class NnxTrainState:
     def bind_loss(
         self, loss_fn: Callable[..., Any], axes: tuple[str, ...], *, keeps: bool = True
     ) -> tuple[Callable[..., Any], dict[str, PyTree]]:
-        """Returns the loss as a function of arrays, and the model's state that it carries on.
+        """Returns the loss as a function of arrays, and the model's state that it carries.
 
-        The random streams of the model are folded with the index of the device while the loss runs, so that
-        devices draw different numbers; their keys stay as they are in the state.
+        While the loss runs, each device folds its index into the model's random streams, so that devices draw different
+        numbers; the keys in the state do not change.
 
         Args:
           loss_fn: A function of a model, a batch and perhaps a key.
-          axes: The mesh axes that the batch is split over.
-          keeps: Whether what it changes in the model is kept: returned as `Written` values by field and path, and
-            refused by name where a step cannot keep it.
+          axes: The mesh axes over which the batch is split.
+          keeps: Whether to keep changes of the model: they are returned as `Written` values by field and path, and
+            changes that a step cannot keep raise an error.
         """
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
@@ -97,17 +97,17 @@ class NnxTrainState:
         return call, {"rest": self.rest, FROZEN: self.frozen}
 
     def _dtypes(self) -> dict[str, dict[str, Any]]:
-        """Returns the dtype in which each variable is kept: of a parameter with a master that of the master."""
+        """Returns the dtype in which each variable is kept; for a parameter with a master, the master's."""
         dtypes = {name: {path: x.dtype for path, x in by_path(getattr(self, name)).items()} for name in WRITABLE}
         if (plan := plan_if_sharded(self)) is not None:
             dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
         return dtypes
 
     def as_stored(self, changed: Changed) -> Changed:
-        """Returns what the loss changed in the layout of the plan. Inside of `jit`.
+        """Returns the loss's changes in the layout of the plan. Inside `jit`.
 
         Raises:
-          ValueError: It changed parameters that lie on the host.
+          ValueError: The loss changed parameters on the host.
         """
         found = {name: {k: x for k, x in values.items() if x is not None} for name, values in changed.items()}
         layout = map_state(lambda _, leaf: leaf, self.tx.plan, self)
@@ -125,7 +125,7 @@ class NnxTrainState:
         }
 
     def absorb(self, changed: Changed) -> NnxTrainState:
-        """Returns the state with what the loss changed, in the shapes that the state has."""
+        """Returns the state with the loss's changes, in the state's shapes."""
 
         def new(name: str) -> PyTree:
             values = changed.get(name, {})
@@ -138,16 +138,16 @@ class NnxTrainState:
 
 
 def _overwritten(x: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns `new` in the dtype of `x`; of what the loss saw in fewer bits only elements that it changed."""
+    """Returns `new` in the dtype of `x`; if the loss saw fewer bits, takes only the elements that it changed."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x  # of the devices' keys, see `_fold`, the state has no use
+        return x  # the state does not keep the devices' keys, see `_fold`
     if x.dtype == new.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(new.dtype, jnp.floating):
         return strongly_typed(new, x.dtype)
     return with_edits(x, new)
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Folds PRNG keys (of any shape) with the index of the device; other arrays stay as they are."""
+    """Folds the index of the device into PRNG keys (of any shape); other arrays do not change."""
     if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     index = lax.axis_index(axes)
@@ -156,7 +156,7 @@ def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def adapt_nnx(state: Any) -> Adapted | None:
-    """Sees an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair as a train state; `None` for anything else."""
+    """Adapts an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair; returns `None` for anything else."""
     if isinstance(state, nnx.Module):
         raise TypeError(
             f"{type(state).__name__} alone has no optimizer: pass the pair `(model, optimizer)` or an "
@@ -181,7 +181,7 @@ def adapt_nnx(state: Any) -> Adapted | None:
     )
 
     def rebuild(new: NnxTrainState) -> Any:
-        # Fresh variables around plain arrays: those of a state factory belong to a trace that has ended.
+        # New variables around plain arrays: those of a state factory belong to a trace that has ended.
         made = nnx.merge(whole[0], nnx.as_pure(whole[1]))
         new_model, new_optimizer = _parts(made)
         nnx.update(new_model, new.params)
@@ -201,7 +201,7 @@ def adapt_nnx(state: Any) -> Adapted | None:
             nnx.update(model, getattr(new, name))
 
     def ties() -> dict[str, tuple[str, ...]]:
-        """Of the paths under which a variable is shared, the first one holds it."""
+        """Returns the other names of each shared variable, by the name under which the state holds it."""
         held = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
         found = {}
         for paths in nnx.find_duplicates(model):
@@ -234,8 +234,8 @@ def _parts(state: Any) -> tuple[Any, Any]:
 
 
 def view_nnx(model: Any) -> Params | None:
-    """Finds the parameters of a module, of a module's state, or of what `adapt_nnx` takes; `None` for anything else."""
-    if isinstance(model, nnx.State):  # of variables, or pure
+    """Finds the parameters of a module, of its state, or of an object for `adapt_nnx`; `None` for anything else."""
+    if isinstance(model, nnx.State):  # of variables, or of plain arrays
         flat = nnx.to_flat_state(model)
         return _by_name({path: x for path, x in flat if isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable)})
     if isinstance(model, nnx.Module):
@@ -251,7 +251,7 @@ def view_nnx(model: Any) -> Params | None:
 
 
 def _owned(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
-    """Returns the variables of a module by path; a shared one under the path of each module that owns it."""
+    """Returns the variables of a module by path; a shared variable is under the path of each of its modules."""
     found = dict(nnx.to_flat_state(nnx.state(module, wanted)))
     for paths in nnx.find_duplicates(module, only=wanted):
         shared = [found[path] for path in paths if path in found]

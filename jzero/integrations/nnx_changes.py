@@ -1,7 +1,7 @@
-"""What a loss changes in an NNX model: found, and refused by name where a compiled step cannot keep it.
+"""Finds the changes of a loss to an NNX model, and rejects those that a compiled step cannot keep.
 
-A step runs the Python of a loss once, when it is traced, and keeps the variables that the model was sharded with. So
-the values of variables are carried on, and nothing else is: neither other variables or shapes, nor Python attributes.
+A step runs the Python code of a loss once, when it is traced, and keeps the variables that the model was sharded with.
+So it keeps the values of these variables, but not new variables, new shapes or Python attributes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def python_attributes(model: nnx.Module) -> dict[str, Any]:
-    """Returns the attributes of a model, by path, that are no variables or arrays of its state, and hold none."""
+    """Returns the Python attributes of a model, by path: those that neither are nor contain variables or arrays."""
     in_state = {path for path, _ in nnx.to_flat_state(nnx.state(model))}
     return {
         "/".join(map(str, path)): x
@@ -40,7 +40,7 @@ def python_attributes(model: nnx.Module) -> dict[str, Any]:
 
 
 def check_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` that names each Python attribute which the loss changed."""
+    """Raises a `ValueError` that names each Python attribute that the loss changed."""
     names = sorted({*before, *after})
     changed = [name for name in names if not _same(before.get(name), after.get(name))]
     if changed:
@@ -57,21 +57,21 @@ def _same(x: Any, y: Any) -> bool:
         return True
     try:
         return type(x) is type(y) and bool(x == y)
-    except (TypeError, ValueError):  # no such comparison, or one by elements
+    except (TypeError, ValueError):  # not comparable, or compared by elements
         return False
 
 
 def written(
     before: Mapping[str, PyTree], after: Mapping[str, PyTree], dtypes: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Written]]:
-    """Returns the variables that may have been written, by field and path.
+    """Returns the variables that the loss may have written, by field and path.
 
-    What the loss appends to a tuple, as `sow` does, is its own: it can read that, and the state does not keep it.
+    The loss can read what it appends to a tuple, as `sow` does, but the state does not keep it.
 
     Args:
-      before: The variables of each field as arrays before the loss.
-      after: After it.
-      dtypes: The dtype of each, by field and path, in which the state keeps it.
+      before: The variables of each field, as arrays, before the loss.
+      after: The same after the loss.
+      dtypes: The dtype in which the state keeps each variable, by field and path.
 
     Raises:
       ValueError: Variables were added or deleted, or changed shape or dtype; the message names them.
