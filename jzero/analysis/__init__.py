@@ -1,1 +1,1 @@
-"""What the compiler made of a step."""
+"""Analyzes compiled and traced steps: memory, collectives, timeline, departures from the plan."""

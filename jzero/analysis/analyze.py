@@ -1,4 +1,4 @@
-"""`analyze`: compiles a step, for this machine or another, and reads off what the compiler made of it."""
+"""`analyze`: compiles a step, for this machine or another, and describes the compiled program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RECOMPUTED = (
 )
 
 TILES_WORTH_A_NOTE = 0.02
-"""Share of the arguments' memory beyond which what tiles waste is noted."""
+"""Share of the arguments' memory above which the waste of tiles is noted."""
 
 
 def analyze(
@@ -45,21 +45,21 @@ def analyze(
     compiler_options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> AnalysisReport:
-    """Compiles a step and returns what the compiler made of it: memory, collectives, and whether it keeps to the plan.
+    """Compiles a step and reports its memory, its collectives, and its departures from the plan.
 
-    Nothing is run, and no array is moved. With `topology` the compiler is that of a machine that is not there.
+    It runs nothing and moves no array. With `topology` it uses the compiler of a machine that you do not have.
 
     Args:
-      fn: What `make_train_step`, `make_eval_step` or `value_and_grad` returned, or any function made by `jax.jit`.
-      args: What it is called with, concrete or abstract (`jax.ShapeDtypeStruct`); for a step `state, batch`. States
-        that carry a plan are laid out anew for `topology`, `mesh` or `config`; a plain state needs `config`.
+      fn: A step from `make_train_step`, `make_eval_step` or `value_and_grad`, or any function made by `jax.jit`.
+      args: Its arguments, concrete or abstract (`jax.ShapeDtypeStruct`); for a step `state, batch`. Sharded states are
+        laid out again for `topology`, `mesh` or `config`; a plain state needs `config`.
       topology: A machine such as `"h200:8"` or `"v5e:2x4"`, see `jzero.analysis.machines.machine`; by default this one.
-      mesh: Over which devices. By default that of the state; for another machine the ZeRO axis takes all devices that
-        the other axes leave.
-      config: What to partition, and how, where it is not what the state's plan says.
-      plan: What to verify against; by default the plan of the first state among the arguments.
+      mesh: The mesh. By default that of the state; for another machine the ZeRO axis takes all devices that the other
+        axes leave.
+      config: What to partition, and how, if it differs from the state's plan.
+      plan: The plan to verify against; by default that of the first state among the arguments.
       compiler_options: As for `jax.jit(...).lower(...).compile`.
-      keywords: Further arguments of `fn`, such as `rng=`.
+      keywords: Other arguments of `fn`, such as `rng=`.
 
     Returns:
       An `AnalysisReport`: print it, or call `report.verify()`.
@@ -191,7 +191,7 @@ def _devices_of(mesh: Mesh | None) -> list[jax.Device]:
 
 
 def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
-    """Returns what is known about the machine that devices are of, or `None` if nothing is."""
+    """Returns the facts about the devices' machine; `None` if it is unknown."""
     kind = devices[0].device_kind
     if kind in _TPU_KINDS:
         chip = _TPU_KINDS[kind]

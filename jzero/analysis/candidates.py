@@ -1,4 +1,4 @@
-"""What `fit` tries and finds: candidates, and the choice among them."""
+"""The candidates of `fit`, and the choice among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jzero.plan.table import format_bytes
 __all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judged", "recomputed"]
 
 NEARLY = 1.01
-"""What differs by less counts as equal."""
+"""Costs within this ratio count as equal."""
 
 RECOMPUTED: dict[Remat | None, tuple[str, str]] = {
     False: ("none", "nothing recomputed"),
@@ -25,7 +25,7 @@ RECOMPUTED: dict[Remat | None, tuple[str, str]] = {
     "cheap": ("cheap", "what is cheap recomputed"),
     True: ("scans", "scans recomputed"),
 }
-"""What may be recomputed, the least first: how a table names it, and a sentence."""
+"""The options `remat`, the least recomputation first: a name for tables, and a phrase."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Candidate:
       mesh_shape: The size of each mesh axis.
       accumulate_steps: For `make_train_step`.
       remat: For `make_train_step`.
-      memory: What it needs as reckoned.
-      compiled_peak: What it needs as compiled; `None` if it was not, or was refused.
-      refused: Whether the compiler refused it, as that for TPUs does with what the machine has no memory for.
+      memory: Its estimated memory.
+      compiled_peak: Its peak according to the compiler; `None` if it was not compiled, or was refused.
+      refused: Whether the compiler refused it; that for TPUs refuses programs that do not fit.
       verdict: Why it was chosen or passed over.
     """
 
@@ -54,20 +54,20 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes on one device: as compiled if that is known, else as reckoned."""
+        """Bytes on one device: the compiler's figure if it is known, else the estimate."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiler has been asked."""
+        """Whether it was compiled, or refused."""
         return self.refused or self.compiled_peak is not None
 
     def fits(self, limit: int) -> bool:
-        """Whether it needs no more than `limit` bytes, as far as is known."""
+        """Whether it needs at most `limit` bytes, as far as is known."""
         return not self.refused and self.peak <= limit
 
     def cost(self) -> float:
-        """What it costs in communication: seconds, or bytes where no rates are known."""
+        """Its cost in communication: seconds, or bytes if no rates are known."""
         seconds = self.memory.communication_seconds
         return self.memory.sent_bytes if seconds is None else seconds
 
@@ -93,15 +93,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What `fit` found; `print` it for a table of what was tried.
+    """The result of `fit`; `print` it for a table of all candidates.
 
     Attributes:
-      machine: What it is for.
-      limit: Bytes on one device that a step may take.
+      machine: The machine.
+      limit: Most bytes of a step on one device.
       tried: Every candidate, the cheapest in communication first.
       chosen: The first of them that fits, or `None`.
-      notes: What could not be done.
-      workload: The model and the batch that it is for.
+      notes: Remarks about the search, such as a missing compiler.
+      workload: The model and the batch.
 
     Example:
       >>> make_state = lambda key: plain_state
@@ -189,12 +189,12 @@ class Fit:
 
 
 def recomputed(x: Candidate) -> int:
-    """Returns how much is recomputed, as a rank."""
+    """Returns the amount of recomputation, as a rank."""
     return list(RECOMPUTED).index(x.remat)
 
 
 def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
-    """Yields the candidates with why each was chosen or passed over."""
+    """Yields the candidates with their verdicts."""
     for x in tried:
         if x is chosen:
             verdict = "chosen"

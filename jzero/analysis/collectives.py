@@ -1,11 +1,11 @@
-"""The collectives that a compiled program runs, loop trip counts multiplied in.
+"""The collectives of a compiled program, multiplied by the trip counts of loops.
 
 [Note: How compilers write collectives]
 CPU: one instruction each. GPU: pairs such as `all-gather-start` and `all-gather-done`, whose result is a tuple
 `(operands, results, ...)`, many arrays in one pair. TPU: a reduce-scatter may be an all-reduce and a slice in one
 fusion; an asynchronous gather is a chain of fusions, `async-collective-start`, `async_collective_fusion...`,
 `async-collective-done`, each of which repeats the same `all-gather`, so that only the first counts; a small gather is
-an all-reduce of arrays that are zero but for the device's own part; and loops do not state their trip count, so that
+an all-reduce of arrays that are zero except for the device's own part; and loops do not state their trip count, so
 `Program.trip_count` reads it from their condition.
 """
 
@@ -32,7 +32,7 @@ class Collective:
     Attributes:
       kind: One of `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all`, `collective-permute`.
       results: Its results on one device (several if the combiner merged operations).
-      times: How often it runs per step: the trip counts of the loops around it, multiplied.
+      times: Number of runs per step: the product of the trip counts of the loops around it.
       in_loop: Whether it is inside a loop.
       group: The devices of its first group, by their position in the mesh.
       op_name: Where in the user's program it comes from.
@@ -64,7 +64,7 @@ class Collective:
 
     @property
     def whole_size(self) -> int:
-        """Elements of the whole array that it gathers, scatters or sums, once."""
+        """Elements of the whole array that it gathers, scatters or sums, in one run."""
         size = sum(x.size for x in self.results)
         return size * self.num_devices if self.kind == "reduce-scatter" else size
 
@@ -75,7 +75,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device of a ring sends, once: (N-1)/N of the whole array, twice that for an all-reduce."""
+        """Bytes that one device of a ring sends per run: (N-1)/N of the whole array, twice that for an all-reduce."""
         whole = sum(x.num_bytes for x in self.results) * (self.num_devices if self.kind == "reduce-scatter" else 1)
         if self.kind == "collective-permute":
             return float(whole)
@@ -104,7 +104,7 @@ def program_collectives(program: Program, *, unknown_trips: int | None = None) -
 
     Args:
       program: The parsed program.
-      unknown_trips: What to count a loop of unknown trip count as; by default it is an error if it holds collectives.
+      unknown_trips: The trip count to assume if it is unknown; by default, collectives in such a loop are an error.
     """
     if program.entry:
         yield from _walk(program, program.computations[program.entry], 1, False, unknown_trips)

@@ -1,4 +1,4 @@
-"""How long one instruction takes on a machine: its arithmetic or its memory traffic, whichever takes longer."""
+"""The time of one instruction on a machine: the longer of its arithmetic and its memory traffic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 
 
 def compute_seconds(program: Program, computation: Computation, instruction: Instruction, machine: Machine) -> float:
-    """Returns the seconds that an instruction keeps a device busy, loops and calls not counted."""
+    """Returns the seconds that an instruction keeps a device busy, without loops and calls."""
     if instruction.opcode in FREE or instruction.target.startswith(_BOOKKEEPING):
         return 0.0
     arithmetic = sum(flops / _rate(machine, dtype, highest) for flops, dtype, highest in
@@ -83,7 +83,7 @@ def _rate(machine: Machine, dtype: str, highest: bool) -> float:
 
 
 def _convolution_flops(computation: Computation, x: Instruction) -> float:
-    """XLA's own count: products that fall on padding or between dilated elements are none."""
+    """Counts as XLA does, without products with padding or between dilated elements."""
     labels = _LABELS.search(x.attributes)
     lhs, rhs = (computation.arrays(name) for name in x.operands[:2])
     if labels is None or not lhs or not rhs:
@@ -140,7 +140,7 @@ def _in_memory(arrays: Sequence[Array]) -> int:
 
 
 def _read(program: Program, called: Computation, index: int, size: int) -> int:
-    """Bytes that a fusion reads of one parameter: of one that it, or a fusion in it, only slices, the slices."""
+    """Bytes that a fusion reads of one parameter; only the slices if it, or a fusion in it, only slices it."""
     parameter = next((x for x in called.instructions if x.opcode == "parameter" and x.operands == (str(index),)), None)
     if parameter is None or not size:
         return size
@@ -162,7 +162,7 @@ def _read(program: Program, called: Computation, index: int, size: int) -> int:
 
 
 def _written(program: Program, called: Computation, x: Instruction) -> int:
-    """Bytes that a fusion writes: of an array that it, or a fusion in it, updates in place, the update."""
+    """Bytes that a fusion writes; only the update if it, or a fusion in it, updates an array in place."""
     root = called.root
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
     total = 0

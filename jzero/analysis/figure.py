@@ -10,7 +10,7 @@ from jzero.analysis.schedule import Timeline
 
 __all__ = ["draw"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = {
     "compute": "#0072B2",
     "all-gather": "#E69F00",
@@ -26,8 +26,8 @@ def draw(path: str, title: str, memory: Mapping[str, int], timeline: Timeline | 
     """Writes the picture.
 
     Args:
-      path: The file; its ending says which kind.
-      title: What stands above.
+      path: The file; its suffix chooses the format.
+      title: The title.
       memory: Bytes by class.
       timeline: The timeline, if there is one.
 

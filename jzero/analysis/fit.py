@@ -1,4 +1,4 @@
-"""`fit`: the layout that sends the least among those that a machine has the memory for."""
+"""`fit`: finds the layout that communicates least among those that fit a machine's memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ __all__ = ["fit"]
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 USABLE = 0.9
-"""Share of a machine's memory that is planned with: its runtime, its collectives and fragmentation take some, too."""
+"""Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 NEAR = 0.9
-"""Share of the limit above which a reckoned peak may not fit: it can be 10 % low, and more."""
+"""Share of the limit above which an estimated peak may not fit: the estimate can be 10 % low, or more."""
 CLOSE = (
     "What was chosen is reckoned to take {share:.0%} of the limit, and what is reckoned can be 10 % low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
@@ -65,34 +65,36 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
 ) -> Fit:
     """Finds the cheapest way to train a model that fits a machine.
 
-    Searched are stage, replicas (one per host where there are several), micro-batches, recomputation, and at last
-    smaller parameters cut as well, by `estimate_step_memory`. Cheapest is what takes least time in communication; of
-    equals what computes least, has the fewest micro-batches and the lowest stage. The choice, and the cheaper candidate
-    next to it that does not fit, are then compiled, and the compiler's figures decide. Offload is not searched.
+    It searches stage, replicas (one per host if there are several), micro-batches and recomputation, and finally cuts
+    smaller parameters, too; `estimate_step_memory` gives the memory of each candidate. The cheapest candidate spends
+    the least time in communication; among equals, it computes least, and has the fewest micro-batches and the lowest
+    stage. Then it compiles the choice, and the next cheaper candidate that does not fit, and the compiler's figures
+    decide. It does not search offload.
 
     Args:
-      make_state: From a PRNG key to a train state, as for `init_train_state`, or a state, concrete or abstract.
+      make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
+        abstract.
       loss_fn: As for `make_train_step`.
       batch: The global batch, concrete or abstract.
       topology: The machine, such as `"h200:8"`; by default the devices of this process.
-      hbm_bytes: What a step may take of one device's memory. By default 90 % of what the machine has.
+      hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory.
       config: Everything that is not searched, such as the precision.
       stages: The stages to search.
-      remat: What to try for `make_train_step(remat=...)`; "offload" is not searched.
-      max_accumulate_steps: The most micro-batches to try.
+      remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
+      max_accumulate_steps: Most micro-batches to try.
       has_aux: As for `make_train_step`.
       mutable: As for `make_train_step`.
-      rng: As the step is called with it.
-      confirm: Whether to compile. Without it, or without the compiler of `topology`, the figures are reckoned, and can
-        be wrong by 10 % and more.
+      rng: The `rng` of the step.
+      confirm: Whether to compile. Without it, or without the compiler of `topology`, the figures are estimates, and can
+        be wrong by 10 % or more.
 
     Returns:
-      A `Fit`. If nothing fits, `chosen` is `None`, and what was tried says by how much.
+      A `Fit`. If nothing fits, `chosen` is `None`, and `tried` shows by how much.
 
     Raises:
-      ValueError: There is no such machine, its memory is not known, an argument is out of range, or the batch cannot be
+      ValueError: There is no such machine, its memory is unknown, an argument is out of range, or the batch cannot be
         split over the machine.
-      TypeError: There is no train state.
+      TypeError: `make_state` gives no train state.
 
     Example:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
@@ -158,7 +160,7 @@ def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -
 
 
 def _hardware(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
-    """Returns what is known of a machine, its devices if its compiler is there, and notes."""
+    """Returns the facts about a machine, its devices if its compiler is installed, and notes."""
     if topology is None:
         devices = jax.devices()
         return this_machine(devices), devices, [] if confirm else [RECKONED]
@@ -183,7 +185,7 @@ def _limit(hbm_bytes: float | None, hardware: Machine | None, devices: list[jax.
 
 
 def _order(x: Candidate) -> tuple[int, ...]:
-    """Communication first, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
+    """Sorts by communication, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
     return (
         _steps(x.cost()),
         _steps(x.memory.flops),
@@ -200,7 +202,7 @@ def _steps(x: float) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Search:
-    """What all candidates have in common, and how they are reckoned and compiled."""
+    """The facts that all candidates share; estimates and compiles candidates."""
 
     state: Any
     loss_fn: Callable[..., Any]
@@ -217,7 +219,7 @@ class _Search:
     max_steps: int
 
     def reckoned(self, remat: Sequence[Remat | None]) -> list[Candidate]:
-        """Returns every layout, in order; of micro-batches as many as are reckoned to be needed."""
+        """Returns every layout, in order, with as many micro-batches as the estimates need."""
         remats = self._remats(remat)
         found = [
             x
@@ -258,7 +260,7 @@ class _Search:
         return sorted({1, self.hardware.num_devices // self.hardware.devices_per_node})
 
     def _remats(self, remat: Sequence[Remat | None]) -> list[Remat | None]:
-        """Those that change something."""
+        """Returns the options that change something."""
         found: dict[tuple[float, ...], Remat | None] = {}
         config = self._config(0, 1)
         placed = relaid(self.state, mesh=self._mesh(config, 1), config=config)
@@ -272,7 +274,7 @@ class _Search:
     def _micro_batches(
         self, config: ZeroConfig, num_replicas: int, recompute: Remat | None, first: int = 1
     ) -> Iterator[Candidate]:
-        """Yields candidates with `first` micro-batches and twice as many each time, until one is reckoned to fit."""
+        """Yields candidates with `first` micro-batches, then twice as many each time, until an estimate fits."""
         mesh = self._mesh(config, num_replicas)
         placed = relaid(self.state, mesh=mesh, config=config)
         plan = plan_of_argument(placed)
@@ -295,12 +297,12 @@ class _Search:
         return True
 
     def _next_steps(self, x: Candidate) -> list[Candidate]:
-        """What comes after a candidate that takes more than was reckoned."""
+        """Returns the candidates to try after one that takes more than its estimate."""
         num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
         return list(self._micro_batches(x.config, num_replicas, x.remat, first=2 * x.accumulate_steps))
 
     def _cut_further(self, tried: Sequence[Candidate]) -> list[Candidate]:
-        """The same at stage 3 with every parameter cut, if that has not been tried."""
+        """Returns the candidate at stage 3 with every parameter cut, if it has not been tried."""
         if any(x.config.persistence_threshold == 0 for x in tried):
             return []
         layouts = {

@@ -1,4 +1,4 @@
-"""What a compiled program takes of one device's memory."""
+"""The memory of a compiled program on one device."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["Memory", "memory_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, as the compiler states them.
+    """Bytes on one device, according to the compiler.
 
     Attributes:
-      arguments: What is passed in: state and batch.
-      outputs: What is returned, aliased arguments included.
-      aliased: Outputs that take the memory of (donated) arguments.
-      temporaries: Everything else that the program needs: activations, gathered parameters, gradients.
-      peak: The most at any time. Where the compiler does not state it, arguments, outputs and temporaries, aliased
-        ones counted once.
-      host: Arguments, outputs that are no arguments, and temporaries in the memory of the host. They count in none of
-        the others. Programs for CPUs and compile-only GPUs do not tell them apart; there it is, of a training step, the
-        state that the plan keeps on the host, and 0 of anything else.
+      arguments: The inputs: state and batch.
+      outputs: The outputs, including aliased arguments.
+      aliased: Outputs that reuse the memory of (donated) arguments.
+      temporaries: Everything else: activations, gathered parameters, gradients.
+      peak: The maximum at any time. If the compiler does not report it, the sum of arguments, outputs and temporaries,
+        with aliased ones counted once.
+      host: Arguments, outputs that are not arguments, and temporaries in host memory. No other attribute counts them.
+        Programs for CPUs and compile-only GPUs do not distinguish them; there it is the state that the plan keeps on
+        the host for a training step, and 0 for anything else.
     """
 
     arguments: int
@@ -37,8 +37,8 @@ def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
 
     Args:
       compiled: Such as `jax.jit(...).lower(...).compile()`.
-      platform: Of the devices, such as "cpu".
-      host_state: Bytes of donated state in the memory of the host, in case that the compiler does not tell.
+      platform: The platform of the devices, such as "cpu".
+      host_state: Bytes of donated state in host memory, used if the compiler does not report them.
     """
     stats = compiled.memory_analysis()
 
@@ -48,7 +48,7 @@ def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
     arguments, outputs, aliased, temporaries = (
         size(f"{name}_size") for name in ("argument", "output", "alias", "temp")
     )
-    # What jaxlib calls the peak leaves temporaries out on CPU devices, and has host memory in it on all others.
+    # jaxlib's peak leaves out temporaries on CPU devices, and includes host memory on all others.
     stated = 0 if platform == "cpu" else size("peak_memory")
     host = size("host_argument_size") + size("host_output_size") - size("host_alias_size") + size("host_temp_size")
     if not host and host_state:

@@ -1,4 +1,4 @@
-"""Arguments of a step as they would be laid out on another machine: shapes with shardings."""
+"""Lays out the arguments of a step for another machine, as shapes with shardings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
 
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
-    """Returns a mesh without devices; one of `axes` may be -1, which takes what the others leave."""
+    """Returns a mesh without devices; one of `axes` may be -1, which takes the remaining devices."""
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: num_devices // known if size == -1 else size for name, size in axes.items()}
     if math.prod(sizes.values()) != num_devices:
@@ -31,7 +31,7 @@ def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
 
 
 def plan_of_argument(x: Any) -> ZeroPlan | None:
-    """Returns the plan of a sharded state, or `None` of anything else."""
+    """Returns the plan of a sharded state; `None` for anything else."""
     state = _as_state(x)
     return None if state is None else plan_if_sharded(state)
 
@@ -43,13 +43,13 @@ def relaid(
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
 ) -> Any:
-    """Returns a state as it would be laid out there, abstract; anything else as it is.
+    """Returns a state as shapes laid out for the machine; anything else as it is.
 
     Args:
       x: An argument.
-      devices: Those of the machine, or how many there are; the ZeRO axis takes all that the other axes leave.
-      mesh: The mesh, where that is known.
-      config: What to partition, and how, where the state does not say.
+      devices: The machine's devices, or their number; the ZeRO axis takes all that the other axes leave.
+      mesh: The mesh, if it is known.
+      config: What to partition, and how, if the state does not say.
     """
     state = _as_state(x)
     if state is None or (devices is None and mesh is None and config is None):
@@ -64,7 +64,7 @@ def relaid(
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
         axes = {**sizes, config.axis: -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
-    # The state itself, not the objects that it was seen in: those of NNX hold no abstract arrays.
+    # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh)
 
 
@@ -95,7 +95,7 @@ def moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[A
 
 
 def mesh_of(args: Any) -> Mesh | None:
-    """The mesh of the first argument that has one."""
+    """Returns the mesh of the first argument that has one."""
     for x in jax.tree.leaves(args):
         sharding = getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -104,7 +104,7 @@ def mesh_of(args: Any) -> Mesh | None:
 
 
 def _as_state(x: Any) -> Any:
-    """Returns `x` seen as a train state, or `None` if it is none."""
+    """Returns `x` as a train state; `None` if it is not one."""
     try:
         return adapt(x).state
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What `analyze` returns: the compiled truth of a step, as data, as a table and as a picture."""
+"""The report of `analyze` about a compiled step, as data, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one kind, axis and dtype, inside or outside of loops.
+    """All collectives of one kind, axis and dtype, inside or outside loops.
 
     Attributes:
       kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
-      axis: The mesh axes that its devices differ in, joined by `+`.
+      axis: The mesh axes along which its devices differ, joined by `+`.
       dtype: HLO's name of the element type.
       in_loop: Whether they are inside a loop.
-      count: Operations per step, trip counts of loops multiplied in.
+      count: Operations per step, multiplied by the trip counts of loops.
       elements: Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ.
       sent_bytes: Bytes that one device sends per step, in rings.
     """
@@ -56,22 +56,22 @@ def rows_of(collectives: Iterable[tuple[Collective, str]]) -> tuple[CollectiveRo
 
 @dataclasses.dataclass(frozen=True)
 class AnalysisReport:
-    """The compiled truth of a step; `print` it for tables.
+    """Facts about a compiled step; `print` it for tables.
 
     Attributes:
-      machine: What it was compiled for.
-      num_devices: The devices that it runs on.
+      machine: The machine that it was compiled for.
+      num_devices: The number of its devices.
       memory: Bytes per device by class.
       collectives: One row per kind, axis, dtype and loop or not.
-      communication_elements: Elements that one step moves in ZeRO's count, to be compared with 2Ψ or 3Ψ.
-      exposed_communication: Share of the time of collectives that no computation covers, by a model of the machine
-        (`jzero.analysis.schedule`); `None` where its rates are not known.
-      timeline: When the two streams of that model are busy; `None` as well.
+      communication_elements: Elements that one step moves in ZeRO's count, to compare with 2Ψ or 3Ψ.
+      exposed_communication: Share of collective time that no computation covers, by a model of the machine
+        (`jzero.analysis.schedule`); `None` if its rates are unknown.
+      timeline: The busy times of the two streams of that model; `None` if its rates are unknown.
       plan: The plan of the state among the arguments, if there is one.
-      violations: How the program departs from the plan; `verify` raises them.
-      notes: What the figures leave out, and what could not be told.
-      reckoned: Of a training step the same memory as `estimate_step_memory` reckons it, with activations by layer. It
-        is a model of the compilers for GPUs and TPUs; that for CPUs orders unrolled code otherwise.
+      violations: Departures of the program from the plan; `verify` raises them.
+      notes: Facts that the figures leave out, and facts that are unknown.
+      reckoned: For a training step, the memory by `estimate_step_memory`, with activations by layer. It models the
+        compilers for GPUs and TPUs; the one for CPUs orders unrolled code differently.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -108,7 +108,7 @@ class AnalysisReport:
             raise PlanViolation(self.violations)
 
     def to_json(self) -> str:
-        """Returns all of it but the timeline's spans as JSON; of the plan its stage, devices and sizes."""
+        """Returns everything but the timeline's spans as JSON; for the plan, its stage, devices and sizes."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["memory"] = dataclasses.asdict(self.memory)
         fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
@@ -118,10 +118,10 @@ class AnalysisReport:
         return json.dumps(fields, indent=2, ensure_ascii=False)
 
     def save_figure(self, path: str) -> None:
-        """Draws memory by class and, where there is one, the timeline.
+        """Draws memory by class and, if there is one, the timeline.
 
         Args:
-          path: The file; its ending says which kind (`.png`, `.svg`).
+          path: The file; its suffix chooses the format (`.png`, `.svg`).
 
         Raises:
           ImportError: matplotlib is not installed.

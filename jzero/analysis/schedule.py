@@ -1,18 +1,18 @@
-"""A timeline of a compiled program: when computation and communication are busy, by a model of the machine.
+"""The timeline of a compiled program: busy times of computation and communication, by a model of the machine.
 
 [Note: The model of the machine]
-The instructions of the compiled schedule run in its order on one compute stream. A product takes its operations over
-the peak rate of its dtype, anything else its bytes over the bandwidth of the device's memory; a fusion takes the longer
-of the two. Collectives run on a second stream, one after another, from where they start to where their result is
-waited for: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between
-nodes at the rate of a node's network ports together, if that is less. Asynchronous copies and fusions run on a third.
-Loops repeat their body; a conditional runs all of its branches. All rates are the vendor's peaks, from
+The instructions of the compiled schedule run in order on one compute stream. A product takes its operations divided by
+the peak rate of its dtype, anything else its bytes divided by the bandwidth of device memory; a fusion takes the longer
+of the two. Collectives run on a second stream, one after another, from their start until something waits for their
+result: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between nodes at
+the joint rate of a node's network ports, if that is lower. Asynchronous copies and fusions run on a third stream. Loops
+repeat their body; a conditional runs all of its branches. All rates are the vendor's peaks, from
 `jzero.analysis.machines`, which names their sources.
 
-Not in the model: latency, of kernels and of each hop of a collective, which rules where arrays are small; how far real
-kernels stay below the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic of kernels
-that HLO does not show (Pallas, attention of cuDNN), which count by their bytes; traffic to the host; that a small slice
-of a torus lacks some of its links. So the shares say what could overlap, not what a profile will show.
+The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
+distance of real kernels from the peaks; streams that share memory bandwidth or multiprocessors; tiling; the arithmetic
+of kernels that HLO does not show (Pallas, attention of cuDNN), which count by their bytes; traffic to the host; and the
+missing links of a small slice of a torus. So the shares say what could overlap, not what a profile will show.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from jzero.analysis.machines import Machine
 __all__ = ["HostCalls", "Span", "Timeline", "host_calls", "simulate"]
 
 MAX_SPANS = 2000
-"""Spans that a timeline keeps; the totals go on."""
+"""Most spans that a timeline keeps; the totals include all."""
 
 
 WORK = frozenset({"while", "fusion", "dot", "convolution", "custom-call", "call", "conditional"})
-"""Instructions beside which a call of the host is worth its while."""
+"""Instructions that can hide a call of the host."""
 
 
 class HostCalls(NamedTuple):
-    """How many calls of the host's CPU a program has, and how many of them the schedule has other work beside."""
+    """The number of calls of the host's CPU, and of those that overlap with other work in the schedule."""
 
     total: int
     covered: int
@@ -68,14 +68,14 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """What `simulate` returns.
+    """The result of `simulate`.
 
     Attributes:
       seconds: The whole step.
       compute: Seconds that the compute stream is busy.
       communication: Seconds that the communication stream is busy.
       exposed: Seconds that the compute stream waits for collectives.
-      spans: When the streams are busy, neighbours merged; at most `MAX_SPANS`.
+      spans: Busy times of the streams, with neighbors merged; at most `MAX_SPANS`.
     """
 
     seconds: float
@@ -86,7 +86,7 @@ class Timeline:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the time of collectives that no computation covers; 0 if there are none."""
+        """Share of collective time that no computation covers; 0 if there are no collectives."""
         return self.exposed / self.communication if self.communication else 0.0
 
     def totals(self) -> dict[str, float]:
@@ -95,7 +95,7 @@ class Timeline:
 
 
 def simulate(program: Program, machine: Machine) -> tuple[Timeline, list[str]]:
-    """Returns the timeline of one step by [Note: The model of the machine], and remarks on what it does not know."""
+    """Returns the timeline of one step by [Note: The model of the machine], and remarks on unknowns."""
     run = _Run(program, machine)
     if program.entry:
         run.computation(program.computations[program.entry])
@@ -170,7 +170,7 @@ class _Run:
             self.now = end
 
     def loop(self, x: Instruction) -> None:
-        """Runs the body once for each trip; once no span is kept any more, the rest by multiplication."""
+        """Runs the body for each trip; once no more spans are kept, multiplies the rest."""
         trips = self.program.trip_count(x)
         bodies = [self.program.computations[name] for name in x.called if name in self.program.computations]
         before = (self.now, self.compute, self.communication, self.exposed)
@@ -183,7 +183,7 @@ class _Run:
                 self.computation(body)
 
     def skip(self, trips: int, before: tuple[float, float, float, float]) -> None:
-        """Goes on as if the last trip, which began at `before`, ran `trips` times more."""
+        """Continues as if the last trip, which began at `before`, ran `trips` more times."""
         after = (self.now, self.compute, self.communication, self.exposed)
         now, compute, communication, exposed = (b + (b - a) * trips for a, b in zip(before, after, strict=True))
         for stream in self.free:
@@ -198,7 +198,7 @@ class _Run:
             self.spans.append(Span(stream, start, end, name))
 
     def _origin(self, computation: Computation, done: Instruction) -> str | None:
-        """The start of the chain of fusions that `done` ends: the same array is handed from one to the next."""
+        """Returns the start of the chain of fusions that `done` ends; they pass on the same array."""
         pending, seen = [done], set[str]()
         while pending:
             x = pending.pop()

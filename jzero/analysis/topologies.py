@@ -1,13 +1,13 @@
-"""Machines you don't have: their devices, to compile for, and their speeds and sizes, to reckon with.
+"""Devices of machines that you do not have, to compile programs for.
 
-The compilers of both accelerators run without one. The TPU compiler knows its chips by name; the GPU compiler has to be
-told what it compiles for, in a text that `target_config` writes from the table of facts below.
+The compilers of both accelerators run without the hardware. The TPU compiler knows its chips by name; the GPU compiler
+needs a description of its target, which `target_config` writes from the facts in `machines`.
 
 [Note: What compile-only devices leave out]
-Without a GPU nothing is measured: products get the tiling that the compiler guesses, which can take more or less
-temporary memory than a tuned one, and convolutions count without the workspace that cuDNN will ask for. GPU devices
-list no kinds of memory, so jax drops those of a program, and buffers on the host count as device memory; TPU devices
-have them. The GPU compiler compiles programs that do not fit, the TPU compiler refuses them.
+Without a GPU the compiler measures nothing: it guesses the tiling of products, which can take more or less temporary
+memory than a tuned one, and counts convolutions without cuDNN's workspace. GPU devices list no kinds of memory, so jax
+drops those of a program, and buffers on the host count as device memory; TPU devices list them. The GPU compiler
+compiles programs that do not fit; the TPU compiler refuses them.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Kind = Literal["gpu", "tpu"]
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices of a machine that is not there, to lower and compile programs for.
+    """Returns the devices of a machine that you do not have, to lower and compile programs for.
 
-    They hold no arrays: make a mesh of them and lower with `jax.ShapeDtypeStruct(..., sharding=...)`. jax's own
-    devices are neither initialised nor changed; `JAX_PLATFORMS=cpu` goes well with it. What the compiler cannot know
-    without the machine is in [Note: What compile-only devices leave out].
+    They hold no arrays: make a mesh of them and lower with `jax.ShapeDtypeStruct(..., sharding=...)`. This neither
+    initializes nor changes jax's own devices, and works with `JAX_PLATFORMS=cpu`. [Note: What compile-only devices
+    leave out] says what the compiler cannot know without the machine.
 
     Args:
       name: As for `machine`: `h200:8`, `v5e:4x4`.
 
     Returns:
-      Its devices in order; the same ones each time.
+      Its devices in order; the same objects each time.
 
     Raises:
-      ValueError: There is no such device, or no machine with so many of it.
+      ValueError: There is no such device, or no machine with that many of them.
       ImportError: The compiler is not installed; the message says what to install.
-      RuntimeError: jax has refused its CUDA plugin earlier in this process.
+      RuntimeError: jax refused its CUDA plugin earlier in this process.
 
     Example:
       >>> from jzero.analysis.topologies import topology_devices
@@ -67,8 +67,8 @@ def topology_options(name: str) -> dict[str, str]:
       name: As for `machine`.
 
     Returns:
-      Options for `lowered.compile`. For several GPU hosts none of XLA's own kernels for small all-reduces, which serve
-      GPUs of one host only: the compiler of jax 0.12 does not see the hosts, and from 64 GPUs ends the process.
+      Options for `lowered.compile`. For several GPU hosts they disable XLA's own kernels for small all-reduces, which
+      serve only GPUs of one host: the compiler of jax 0.12 does not see the hosts, and crashes from 64 GPUs on.
     """
     chip, shape = parse_machine(name)
     if chip not in GPUS or shape[0] <= GPUS_PER_HOST or jax.__version_info__ < (0, 12):
@@ -77,7 +77,7 @@ def topology_options(name: str) -> dict[str, str]:
 
 
 def missing_compiler(kind: Kind) -> str | None:
-    """Returns what has to be installed to compile for machines that are not there, or `None` if it is.
+    """Returns what is missing to compile for machines that you do not have; `None` if nothing is.
 
     Args:
       kind: `"gpu"` or `"tpu"`.
@@ -105,7 +105,7 @@ def target_config(facts: GpuFacts) -> str:
     """Returns the text of the `stream_executor.GpuTargetConfigProto` that tells XLA about a GPU.
 
     Args:
-      facts: One of `GPUS`, or facts of your own.
+      facts: One of `GPUS`, or your own facts.
 
     Returns:
       A protocol buffer in text form.
@@ -157,7 +157,7 @@ def _devices(name: str) -> tuple[jax.Device, ...]:
 def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ...]:
     _require_compiler(name, "gpu")
     num_hosts = max(1, count // GPUS_PER_HOST)
-    # The plugin looks for the CUDA libraries that a program would run with, and refuses to serve without them.
+    # The plugin looks for the CUDA libraries of a real run, and refuses to work without them.
     defaults = {} if glob.glob("/dev/nvidia[0-9]*") else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     try:
         with _environment(defaults):
@@ -178,7 +178,7 @@ def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ..
 
 def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
     _require_compiler(name, "tpu")
-    # Else libtpu asks Google's metadata server which machine it is on, and complains at length that there is none.
+    # Otherwise libtpu asks Google's metadata server for its machine, and complains at length if there is none.
     defaults = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -197,7 +197,7 @@ def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...]) -> tuple[ja
 
 @contextlib.contextmanager
 def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, and takes them away again."""
+    """Sets environment variables that are not set, and removes them again."""
     added = {key: value for key, value in defaults.items() if key not in os.environ}
     os.environ.update(added)
     try:
@@ -214,7 +214,7 @@ def _require_compiler(name: str, kind: Kind) -> None:
 
 
 def _has_ptxas() -> bool:
-    """Looks where XLA does: in the wheel, whose folder jax tells it, on PATH, and where the toolkit usually is."""
+    """Looks where XLA does: in the wheel's folder, which jax knows, on PATH, and in the usual place of the toolkit."""
     toolkits = [*_folders("nvidia.cu13"), *_folders("nvidia.cuda_nvcc"), "/usr/local/cuda", "/opt/cuda"]
     toolkits += filter(None, [os.environ.get("CUDA_ROOT")])
     return bool(shutil.which("ptxas")) or any(pathlib.Path(root, "bin", "ptxas").exists() for root in toolkits)
@@ -223,12 +223,12 @@ def _has_ptxas() -> bool:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor is the package that it is part of
+    except ModuleNotFoundError:  # its parent package is not installed either
         return False
 
 
 def _folders(package: str) -> list[str]:
-    """Returns where a namespace package is, if it is installed."""
+    """Returns the folder of a namespace package, if it is installed."""
     if not _is_installed(package):
         return []
     spec = importlib.util.find_spec(package)

@@ -1,9 +1,9 @@
-"""Where a compiled program departs from the plan.
+"""Finds the departures of a compiled program from the plan.
 
 [Note: What is a parameter]
-Compiled programs do not say which array is which parameter. A gathered or reduced array is taken for those leaves of
-the plan that have its sizes, in any order and without ones (compilers transpose), whole or as one slice of a stack.
-Where further mesh axes cut a leaf (tensor parallelism), it is also one device's part along these.
+Compiled programs do not say which array is which parameter. A gathered or reduced array matches the leaves of the plan
+that have its sizes, in any order and without ones (compilers transpose), whole or as one slice of a stack. If other
+mesh axes cut a leaf (tensor parallelism), one device's part along these axes matches, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jzero.plan.plan import ZeroPlan
 __all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
 
 SMALL = 1024
-"""Arrays of up to so many elements are not looked at: nothing that matters is so small."""
+"""Arrays of up to this many elements are not checked: they are too small to matter."""
 
 
 class PlanViolation(Exception):  # noqa: N818  # the name of the contract
@@ -50,15 +50,15 @@ class PlanViolation(Exception):  # noqa: N818  # the name of the contract
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program and what is needed to judge it.
+    """A compiled program with the facts to judge it.
 
     Attributes:
       program: The program.
       collectives: Its collectives.
       lowered: StableHLO, before the compiler changed it.
       platform: `cpu`, `gpu` or `tpu`.
-      memory: What it takes.
-      returns_state: Whether it returns the state that it is given, so that the state should be donated.
+      memory: Its memory.
+      returns_state: Whether it returns a new version of its input state, which should then be donated.
     """
 
     program: Program
@@ -70,7 +70,7 @@ class Compiled:
 
 
 def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list[str]]:
-    """Returns the departures of a program from a plan, and remarks on what could not be told."""
+    """Returns the departures of a program from a plan, and remarks on unknowns."""
     names = _Names(plan)
     violations: list[str] = []
     notes: list[str] = []
@@ -81,7 +81,7 @@ def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list
 
 
 def axes_of(group: Sequence[int], mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the mesh axes that the devices of a group differ in."""
+    """Returns the mesh axes along which the devices of a group differ."""
     sizes = tuple(mesh.shape.values())
     if not group or max(group) >= np.prod(sizes):
         return ()
@@ -93,7 +93,7 @@ Finding = tuple[bool, str]
 
 
 class _Names:
-    """Which leaves an array may be; see [Note: What is a parameter]."""
+    """The leaves that an array may be; see [Note: What is a parameter]."""
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.whole: dict[tuple[int, ...], list[LeafPlan]] = {}
@@ -116,7 +116,7 @@ class _Names:
 
 
 def _part(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
-    """Sizes of what one device has of an array that lies over mesh axes."""
+    """Sizes of one device's part of an array that mesh axes shard."""
     entries = [*spec, *[None] * len(shape)]
     return tuple(
         n // math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
@@ -146,7 +146,7 @@ def _paths(leaves: Sequence[LeafPlan]) -> str:
 
 
 def _of_zero(compiled: Compiled, plan: ZeroPlan, kind: str) -> list[Collective]:
-    """Collectives of a kind that run over the ZeRO axis."""
+    """Returns the collectives of a kind over the ZeRO axis."""
     return [c for c in compiled.collectives if c.kind == kind and plan.config.axis in axes_of(c.group, plan.mesh)]
 
 
@@ -201,11 +201,11 @@ def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[
 
 
 def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    """What further mesh axes cut, gathered over these to be exchanged."""
+    """Finds parameters that other mesh axes cut, and that are gathered over those axes to be exchanged."""
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
         exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _exchanged(leaf, kind, plan.mesh)]
         right = {sizes_of(part) for _, _, part in exchanged}
-        # A constraint of the loss may cut what the plan does not.
+        # A constraint of the loss may cut arrays that the plan does not.
         right |= {sizes_of(y) for leaf, x, _ in exchanged if not any(leaf.param.base) for y in _cut_once(x, plan)}
         wrong = {sizes_of(shape): leaf for leaf, shape, _ in exchanged if any(leaf.param.base)}
         for c in _of_zero(compiled, plan, kind):
@@ -218,14 +218,14 @@ def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Fi
 
 
 def _cut_once(shape: tuple[int, ...], plan: ZeroPlan) -> Iterator[tuple[int, ...]]:
-    """The shapes of parts over one of the further mesh axes."""
+    """Returns the shapes of parts over one of the other mesh axes."""
     further = [n for name, n in plan.mesh.shape.items() if name not in (plan.config.axis, plan.config.replica_axis)]
     for d, n in itertools.product(range(len(shape)), further):
         yield (*shape[:d], shape[d] // n, *shape[d + 1 :])
 
 
 def _exchanged(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes that a collective's result has for a leaf or a slice of it: of the leaf, and of one device's part."""
+    """Returns the possible shapes of a collective's result for a leaf or its slice: whole, and one device's part."""
     shapes = {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}
     if kind == "reduce-scatter":
         shapes = {leaf.grad.cut.shard_shape} if leaf.grad.cut else set()
@@ -246,7 +246,7 @@ def _hoisted_stacks(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterat
 
 
 def _in_loops(program: Program) -> list[Computation]:
-    """Every computation that runs in a loop."""
+    """Returns every computation that runs in a loop."""
     bodies = [
         x.called for c in program.computations.values() for x in c.instructions if x.opcode == "while" and x.called
     ]
@@ -260,7 +260,7 @@ def _in_loops(program: Program) -> list[Computation]:
 
 
 def _sliced(computation: Computation) -> Iterator[tuple[int, ...]]:
-    """Sizes of arrays of which one slice of the leading dimension is taken."""
+    """Returns the sizes of arrays from which the program takes one slice of the leading dimension."""
     for x in computation.instructions:
         if x.opcode == "dynamic-slice":
             for whole in computation.arrays(x.operands[0]):
@@ -283,7 +283,7 @@ def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Ite
                     if fate and leaves and x.size > limit:
                         text = f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
                         kept[operand, x] = (fate[0], text)
-    # Compilers recompute cheap values in the backward pass, and what small parameters they are made of stays for that.
+    # Compilers recompute cheap values in the backward pass, and keep the small parameters for that.
     matters = sum(x.size for _, x in kept) >= 0.01 * sum(leaf.param.size for leaf in plan.leaves)
     for is_violation, text in kept.values():
         yield is_violation and (matters or "stack" in text), text
@@ -301,7 +301,7 @@ def _fate(compiled: Compiled, computation: Computation, user: Instruction, opera
 
 
 def _users(program: Program, computation: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
-    """What computes with the result of `name`, and by which name it knows it."""
+    """Returns the instructions that compute with the result of `name`, and its name in each."""
     pending, seen = [name], set[str]()
     while pending:
         name = pending.pop()
