@@ -157,14 +157,14 @@ def value_and_grad(
         wider and returned in their own dtype; others need `Summed` (which returns narrow integers in 32 bits) or
         `PerExample`.
       remat: What the backward pass recomputes.
-        None: "cheap" if parameters are gathered again (stage 3), else "as_written".
-        "cheap": everything but expensive results (products, convolutions, loops, random numbers, the result of
+        `None`: "cheap" if parameters are gathered again (stage 3), else "as_written".
+        `"cheap"`: everything but expensive results (products, convolutions, loops, random numbers, the result of
         attention but not its scores), in scans without checkpoints of their own, and in repeated blocks of unrolled
         models.
-        "as_written": what the loss itself says.
-        True: every iteration of the loss's scans (scanned layers), unless the scan has its own checkpoint.
-        "offload": every iteration, whatever the scan says; activations between iterations wait in host memory.
-        False: nothing, even if the loss has `jax.checkpoint`.
+        `"as_written"`: what the loss itself says.
+        `True`: every iteration of the loss's scans (scanned layers), unless the scan has its own checkpoint.
+        `"offload"`: every iteration, whatever the scan says; activations between iterations wait in host memory.
+        `False`: nothing, even if the loss has `jax.checkpoint`.
         Code inside `while_loop`, `custom_vjp` and `shard_map` does not change.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. The loss takes each as a keyword
         argument, and `aux` must be a dictionary with its new value, of the same structure, shapes and dtypes; floating
