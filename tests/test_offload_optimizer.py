@@ -146,8 +146,16 @@ def test_accumulation_and_weights(precision):
     assert_close(whole(found), whole(expected), ulps=1)
 
 
-def test_a_skipped_step_changes_nothing_on_the_host():
-    state = mlp_state(3, "fp16", SMALL)
+class Cleans(TrainState):
+    def apply_gradients(self, *, grads):
+        return super().apply_gradients(grads=jax.tree.map(jnp.nan_to_num, grads))
+
+
+@pytest.mark.parametrize("cls", [TrainState, Cleans])
+def test_a_skipped_step_changes_nothing_on_the_host(cls):
+    """Nor where a class of the user's hands finite gradients to the optimizer."""
+    state = cls.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
+    state = jzero.shard_train_state(state, config=config(3, "fp16", SMALL))
     step = jzero.make_train_step(models.mlp_loss)
     state, _ = step(state, models.mlp_batch(48))
     before = arrays((state.params, state.opt_state.masters, state.opt_state.inner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
 from jzero.state.init import lower_init
+from jzero.state.train_state import adapt, is_plain
 from tests import models
 from tests.tiers import singles, slow, stages
 
@@ -228,6 +231,32 @@ def test_float64_of_numpy_is_trained_as_jax_would_have_it():
     state, _ = jzero.make_train_step(loss_fn)(state, batch)
     want = params["w"] - 0.1 * np.asarray(jax.grad(loss_fn)(jax.tree.map(np.float32, params), batch)["w"])
     np.testing.assert_allclose(jzero.gather_params(state)["w"], want, rtol=1e-6, atol=1e-6)
+
+
+def test_which_states_a_step_updates_itself():
+    """Those that inherit an `apply_gradients` which only counts, updates and adds; `functools.wraps` hides no other."""
+
+    class Wrapped(TrainState):
+        @functools.wraps(TrainState.apply_gradients)
+        def apply_gradients(self, **kwargs):
+            return super().apply_gradients(**kwargs)
+
+    class Replaced(TrainState):
+        def replace(self, **changes):
+            return super().replace(**changes)
+
+    def found(cls, params=None):
+        params = params or {"params": {"w": jnp.ones(2)}}
+        return is_plain(adapt(cls.create(apply_fn=None, params=params, tx=optax.sgd(0.1))).state)
+
+    overwritten = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    assert found(TrainState)
+    assert found(jzero.TrainState)
+    assert found(Replaced)
+    assert not found(Wrapped)
+    assert not found(TrainState, overwritten)
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert is_plain(adapt(nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)).state)
 
 
 def test_plain_pytree_state_with_tied_and_empty_leaves():

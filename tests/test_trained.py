@@ -341,7 +341,15 @@ def test_rules_hold_for_nnx_parameters_outside_wrt():
         jzero.plan_train_state(pair, config=jzero.ZeroConfig(stage=3, rules={"nowhere": jzero.LeafRule(dim=0)}))
 
 
-@pytest.mark.parametrize(("make", "stage", "trainable"), [(TrainState, 1, "w"), (jzero.TrainState, 3, None)])
+class OwnUpdate(TrainState):
+    def apply_gradients(self, **kwargs):
+        return super().apply_gradients(**kwargs)
+
+
+STATES = [(TrainState, 1, "w"), (jzero.TrainState, 3, None), (OwnUpdate, 3, None)]
+
+
+@pytest.mark.parametrize(("make", "stage", "trainable"), STATES)
 def test_random_keys_among_the_parameters_stay_as_they_are(make, stage, trainable):
     """On every device the same keys, not cut although 16 of them could be."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 from jax import lax
@@ -19,7 +18,7 @@ from jzero.arrays.placement import stored_leaf, strongly_typed
 from jzero.engine.trace import FROZEN
 from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
 from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import Adapted, map_state, plan_if_sharded, register_adapter
+from jzero.state.train_state import Adapted, TrainState, map_state, plan_if_sharded, register_adapter
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
@@ -56,15 +55,11 @@ class NnxTrainState:
     wrt: Any = dataclasses.field(metadata={"static": True})
 
     frozen_fields = (FROZEN,)  # laid out like parameters
+    apply_gradients = TrainState.apply_gradients  # one step, as `nnx.Optimizer.update` makes it
 
     def replace(self, **changes: Any) -> NnxTrainState:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
-
-    def apply_gradients(self, *, grads: PyTree) -> NnxTrainState:
-        """Returns the state after one optimizer step, as `nnx.Optimizer.update` makes it."""
-        updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        return self.replace(step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state)
 
     def bind_loss(
         self, loss_fn: Callable[..., Any], axes: tuple[str, ...], *, keeps: bool = True

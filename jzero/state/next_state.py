@@ -23,12 +23,11 @@ from jzero.arrays.placement import is_on_host, stored_leaf, strongly_typed
 from jzero.arrays.streamed import Update, source, stream
 from jzero.config.precision import scale_by
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import mesh_platform
 from jzero.plan.opt_state import PendingUpdate
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import adapt_sharded, check_alive, map_state
-from jzero.update.leaf import NO_ELEMENTS
-from jzero.update.transformation import InStep, keep_unless, with_next_loss_scale
+from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state
+from jzero.update.leaf import NO_ELEMENTS, Grad
+from jzero.update.transformation import keep_unless, with_next_loss_scale
 
 __all__ = ["StepGrads", "apply_pending", "next_state", "settled_step"]
 
@@ -39,18 +38,13 @@ class StepGrads(NamedTuple):
     """The gradients of one step.
 
     Attributes:
-      grads: One per parameter leaf, as the plan lays them out, in fp32 or wider; without elements where `reduced` is in
-        host memory.
-      reduced: The same before they were multiplied with `factors`.
-      factors: The loss scale, clipping.
+      grads: One per parameter leaf, as the plan lays them out; the factors are the loss scale and clipping.
       applied: Whether they are to be applied, a 0-d boolean; `None` if in any case.
       weighs: Whether the batch had any weight, a 0-d boolean; `None` if in any case.
       overflowed: One boolean per parameter leaf, where the precision policy asks.
     """
 
-    grads: list[jax.Array]
-    reduced: list[jax.Array]
-    factors: tuple[jax.Array, ...]
+    grads: list[Grad]
     applied: jax.Array | None
     weighs: jax.Array | None
     overflowed: jax.Array
@@ -73,7 +67,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
     if plan.config.offload.delay:
         new = _with_pending(_pending_applied(carried), found)
     else:
-        new = _unless_skipped(found.applied, _updated(carried, found), carried)
+        new = _updated(carried, found.grads, found.applied)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
         scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
@@ -94,71 +88,42 @@ def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
     return state.absorb(state.as_stored(changed)) if hasattr(state, "absorb") else state.replace(**changed)
 
 
-def _updated(state: Any, found: StepGrads) -> Any:
-    """Returns the state after its own `apply_gradients`.
+def _updated(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+    """Returns the state after the optimizer's step, unless `applied` says that nothing changes."""
+    if not is_plain(state):
+        return _updated_by_itself(state, grads, applied)
+    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied)
+    step = state.step + 1
+    step = step if applied is None else jnp.where(applied, step, state.step)
+    return state.replace(step=step, params=params, opt_state=opt_state)
 
-    What the update makes anew takes no part in optax's sums: something without elements stands for each such parameter.
-    """
+
+def _updated_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+    """Returns the state after an `apply_gradients` of its own, which knows optax's contract alone."""
     tx, plan = state.tx, state.tx.plan
-    params = plan.flat_params(state.params)
-    away = {i for i, leaf in enumerate(plan.leaves) if leaf.param.on_host}
-    new_params: dict[int, jax.Array] = {}
-    cls = type(state)
-    if (away or plan.config.offload.delay) and _has_own_update(state):
+    away = any(leaf.param.on_host for leaf in plan.leaves)
+    if away or plan.config.offload.delay:
         option, what = ("params='host'", "parameters") if away else ("delay=1", "gradients")
         raise TypeError(
-            f"`{cls.__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
+            f"`{type(state).__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
             f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "
             "that option."
         )
-    pairs = zip(found.grads, found.reduced, strict=True)
-    direct = _made_anew(state) | away | plan.keys  # nothing can be added to random keys
-    reduced = {id(g): (raw, found.factors) for g, raw in pairs}
-    step = InStep(found.applied, reduced, new_params, state.params, direct)
-    seen = plan.stored_params([NO_ELEMENTS if i in direct else x for i, x in enumerate(params)])
-    before = state.replace(tx=dataclasses.replace(tx, step=step), params=seen)
-    new = before.apply_gradients(grads=plan.params_treedef.unflatten(found.grads))
-    after = plan.flat_params(new.params)
-    kept = [new_params.get(i, params[i]) if i in direct else x for i, x in enumerate(after)]
-    return new.replace(tx=tx, params=plan.stored_params(kept))
-
-
-def _has_own_update(state: Any) -> bool:
-    """Whether a state's class has an `apply_gradients`, or a `replace` that it would call, of its own."""
-    methods = [getattr(type(state), name, None) for name in ("apply_gradients", "replace")]
-    # Where a function was defined: `functools.wraps` copies `__module__`, but not this.
-    defined = [getattr(method, "__globals__", {}).get("__name__", "") for method in methods]
-    return not all(name.startswith(("jzero.", "flax.")) for name in defined)
-
-
-def _made_anew(state: Any) -> frozenset[int]:
-    """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut, which nobody else sees."""
-    plan = state.tx.plan
-    if mesh_platform(plan.mesh) == "tpu":
-        return frozenset()
-    found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
-    return frozenset() if _has_own_update(state) else frozenset(found - plan.offloaded)
+    params = plan.flat_params(state.params)
+    seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
+    before = state.replace(tx=dataclasses.replace(tx, applied=applied), params=plan.stored_params(seen))
+    new = before.apply_gradients(grads=plan.params_treedef.unflatten([g.value() for g in grads]))
+    after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
+    new = new.replace(tx=tx, params=plan.stored_params(after))
+    return new if applied is None else keep_unless(applied, new, state)
 
 
 def _pending_applied(state: Any) -> Any:
     """Returns the state after the update that was put off; as it is if there was none."""
-    plan = state.tx.plan
-    pending = state.opt_state.pending
-    kept = plan.flat_params(pending.grads)
-    kept = [jnp.zeros((), leaf.grad.dtype) if x is None else x for x, leaf in zip(kept, plan.leaves, strict=True)]
-    # As many objects as gradients: each is known by its identity.
-    grads = [jnp.zeros((0,), x.dtype) if i in plan.offloaded else x for i, x in enumerate(kept)]
-    found = StepGrads(grads, kept, (), pending.ready, None, jnp.zeros((0,), jnp.bool_))
-    return _unless_skipped(pending.ready, _updated(state, found), state)
-
-
-def _unless_skipped(applied: jax.Array | None, new: Any, old: Any) -> Any:
-    """Returns `new` if the step is applied, else `old`; parameters that were made anew know already."""
-    if applied is None:
-        return new
-    plan, kept, anew = new.tx.plan, keep_unless(applied, new, old), _made_anew(new)
-    pairs = zip(*(plan.flat_params(x.params) for x in (new, kept)), strict=True)
-    return kept.replace(params=plan.stored_params([x if i in anew else y for i, (x, y) in enumerate(pairs)]))
+    plan, pending = state.tx.plan, state.opt_state.pending
+    kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
+    grads = [Grad(jnp.zeros((), leaf.grad.dtype) if x is None else x) for x, leaf in kept]
+    return _updated(state, grads, pending.ready)
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:
@@ -168,12 +133,12 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
     leaves = plan.flat_params(plan.waiting.grads)
 
     def kept(i: int, leaf: StateLeaf | None) -> Any:
-        grad, raw = found.grads[i], found.reduced[i]
+        grad = found.grads[i]
         if leaf is None:
             return None
-        if not is_on_host(raw):
-            return stored_leaf(grad.astype(leaf.dtype), leaf, plan)
-        value = source(raw, leaf, leaf.shape).map(scale_by, *found.factors)
+        if not is_on_host(grad.reduced):
+            return stored_leaf(grad.value().astype(leaf.dtype), leaf, plan)
+        value = source(grad.reduced, leaf, leaf.shape).map(scale_by, *grad.factors)
         (new,), _ = stream(plan, Update(leaf, [value], [old[i]], lambda position, values, old: (values, None)))
         return new
 

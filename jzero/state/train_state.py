@@ -27,12 +27,14 @@ __all__ = [
     "adapt_sharded",
     "check_alive",
     "check_in_place",
+    "is_plain",
     "load_integrations",
     "map_state",
     "plain_state",
     "plan_if_sharded",
     "plan_of",
     "register_adapter",
+    "register_plain",
     "stored_state",
 ]
 
@@ -116,7 +118,11 @@ class Adapted(NamedTuple):
 Adapter = Callable[[Any], "Adapted | None"]
 _ADAPTERS: list[Adapter] = []
 _TRAIN_STATES: set[type] = set()  # dataclasses that no adapter takes, kept since each call of a step asks
-_INTEGRATIONS = {"flax.nnx": "jzero.integrations.nnx"}  # by the package of the objects
+_PLAIN: dict[Callable[..., Any], Callable[[Any], bool]] = {TrainState.apply_gradients: lambda state: True}
+_INTEGRATIONS = {  # by the module of the objects
+    "flax.nnx": "jzero.integrations.nnx",
+    "flax.training.train_state": "jzero.integrations.flax_state",
+}
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -126,6 +132,22 @@ def register_adapter(adapter: Adapter) -> None:
       adapter: Takes an object; returns `None` if the object is not of that library.
     """
     _ADAPTERS.append(adapter)
+
+
+def register_plain(apply_gradients: Callable[..., Any], applies: Callable[[Any], bool] = lambda state: True) -> None:
+    """Registers an `apply_gradients` that does no more than to count, to call the optimizer and to add.
+
+    Args:
+      apply_gradients: The function, as its class has it.
+      applies: Whether it does no more than that for a given state.
+    """
+    _PLAIN[apply_gradients] = applies
+
+
+def is_plain(state: Any) -> bool:
+    """Whether a train step may update a state itself: its class has an `apply_gradients` that is registered so."""
+    applies = _PLAIN.get(type(state).apply_gradients)
+    return applies is not None and applies(state)
 
 
 def load_integrations() -> None:

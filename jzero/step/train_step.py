@@ -19,6 +19,7 @@ from jzero.state.train_state import adapt_sharded, map_state
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.jitted import Step
 from jzero.step.overflow import OverflowWatch, loss_scale_error
+from jzero.update.leaf import Grad
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -100,15 +101,17 @@ class TrainStep(Step):
     def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
         """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
         plan = state.tx.plan
-        factors = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
-        grads = [scale_by(g, *factors) for g in result.grads]
+        factors = () if self.clip_norm is None else (_clip_factor(result.grad_norm, self.clip_norm),)
+        grads = [
+            Grad(reduced, (result.factor, *factors)) if i in plan.offloaded else Grad(scale_by(g, *factors))
+            for i, (g, reduced) in enumerate(zip(result.grads, result.reduced, strict=True))
+        ]
         weighs = result.weight != 0 if weighted else None  # without weight there is no gradient
         applied = weighs
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
-        found = StepGrads(grads, result.reduced, (result.factor, *factors), applied, weighs, result.overflowed)
-        return next_state(state, found, result.aux[1]), applied
+        return next_state(state, StepGrads(grads, applied, weighs, result.overflowed), result.aux[1]), applied
 
 
 class EvalStep(Step):

@@ -18,8 +18,8 @@ parameters would all wait for the old ones (1.4B on 8 v5p: 9.0 GiB in place of 6
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +29,19 @@ from jzero import _compat
 from jzero.arrays.casts import holds, round_stochastically, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.arrays.streamed import Streamed, Update, source, sources_of, stream
-from jzero.config.precision import is_key
+from jzero.config.precision import is_key, scale_by
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import platform_facts
 
 __all__ = [
     "NO_ELEMENTS",
+    "Grad",
     "LeafUpdate",
     "Moments",
+    "added",
     "check_params_stored",
+    "made_anew",
     "new_param",
     "placing",
     "rounded_inner",
@@ -48,7 +52,23 @@ __all__ = [
 
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
-"""Stands for a parameter on the host, and for its update, where optax adds the two."""
+"""Stands for a random key, and for its update, where optax adds the two."""
+
+
+class Grad(NamedTuple):
+    """A gradient, multiplied where it is read: for state on the host chunk by chunk, so that no product is stored.
+
+    Attributes:
+      reduced: As it was reduced, in its natural or its stored shape.
+      factors: What it is multiplied with, one after the other.
+    """
+
+    reduced: jax.Array
+    factors: tuple[jax.Array, ...] = ()
+
+    def value(self) -> jax.Array:
+        """Returns the product, in fp32 or wider."""
+        return scale_by(self.reduced, *self.factors)
 
 
 def check_params_stored(plan: ZeroPlan, params: Any) -> None:
@@ -62,15 +82,25 @@ def check_params_stored(plan: ZeroPlan, params: Any) -> None:
 
 
 def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
-    """A gradient or a parameter, in natural or stored shape, as a streamed value."""
+    """A gradient or a parameter, in natural or stored shape, on the host as stored, as a streamed value."""
     if isinstance(x, Streamed):
         return x
-    check_leaf_shape(x, leaf.grad)
-    return source(stored_leaf(x, leaf.grad, plan), leaf.grad, leaf.param.shape)
+    if not is_on_host(x):
+        check_leaf_shape(x, leaf.grad)
+        x = stored_leaf(x, leaf.grad, plan)
+    return source(x, leaf.grad, leaf.param.shape)
+
+
+class Moments(NamedTuple):
+    """A leaf of the optimizer's own state on the host: its number, the stored array, its new value."""
+
+    number: int
+    old: jax.Array
+    new: Any
 
 
 class LeafUpdate(NamedTuple):
-    """What an update knows of one parameter. Of one whose state lies on the host, all but arrays as stored is streamed.
+    """Inputs to one parameter's update. If its optimizer state is offloaded, all but the stored arrays is streamed.
 
     Attributes:
       number: Its number among the parameters.
@@ -80,6 +110,7 @@ class LeafUpdate(NamedTuple):
       master: What the optimizer saw of it.
       old_master: Its master copy as stored, if it has one.
       update: What the optimizer made of it; `None` if nothing.
+      moments: Its optimizer state on the host.
     """
 
     number: int
@@ -89,6 +120,7 @@ class LeafUpdate(NamedTuple):
     master: Any
     old_master: Any
     update: Any
+    moments: Sequence[Moments]
 
     @property
     def is_rounded(self) -> bool:
@@ -96,38 +128,53 @@ class LeafUpdate(NamedTuple):
         known = self.update is not None and self.param is not None and self.master is not None
         return known and self.leaf.param.dtype != self.leaf.update_dtype
 
+    @property
+    def moves_on_host(self) -> bool:
+        """Whether the new parameter overwrites the old one on the host."""
+        return self.leaf.param.on_host and self.update is not None
+
+
+def made_anew(plan: ZeroPlan) -> frozenset[int]:
+    """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut."""
+    if platform_facts(plan.mesh).adds_updates:
+        return frozenset()
+    found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
+    return frozenset(found - plan.offloaded)
+
+
+def added(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax.Array:
+    """Returns a stored parameter after its update, as `optax.apply_updates` adds the two."""
+    new = (param + change).astype(param.dtype)
+    return new if applied is None else jnp.where(applied, new, param)
+
 
 def new_param(
     plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a parameter's new value and its new master, both as stored; see [Note: Parameters made anew].
-
-    Args:
-      plan: The plan.
-      x: What belongs to the parameter, which is trained and has an update.
-      key: For stochastic rounding.
-      applied: Whether the step is applied; `None` if it always is.
-    """
-    leaf, moved = x.leaf, x.master + x.update
-    rounded, master = _rounded(x, moved, key) if x.is_rounded else (moved.astype(leaf.param.dtype), None)
+    """Returns a parameter's new value and its new master, both as stored; see [Note: Parameters made anew]."""
+    rounded, master = _summed(plan, x, key)
     if applied is not None:
-        rounded = jnp.where(applied, rounded, natural_leaf(x.param, leaf.grad, plan))
-    kept = None if master is None else stored_leaf(master, cast("StateLeaf", leaf.master), plan)
-    return stored_leaf(rounded, leaf.param, plan), kept
+        rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))
+    return stored_leaf(rounded, x.leaf.param, plan), master
 
 
 def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[Any, Any]:
     """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
     leaf = x.leaf
-    if leaf.param.on_host or is_key(leaf.param.dtype):
+    if is_key(leaf.param.dtype):
         return NO_ELEMENTS, None
     if not leaf.trained:
         return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit
     if not x.is_rounded:
         return x.update if x.update is None else stored_leaf(x.update, leaf.param, plan), None
+    rounded, master = _summed(plan, x, key)
+    return _change(x, stored_leaf(rounded, leaf.param, plan)), master
+
+
+def _summed(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns a new parameter in natural shape, cut like the gradient, and its new master as stored."""
     rounded, master = _rounded(x, x.master + x.update, key)
-    kept = None if leaf.master is None else stored_leaf(master, leaf.master, plan)
-    return _change(x, stored_leaf(rounded, leaf.param, plan)), kept
+    return rounded, None if x.leaf.master is None else stored_leaf(master, x.leaf.master, plan)
 
 
 def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -156,73 +203,67 @@ def placing(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
     return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))
 
 
-class Moments(NamedTuple):
-    """A leaf of the optimizer's own state on the host: its number, the stored array, its new value."""
-
-    number: int
-    old: jax.Array
-    new: Any
-
-
 def streamed_update(
-    plan: ZeroPlan, x: LeafUpdate, moments: Sequence[Moments], key: jax.Array | None, applied: jax.Array | None
-) -> tuple[Any, Any, Any, list[jax.Array]]:
+    plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
+) -> tuple[Any, Any, list[jax.Array]]:
     """The update of a parameter that lies on the host, or has a master or optimizer state there.
 
-    See [Note: Streaming an update].
-
-    Args:
-      plan: The plan.
-      x: What belongs to the parameter.
-      moments: Its optimizer state on the host.
-      key: For stochastic rounding.
-      applied: Whether the step is applied; `None` if it always is.
+    See [Note: Streaming an update]. `applied` decides on what is overwritten on the host.
 
     Returns:
-      The update of the stored parameter, its new master as stored, the parameter itself if it lies on the host, whose
-      update then has no elements, and the new arrays of `moments`.
+      The update of the stored parameter, or if it lies on the host its new value; its new master as stored; the new
+      arrays of `x.moments`.
     """
-    leaf = x.leaf
-    moves_param = leaf.param.on_host and x.update is not None
-    result = x.master.map(jnp.add, x.update) if x.is_rounded or moves_param else x.update
-    wanted = [y for y in (result, *(y.new for y in moments)) if y is not None]
-    has_master = x.is_rounded and leaf.master is not None
-    old = [*([x.param] if moves_param else []), *([x.old_master] if has_master else []), *(y.old for y in moments)]
-    numbers = {name: y for name, y in (("key", key), ("applied", applied)) if y is not None}
+    leaf, has_master = x.leaf, x.is_rounded and x.leaf.master is not None
+    result = x.master.map(jnp.add, x.update) if x.is_rounded or x.moves_on_host else x.update
+    values = [streamed_source(y, leaf, plan) for y in (result, *(y.new for y in x.moments)) if y is not None]
+    old = [
+        *([x.param] if x.moves_on_host else []),
+        *([x.old_master] if has_master else []),
+        *(y.old for y in x.moments),
+    ]
+    dtype, out = _result_like(plan, x)
+    new, near = stream(plan, Update(leaf.grad, values, old, _chunk_update(plan, x), out, [key, applied]))
+    moved = new.pop(0) if x.moves_on_host else None
+    master = new.pop(0) if has_master else x.old_master
+    if near is not None:
+        near = stored_leaf(natural_leaf(round_to(near, dtype), leaf.grad, plan), leaf.param, plan)
+        moved = _change(x, near) if x.is_rounded else near
+    return moved, master, new
 
-    def body(position: Sequence[Any], values: list[Any], old: list[Any], *given: Any) -> tuple[list[Any], Any]:
-        known = dict(zip(numbers, given, strict=True))
-        if "key" in known:
-            known["key"] = functools.reduce(jax.random.fold_in, position, known["key"])
+
+def _result_like(plan: ZeroPlan, x: LeafUpdate) -> tuple[Any, Any]:
+    """Returns the dtype of what the devices get of a streamed update, and what it is written into, see `Update.out`."""
+    dtype = x.leaf.param.dtype
+    if x.update is None or x.moves_on_host:
+        return dtype, None
+    if not x.is_rounded:
+        dtype = streamed_source(x.update, x.leaf, plan).aval().dtype  # optimizers may return more than the gradient's
+    # It takes the memory of the gradient, if that is wide enough.
+    (grad,) = (y.array for y in sources_of([x.grad])[0])
+    is_wide = holds(grad.dtype, dtype) and not is_on_host(grad)
+    return dtype, grad if is_wide else jax.ShapeDtypeStruct(x.leaf.grad.stored_shape, dtype)
+
+
+def _chunk_update(plan: ZeroPlan, x: LeafUpdate) -> Callable[..., tuple[list[jax.Array], Any]]:
+    """Returns the `Update.body` of `streamed_update`."""
+
+    def body(position: Sequence[Any], values: list[Any], old: list[Any], key: Any, applied: Any) -> Any:
+        key = None if key is None else functools.reduce(jax.random.fold_in, position, key)
         values, new = list(values), []
         result: Any = None if x.update is None else values.pop(0)
         if x.is_rounded:
-            result, master = _rounded(x, result, known.get("key"))
-            new += [master] if has_master else []
-        if moves_param:
+            result, master = _rounded(x, result, key)
+            new += [] if master is None else [master]
+        if x.moves_on_host:
             new, result = [result, *new], None
-        new += [rounded_inner(plan, y.number, z, known.get("key")) for y, z in zip(moments, values, strict=True)]
+        new += [rounded_inner(plan, y.number, z, key) for y, z in zip(x.moments, values, strict=True)]
         new = [y.astype(before.dtype) for y, before in zip(new, old, strict=True)]
-        if "applied" in known:
-            new = [jnp.where(known["applied"], y, before) for y, before in zip(new, old, strict=True)]
+        if applied is not None:
+            new = [jnp.where(applied, y, before) for y, before in zip(new, old, strict=True)]
         return new, result
 
-    dtype, out = leaf.param.dtype, None
-    if x.update is not None and not x.is_rounded:
-        dtype = streamed_source(x.update, leaf, plan).aval().dtype  # optimizers may return more than the gradient's
-    if x.update is not None and not moves_param:
-        # What the devices get takes the memory of the gradient, if that is wide enough.
-        (grad,) = (y.array for y in sources_of([x.grad])[0])
-        is_wide = holds(grad.dtype, dtype) and not is_on_host(grad)
-        out = grad if is_wide else jax.ShapeDtypeStruct(leaf.grad.stored_shape, dtype)
-    values = [streamed_source(y, leaf, plan) for y in wanted]
-    new, near = stream(plan, Update(leaf.grad, values, old, body, out, list(numbers.values())))
-    param = new.pop(0) if moves_param else None
-    master = new.pop(0) if has_master else x.old_master
-    if near is None:
-        return (NO_ELEMENTS if moves_param else None), master, param, new
-    near = stored_leaf(natural_leaf(round_to(near, dtype), leaf.grad, plan), leaf.param, plan)
-    return (_change(x, near) if x.is_rounded else near), master, None, new
+    return body
 
 
 def rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +22,12 @@ from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
 from jzero.update.leaf import (
-    NO_ELEMENTS,
+    Grad,
     LeafUpdate,
     Moments,
+    added,
     check_params_stored,
+    made_anew,
     new_param,
     placing,
     rounded_inner,
@@ -37,29 +37,9 @@ from jzero.update.leaf import (
 )
 from jzero.update.walk import UpdateWalk
 
-__all__ = ["InStep", "ZeroTransformation", "keep_unless", "with_next_loss_scale"]
+__all__ = ["ZeroTransformation", "keep_unless", "with_next_loss_scale"]
 
 PyTree = Any
-
-
-class InStep(NamedTuple):
-    """What a train step knows about the update that it calls, which state on the host has a use for.
-
-    Attributes:
-      applied: Whether the step is applied, a 0-d boolean; `None` if it always is.
-      reduced: By `id` of each gradient: `(as it was reduced, what it was multiplied with)`. Where the optimizer gets
-        that very gradient, chunks of the reduced one are multiplied again, and the product is never stored.
-      new_params: By number, where `update` leaves the new values of `direct` parameters.
-      params: The parameters as stored, for the `direct` ones, in whose place others are handed to `update`.
-      direct: The parameters that `update` makes anew itself: those that lie on the host, to which optax cannot add,
-        and those of [Note: Parameters made anew].
-    """
-
-    applied: jax.Array | None
-    reduced: Mapping[int, tuple[jax.Array, tuple[jax.Array, ...]]]
-    new_params: dict[int, jax.Array]
-    params: PyTree
-    direct: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +52,13 @@ class ZeroTransformation:
     Attributes:
       inner: The user's transformation.
       plan: The plan of the state.
-      step: What a train step of jzero knows while it calls `update`. Otherwise `update` itself skips gradients that are
-        not finite, where the precision policy asks for it.
+      applied: Whether a train step applies what `apply_gradients` returns, a 0-d boolean, where a state has one of its
+        own. `None` elsewhere: `update` then skips gradients that are not finite, if the precision policy asks for it.
     """
 
     inner: Any
     plan: ZeroPlan
-    step: InStep | None = dataclasses.field(default=None, compare=False, repr=False)
+    applied: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the initial optimizer state for stored `params`, laid out as planned."""
@@ -99,7 +79,7 @@ class ZeroTransformation:
         """
         if params is None and self.plan.config.policy.compute is not None:
             raise ValueError("A precision policy needs the parameters: call `tx.update(grads, opt_state, params)`.")
-        if self.step is None and any(leaf.param.on_host for leaf in self.plan.leaves):
+        if any(leaf.param.on_host for leaf in self.plan.leaves):
             raise ValueError(
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
@@ -110,6 +90,33 @@ class ZeroTransformation:
         functions = tuple((k, v) for k, v in sorted(extra_args.items()) if callable(v))
         update = _update if in_trace else _update_jit
         return update(self, updates, state, params, arrays, functions)
+
+    def apply(
+        self, grads: Sequence[Grad], state: PyTree, params: PyTree, applied: jax.Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """Returns parameters and optimizer state after a step, as stored, inside of `jit`.
+
+        Unlike what optax adds to a parameter, a new one may lie on the host, or be gathered as it is.
+
+        Args:
+          grads: One per parameter leaf; of frozen parameters anything.
+          state: The optimizer state as stored.
+          params: The parameters as stored.
+          applied: Whether anything changes, a 0-d boolean; `None` if in any case.
+        """
+        plan, own, old = self.plan, _own(self.plan, state), self.plan.flat_params(params)
+        seen = [_like_grad(plan, i, g.reduced, *g.factors) for i, g in enumerate(grads)]
+        anew = made_anew(plan)
+        moved, new = _moved(plan, own, _optimized(plan, self.inner.update, own, seen, old, {}), applied, anew)
+
+        def new_param(i: int, leaf: LeafPlan) -> jax.Array:
+            if not leaf.trained:
+                return old[i]
+            return moved[i] if i in anew or leaf.param.on_host else added(old[i], moved[i], applied)
+
+        after = plan.stored_params([new_param(i, leaf) for i, leaf in enumerate(plan.leaves)])
+        new = new if applied is None else keep_unless(applied, new, own)
+        return after, new if plan.has_opt_state else new.inner
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
         """Returns what the loss is multiplied with, float32; `None` without a loss scale."""
@@ -169,42 +176,39 @@ def _update(
     arrays: dict[str, Any],
     functions: tuple[tuple[str, Any], ...],
 ) -> Any:
-    plan, given = tx.plan, params
-    own = state if plan.has_opt_state else ZeroOptState(state, None, None, None)
-    # A train step of jzero is in that scope already.
-    with jax.named_scope("zero_update") if tx.step is None else contextlib.nullcontext():
-        guards = tx.step is None and plan.config.policy.skips
-        overflowed = _overflowed(plan, updates) if guards else jnp.zeros((0,), jnp.bool_)
-        if tx.step is not None and params is not None:
-            pairs = zip(*(plan.flat_params(tree) for tree in (params, tx.step.params)), strict=True)
-            params = plan.params_treedef.unflatten([y if i in tx.step.direct else x for i, (x, y) in enumerate(pairs)])
-        elif params is not None:
-            params = tx.as_planned(params)
-        step = tx.step or InStep(~jnp.any(overflowed) if guards else None, {}, {}, None)
-        grads = _like_grads(plan, updates, step.reduced)
-        masters = None if params is None else _masters(plan, params, own.masters)
-        inner = _inner_seen(plan, own.inner)
+    plan, own, applied = tx.plan, _own(tx.plan, state), tx.applied
+    with jax.named_scope("zero_update"):
+        overflowed = _overflowed(plan, updates) if applied is None and plan.config.policy.skips else None
+        if overflowed is not None:
+            applied = ~jnp.any(overflowed)
+        known = None if params is None else plan.flat_params(tx.as_planned(params))
+        grads = _like_grads(plan, updates)
         # Trees of the parameters' structure (`grad=` of a line search) come as stored, like the gradients.
         like_params = {
-            k: _like_grads(plan, v)
+            k: plan.params_treedef.unflatten(_like_grads(plan, v))
             for k, v in arrays.items()
             if jax.tree.structure(v, is_leaf=is_padded) == plan.params_treedef
         }
-        seen = (grads, plan.inner_treedef.unflatten(inner), masters, {**arrays, **like_params})
-        new_updates, new_inner = _apply_inner(tx, seen, dict(functions))
-        key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
-        before = _Before(grads, params, masters, own)
-        new_updates = _like_grads(plan, new_updates)
-        stored, new = _next_state(plan, before, new_updates, new_inner, key, step)
-        if guards:
-            applied = jnp.asarray(step.applied)
-            stored = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in stored]
+        optimize = functools.partial(tx.inner.update, **dict(functions))
+        optimized = _optimized(plan, optimize, own, grads, known, {**arrays, **like_params})
+        changes, new = _moved(plan, own, optimized, applied)
+        if overflowed is not None and applied is not None:
+            changes = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in changes]
             new = with_next_loss_scale(plan, own, keep_unless(applied, new, own), overflowed)
-        if tx.step is None:
-            pairs = zip(stored, plan.leaves, strict=True)
-            stored = [x if x is None else placing(x, leaf.param, plan) for x, leaf in pairs]
-        made = plan.stored_params(stored) if given is None else jax.tree.structure(given).unflatten(stored)
+        changes = [
+            x if x is None or i in plan.keys else placing(x, leaf.param, plan)
+            for i, (x, leaf) in enumerate(zip(changes, plan.leaves, strict=True))
+        ]
+        made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
         return made, new if plan.has_opt_state else new.inner
+
+
+_update_jit = jax.jit(_update, static_argnums=(0, 5))
+
+
+def _own(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
+    """Returns an optimizer state with room for what jzero adds."""
+    return state if plan.has_opt_state else ZeroOptState(state, None, None, None)
 
 
 def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -212,58 +216,51 @@ def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
 
 
-def _like_grads(plan: ZeroPlan, tree: PyTree, reduced: Mapping[int, Any] = MappingProxyType({})) -> PyTree:
-    """A tree of the parameters' structure in natural shapes, each device's part at hand; streamed ones for the host."""
-    leaves = plan.flat_params(tree)
+def _like_grads(plan: ZeroPlan, tree: PyTree) -> list[Any]:
+    """Returns the leaves of a tree of the parameters' structure, see `_like_grad`."""
+    return [x if x is None else _like_grad(plan, i, x) for i, x in enumerate(plan.flat_params(tree))]
 
-    def like_grad(x: Any, i: int, leaf: LeafPlan) -> Any:
-        if not leaf.trained:  # never read, see `_trained`
-            return jnp.zeros(leaf.param.shape, leaf.update_dtype)
-        if i not in plan.offloaded:
-            x = natural_leaf(x, leaf.grad, plan)
-        else:
-            raw, factors = reduced.get(id(x), (x, ()))
-            x = source(raw, leaf.grad, leaf.param.shape) if is_on_host(raw) else streamed_source(raw, leaf, plan)
-            x = x.map(scale_by, *factors) if factors else x
-        # Gradients are fp32 or wider, and so is what optax makes of them and parameters, but for those of 8 bits.
-        as_it_is = plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
-        return x if as_it_is else _cast(x, leaf.update_dtype)
 
-    seen = [
-        x if x is None else like_grad(x, i, leaf) for i, (x, leaf) in enumerate(zip(leaves, plan.leaves, strict=True))
-    ]
-    return plan.params_treedef.unflatten(seen)
+def _like_grad(plan: ZeroPlan, number: int, x: Any, *factors: jax.Array) -> Any:
+    """A gradient or its like in natural shape, each device's part at hand; a streamed value for the host."""
+    leaf = plan.leaves[number]
+    if not leaf.trained:  # never read, see `_trained`
+        return jnp.zeros(leaf.param.shape, leaf.update_dtype)
+    if number in plan.offloaded:
+        x = streamed_source(x, leaf, plan)
+        x = x.map(scale_by, *factors) if factors else x
+    else:
+        x = natural_leaf(scale_by(x, *factors) if factors else x, leaf.grad, plan)
+    # Gradients are fp32 or wider, and so is what optax makes of them and parameters, but for those of 8 bits.
+    as_it_is = plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
+    return x if as_it_is else _cast(x, leaf.update_dtype)
 
 
 def _seen(param: Any, leaf: LeafPlan) -> Any:
     """Returns a parameter in natural shape as the optimizer sees it: of random keys nothing but the shape."""
-    return jnp.zeros(param.shape, leaf.update_dtype) if is_key(leaf.param.dtype) else _cast(param, leaf.update_dtype)
+    return (
+        jnp.zeros(leaf.param.shape, leaf.update_dtype) if is_key(leaf.param.dtype) else _cast(param, leaf.update_dtype)
+    )
 
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x.map(lambda y: y.astype(dtype)) if isinstance(x, Streamed) else x.astype(dtype)
 
 
-def _masters(plan: ZeroPlan, params: PyTree, masters: PyTree) -> PyTree:
+def _masters(plan: ZeroPlan, params: Sequence[jax.Array], masters: Sequence[jax.Array | None]) -> list[Any]:
     """Returns what the optimizer sees of the parameters: natural shapes, cut, edits of the parameters included."""
-    leaves = plan.flat_params(params)
-    kept = [None] * len(leaves) if masters is None else plan.flat_params(masters)
 
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
         if i in plan.offloaded:
-            cut = (
-                source(param, leaf.grad, leaf.param.shape) if leaf.param.on_host else streamed_source(param, leaf, plan)
-            )
+            cut = streamed_source(param, leaf, plan)
             wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(with_edits, cut)
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
             wide = cut if kept is None else with_edits(natural_leaf(kept, leaf.grad, plan), cut)
         return _seen(wide, leaf)
 
-    return plan.params_treedef.unflatten(
-        [master(i, *x) for i, x in enumerate(zip(leaves, kept, plan.leaves, strict=True))]
-    )
+    return [master(i, *x) for i, x in enumerate(zip(params, masters, plan.leaves, strict=True))]
 
 
 def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
@@ -279,71 +276,63 @@ def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
     return [seen(x, leaf) for x, leaf in zip(leaves, plan.inner_leaves, strict=True)]
 
 
-class _Before(NamedTuple):
-    """What an update starts from.
-
-    Attributes:
-      grads: What the optimizer sees of the gradients.
-      params: Parameters as stored, if they are known.
-      masters: What the optimizer sees of them.
-      own: The state as stored.
-    """
-
-    grads: PyTree
-    params: PyTree | None
-    masters: PyTree | None
-    own: ZeroOptState
-
-
-def _next_state(
-    plan: ZeroPlan, before: _Before, updates: PyTree, new_inner: PyTree, key: jax.Array | None, step: InStep
-) -> tuple[list[Any], ZeroOptState]:
-    """Returns the updates of the stored parameters and the new state as stored.
-
-    See [Note: Masters].
-    """
-    own = before.own
-    update = plan.flat_params(updates)
+def _optimized(
+    plan: ZeroPlan, optimize: Any, own: ZeroOptState, grads: list[Any], params: list[Any] | None, extra: dict[str, Any]
+) -> tuple[list[LeafUpdate], list[Any]]:
+    """Returns what the optimizer, an `update` of optax, makes of each parameter, and the leaves of its state."""
     nothing = [None] * len(plan.leaves)
-    grads, params, masters = (
-        nothing if tree is None else plan.flat_params(tree) for tree in (before.grads, before.params, before.masters)
-    )
     old_masters = nothing if own.masters is None else plan.flat_params(own.masters)
-    old_inner = plan.inner_treedef.flatten_up_to(own.inner)
+    masters = nothing if params is None else _masters(plan, params, old_masters)
+    tree = plan.params_treedef.unflatten
+    seen_inner = plan.inner_treedef.unflatten(_inner_seen(plan, own.inner))
+    seen = (tree(grads), seen_inner, None if params is None else tree(masters), extra)
+    new_updates, new_inner = _evaluated(plan, optimize, seen)
     inner = plan.inner_treedef.flatten_up_to(new_inner)
-    stored: list[Any] = []
-    kept: list[Any] = []
-    for i, leaf in enumerate(plan.leaves):
-        around = LeafUpdate(i, leaf, grads[i], params[i], masters[i], old_masters[i], update[i])
-        if i in plan.offloaded:
-            moments = [
-                Moments(j, old_inner[j], inner[j])
-                for j, x in enumerate(plan.inner_leaves)
-                if x.on_host and x.owner == i
-            ]
-            change, master, param, new = streamed_update(plan, around, moments, key, step.applied)
-            if param is not None:
-                step.new_params[i] = param
-            for own_leaf, x in zip(moments, new, strict=True):
-                inner[own_leaf.number] = x
-        elif i in step.direct - plan.keys and update[i] is not None and masters[i] is not None:
-            step.new_params[i], master = new_param(plan, around, key, step.applied)
-            change = NO_ELEMENTS
+    moments: list[list[Moments]] = [[] for _ in plan.leaves]
+    changes = zip(plan.inner_leaves, plan.inner_treedef.flatten_up_to(own.inner), inner, strict=True)
+    for j, (leaf, old, new) in enumerate(changes):
+        if leaf.on_host and leaf.owner is not None:
+            moments[leaf.owner].append(Moments(j, old, new))
+    updates = _like_grads(plan, new_updates)
+    columns = (plan.leaves, grads, params or nothing, masters, old_masters, updates, moments)
+    return [LeafUpdate(i, *x) for i, x in enumerate(zip(*columns, strict=True))], inner
+
+
+def _moved(
+    plan: ZeroPlan,
+    own: ZeroOptState,
+    optimized: tuple[list[LeafUpdate], list[Any]],
+    applied: jax.Array | None,
+    anew: frozenset[int] = frozenset(),
+) -> tuple[list[Any], ZeroOptState]:
+    """Returns what is to be added to each stored parameter and the new state as stored, see [Note: Masters].
+
+    Of parameters on the host, and of those in `anew`, it returns the new value instead. `applied` decides on these,
+    and on what else lies on the host.
+    """
+    key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
+    leaves, inner = optimized
+    moved: list[tuple[Any, Any]] = []
+    for x in leaves:
+        if x.number in plan.offloaded:
+            result, master, moments = streamed_update(plan, x, key, applied)
+            for old, new in zip(x.moments, moments, strict=True):
+                inner[old.number] = new
+            moved.append((result, master))
+        elif x.number in anew:
+            moved.append(new_param(plan, x, key, applied))
         else:
-            change, master = update_leaf(plan, around, key)
-        stored.append(change)
-        kept.append(master)
+            moved.append(update_leaf(plan, x, key))
     inner = [
         x if leaf.on_host else stored_leaf(strongly_typed(rounded_inner(plan, j, x, key), leaf.dtype), leaf, plan)
         for j, (x, leaf) in enumerate(zip(inner, plan.inner_leaves, strict=True))
     ]
-    new_own = dataclasses.replace(
+    return [x for x, _ in moved], dataclasses.replace(
         own,
         inner=plan.inner_treedef.unflatten(inner),
-        masters=None if own.masters is None else plan.params_treedef.unflatten(kept),
+        masters=None if own.masters is None else plan.params_treedef.unflatten([x for _, x in moved]),
         num_updates=None if own.num_updates is None else own.num_updates + 1,
     )
-    return stored, new_own
 
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:
@@ -366,24 +355,22 @@ def _not_finite(x: jax.Array | None) -> jax.Array:
     return ~jnp.all(jnp.isfinite(x))
 
 
-_update_jit = jax.jit(_update, static_argnums=(0, 5))
+def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
+    """Returns `optimize(grads, opt_state, params, **extra)` of arrays and streamed values, see `UpdateWalk`."""
 
+    def call(grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
+        return optimize(grads, opt_state, params, **extra)
 
-def _apply_inner(tx: ZeroTransformation, args: tuple[PyTree, ...], functions: dict[str, Any]) -> Any:
-    def call(grads: PyTree, opt_state: PyTree, params: PyTree, arrays: dict[str, Any]) -> Any:
-        return tx.inner.update(grads, opt_state, params, **arrays, **functions)
-
-    if tx.plan.num_shards == 1 and not tx.plan.offloaded:
+    if plan.num_shards == 1 and not plan.offloaded:
         return call(*args)
     leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Streamed))
     shapes = treedef.unflatten([x.aval() if isinstance(x, Streamed) else x for x in leaves])
     traced = jax.jit(call).trace(*shapes)
     opened, consts = _compat.open_jaxpr(traced.jaxpr)
-    walk, out = UpdateWalk(tx.plan), traced.out_info
-    if not tx.plan.offloaded and not walk.mixes(opened):  # then it is one call, which is traced already
+    walk, out = UpdateWalk(plan), traced.out_info
+    if not plan.offloaded and not walk.mixes(opened):  # then it is one call, which is traced already
         return jax.jit(call)(*args)
     outputs = walk(opened, consts, leaves)
-    plan = tx.plan
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
     updates = [x if i in plan.offloaded else walk.computed(x) for i, x in enumerate(plan.flat_params(new_updates))]
     inner = [
