@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,7 @@ from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_st
 from jzero.update.leaf import NO_ELEMENTS, Grad
 from jzero.update.transformation import keep_unless, with_next_loss_scale
 
-__all__ = ["StepGrads", "apply_pending", "next_state", "settled_step"]
+__all__ = ["StepGrads", "apply_pending", "next_state", "scaled_grads", "settled_step"]
 
 State = Any
 
@@ -48,6 +48,22 @@ class StepGrads(NamedTuple):
     applied: jax.Array | None
     weighs: jax.Array | None
     overflowed: jax.Array
+
+
+def scaled_grads(
+    plan: ZeroPlan, grads: Sequence[jax.Array], reduced: Sequence[jax.Array], factor: jax.Array, *clip: jax.Array
+) -> list[Grad]:
+    """Returns the gradients, clipped. Those of state on the host are multiplied there.
+
+    Args:
+      plan: The plan.
+      grads: One per parameter leaf: `reduced` times `factor`; without elements where `reduced` is in host memory.
+      reduced: The gradients as they were reduced.
+      factor: The loss scale, micro-batches.
+      *clip: Clipping.
+    """
+    pairs = enumerate(zip(grads, reduced, strict=True))
+    return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(scale_by(g, *clip)) for i, (g, raw) in pairs]
 
 
 def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:

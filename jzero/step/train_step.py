@@ -8,18 +8,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jzero.config.precision import scale_by
 from jzero.config.settings import check, number, one_of, optional
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.outputs import PerExample, Summed, Weighted, marked_leaves
 from jzero.engine.recompute import Remat
 from jzero.plan.plan import ZeroPlan
-from jzero.state.next_state import StepGrads, next_state
+from jzero.state.next_state import StepGrads, next_state, scaled_grads
 from jzero.state.train_state import adapt_sharded, map_state
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.jitted import Step
 from jzero.step.overflow import OverflowWatch, loss_scale_error
-from jzero.update.leaf import Grad
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
 
@@ -101,11 +99,8 @@ class TrainStep(Step):
     def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
         """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
         plan = state.tx.plan
-        factors = () if self.clip_norm is None else (_clip_factor(result.grad_norm, self.clip_norm),)
-        grads = [
-            Grad(reduced, (result.factor, *factors)) if i in plan.offloaded else Grad(scale_by(g, *factors))
-            for i, (g, reduced) in enumerate(zip(result.grads, result.reduced, strict=True))
-        ]
+        clip = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
+        grads = scaled_grads(plan, result.grads, result.reduced, result.factor, *clip)
         weighs = result.weight != 0 if weighted else None  # without weight there is no gradient
         applied = weighs
         if plan.config.policy.skips:
