@@ -202,7 +202,7 @@ def test_bf16(precision, stage, accumulate_steps, peers, steps, record_property)
     control = run_control("bf16") if steps == ALL else None
     # Rounding noise: DeepSpeed's and FSDP2's runs are up to 8e-4 and 9e-3 from each other and from fp32, and the
     # norm of a control that sums other slices up to 1.2e-2; jzero's are up to 7e-4 and 1.1e-2 (8e-3 if LLVM optimizes).
-    # With jax 0.12, whose products in bf16 are YNNPACK's on CPUs, the control's loss is up to 1.8e-3 away, jzero's 2.1e-3.
+    # With jax 0.12, whose bf16 products are YNNPACK's on CPUs, the control's loss is up to 1.8e-3 away, jzero's 2.1e-3.
     # Forgetting to clip would cost 2e-2 and 1.3e-1.
     loss = 1e-3 if jax.__version_info__ < (0, 11) else 2.5e-3
     check(run, control, peers, Deviation(loss, 1.3e-2), record_property)

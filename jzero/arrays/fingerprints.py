@@ -24,8 +24,8 @@ __all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_val
 
 PyTree = Any
 
-COLUMNS = 4093
-"""Words in a row: a prime, so that equal parts of an array do not fall upon each other."""
+COLUMNS = 1021
+"""Words in a row: a prime, so that equal parts of an array do not fall upon each other, and few enough for an L1."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 OPAQUE = re.compile(r'"[^"]{256,}"')
 
