@@ -315,7 +315,7 @@ MUTANTS = [
         "test_passes.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
         "False-True",
     ),
-    # What waits for what.
+    # Waiting rules.
     Mutant(
         "no_fence",
         "engine/order.py",

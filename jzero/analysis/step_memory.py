@@ -18,7 +18,8 @@ from jzero._text import format_rows
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.placing import plan_of_argument, relaid
-from jzero.analysis.traced import Buffer, Transfer, bytes_of, trace_program
+from jzero.analysis.sizes import bytes_of
+from jzero.analysis.traced import Buffer, Transfer, trace_program
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import AnyMesh, platform_of
 from jzero.plan.plan import ZeroPlan

@@ -33,11 +33,11 @@ from typing import Any, Literal
 import jax
 
 from jzero import _compat
+from jzero.analysis.sizes import bytes_of, product_flops
 from jzero.jaxpr.liveness import needed
 from jzero.jaxpr.primitives import RUNS, Trait, called, named
-from jzero.plan.leaves import itemsize
 
-__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "bytes_of", "trace_program"]
+__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
@@ -345,7 +345,7 @@ class _Visitor:
         largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
         if largest is not None:
             self.program.include(largest, 1)
-        self.program.flops += _flops(self.eqn)
+        self.program.flops += product_flops(self.eqn)
         whole = [self._write(x) for x in inputs]
         if kind in TRANSFERS:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
@@ -395,25 +395,3 @@ def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
     num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)
     return num_bytes // parts, parts
-
-
-def bytes_of(aval: Any) -> int:
-    """Returns the bytes on the device of an array of this type; 0 of one on the host, or of what is no array."""
-    if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
-        return 0
-    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
-        return 0
-    return math.prod(aval.shape) * itemsize(aval.dtype)
-
-
-def _flops(eqn: Any) -> float:
-    """Operations of a product; 0 for anything else."""
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
-    return 0.0
