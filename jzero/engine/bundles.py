@@ -46,12 +46,12 @@ class Bundle:
     @classmethod
     def of(cls, values: Iterable[Any]) -> Bundle:
         """Bundles arrays and lazy values."""
-        leaves: list[Any] = []
-        index: dict[int, int] = {}
+        leaves: list[Any] = []  # distinct, in the order of their first use
+        index: dict[int, int] = {}  # by identity: `==` of traced arrays is traced itself
 
         def template(x: Any) -> Any:
             if isinstance(x, Deferred):
-                return x.operation, tuple(map(template, x.inputs))
+                return x.operation, tuple(map(template, x.inputs))  # hashable, so that equal ones run once
             i = index.setdefault(id(x), len(leaves))
             if i == len(leaves):
                 leaves.append(x)
@@ -75,7 +75,7 @@ class Bundle:
         def value(x: Any) -> Any:
             if isinstance(x, int):
                 return self.leaves[x]
-            if x not in made:
+            if x not in made:  # an operation that two values share runs once
                 made[x] = apply(x[0], [value(y) for y in x[1]])
             return made[x]
 
@@ -96,14 +96,14 @@ class Rows:
       template: The recipe of a row, as in a `Bundle`.
     """
 
-    stacks: tuple[Any, ...]
+    stacks: tuple[Any, ...]  # [L, D/N, F] for a parameter, else [L, ...]
     shared: tuple[Any, ...]
     places: tuple[tuple[bool, int], ...]
     template: Any
 
     def row(self, rows: Sequence[Any]) -> Any:
         """Returns the lazy value of one turn, given that turn's row of each stack."""
-        leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)
+        leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)  # parameters: [D/N, F]
         return Bundle(leaves, (self.template,)).values()[0]
 
 

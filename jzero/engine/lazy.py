@@ -100,11 +100,11 @@ class Lazy:
     @property
     def key(self) -> Any:
         """Identifies the parameter while its shard is alive."""
-        return id(self.shard), self.cut
+        return id(self.shard), self.cut  # a cast keeps the shard, a slice makes another
 
     def drop_leading(self) -> Lazy:
         """Returns it with the layout of one slice; a scan has already sliced the arrays."""
-        return dataclasses.replace(self, cut=self.cut.drop_leading())
+        return dataclasses.replace(self, cut=self.cut.drop_leading())  # natural shape [L, D, F] -> [D, F]
 
     def gathered(self) -> jax.Array:
         """Returns the whole parameter, in `wire_dtype`. [..., P/N] -> [..., D]."""
@@ -173,6 +173,7 @@ def is_lazy(x: Any) -> bool:
 
 def is_cut(x: Any) -> bool:
     """Whether `x` is a parameter that must be gathered before use."""
+    # `whole` in another dtype has another rounding, so it does not count.
     return isinstance(x, Lazy) and (x.whole is None or x.whole.dtype != x.wire_dtype)
 
 
@@ -196,12 +197,14 @@ def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
     """Returns the equation's result as a deferred value, if it is cheap and takes only parameters and numbers."""
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None
+    # An activation among the inputs would stay in memory until the last use.
     if not all(is_lazy(x) or np.size(x) == 1 for x in inputs):
         return None
     if sum(x.num_operations for x in inputs if isinstance(x, Deferred)) >= MAX_DEFERRED:
         return None
     key: Any
     try:
+        # By value, so that equations that do the same share one result within a `Bundle`.
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)
         hash(key)
     except TypeError:  # `eqn.params` cannot be sorted or hashed: the equation itself is the key

@@ -76,7 +76,7 @@ class Held:
     def keep(self, params: Sequence[Lazy]) -> None:
         """Keeps parameters that were gathered for one equation; drops the others, unless all are kept."""
         new = [x for x in params if x.wire_dtype not in self._whole.get(x.key, {})]
-        if new and not self.keeps:
+        if new and not self.keeps:  # another gather ends the reuse
             needed = {x.key for x in params}
             self._whole = {k: x for k, x in self._whole.items() if k in needed}
         for x in new:
@@ -143,9 +143,9 @@ class Walk:
           The outputs, lazy if they are made of parameters alone.
         """
         closed, (jaxpr, _) = jaxpr, _compat.open_jaxpr(jaxpr)
-        shards = {v: x for v, x in zip(jaxpr.invars, given, strict=False) if x is not None}
+        shards = {v: x for v, x in zip(jaxpr.invars, given, strict=False) if x is not None}  # [D/N, F]
         leaving, on_shards = reductions(jaxpr, wanted, shards)
-        numbers = itertools.count()
+        numbers = itertools.count()  # `evaluate` visits equations in order, as `on_shards` numbers them
 
         def how(atom: Any) -> Leaving | None:
             return None if not leaving or _compat.is_literal(atom) else leaving.get(atom)
@@ -153,6 +153,7 @@ class Walk:
         def apply(eqn: Equation, inputs: list[Any]) -> list[Any]:
             done = on_shards.get(next(numbers))
             if done is not None:
+                # Indices and zeros may be deferred; the gradients beside them are shards, [D/N, F].
                 return [done.apply([self.whole([x])[0] if is_lazy(x) and not x.shape else x for x in inputs])]
             return self._apply(eqn, inputs, list(map(how, eqn.invars)), list(map(how, eqn.outvars)))
 
@@ -162,17 +163,18 @@ class Walk:
 
     def _apply(self, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
         if self.order.turns(is_backward=_compat.is_transposed(eqn)):
-            self.held.drop()
+            self.held.drop()  # the largest activations are near, see [Note: Short reuse]
         name = eqn.primitive.name
         lazy = any(map(is_unmade, inputs))
         rule = RULES.get(name)
         if rule is not None:
+            # Meshes are to be adjusted even if nothing is lazy, see [Note: Meshes in types].
             is_of_mesh = name == "reshard" or names_mesh(eqn) or self.meshes.in_equation(eqn).carried
             if lazy or is_of_mesh or any(w is not None for w in wanted):
                 return rule(self, eqn, inputs, arriving, wanted)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
         elif (lazy and not any(isinstance(x, Rows) for x in inputs)) or all(map(is_constant, inputs)):
-            kept = on_shard(eqn, inputs) or defer(eqn, inputs)
+            kept = on_shard(eqn, inputs) or defer(eqn, inputs)  # `on_shard` first: its gather moves less
             if kept is not None:
                 return [self.leave(kept, w) for w in wanted]
         return [self.leave(x, w) for x, w in zip(bind_whole(self, eqn, inputs), wanted, strict=True)]
@@ -181,8 +183,8 @@ class Walk:
         """Reduces a gradient if `how` is a reduction; returns other values as they are."""
         if how is None:
             return x
-        (x,) = self.whole([x])
-        reduced = how(x) if isinstance(how, Reduction) else x
+        (x,) = self.whole([x])  # [D, F]
+        reduced = how(x) if isinstance(how, Reduction) else x  # [D/N, F], or [D, F] for a `Part`
         self.note([reduced], [how])
         return reduced
 
@@ -201,7 +203,7 @@ class Walk:
         if not any(map(is_lazy, values)):
             return values
         bundle = Bundle.of(values)
-        leaves = list(map(self.held.filled, bundle.leaves))
+        leaves = list(map(self.held.filled, bundle.leaves))  # [D/N, F], and [D, F] if still held
         self.found += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, Lazy)]
         made: dict[Any, jax.Array] = {}  # shared by parameters that differ only in their final dtype
@@ -209,14 +211,14 @@ class Walk:
             if not isinstance(x, Lazy):
                 leaves[i] = x
                 continue
-            key = leaves[i].key, x.wire_dtype
-            whole = made[key] if key in made else made.setdefault(key, x.gathered())
-            leaves[i] = whole.astype(x.dtype)
+            key = leaves[i].key, x.wire_dtype  # a shard that waits is another object: the old one is the key
+            whole = made[key] if key in made else made.setdefault(key, x.gathered())  # [D, F]
+            leaves[i] = whole.astype(x.dtype)  # widening casts follow the gather
         self.held.keep([dataclasses.replace(x, whole=made[x.key, x.wire_dtype]) for x in params])
         return Bundle(tuple(leaves), bundle.template).computed()
 
     def _all_rows(self, x: Rows) -> jax.Array:
         """Returns all rows of a loop's result, whole."""
-        stacks, shared = self.whole(x.stacks), self.whole(x.shared)
+        stacks, shared = self.whole(x.stacks), self.whole(x.shared)  # stacks: [L, D, F]
         of_whole = dataclasses.replace(x, shared=tuple(shared))
-        return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).computed()[0])(stacks)
+        return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).computed()[0])(stacks)  # [L, ...]
