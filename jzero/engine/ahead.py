@@ -40,18 +40,20 @@ def chosen_ahead(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int 
       limit: Most bytes to gather ahead, counted in whole parameters and the dtypes of their gathers; `None`: a third
         of a turn's gathers, or its first parameter if that is larger.
     """
+    # Counted in the dtype that travels, which may be narrower than the stack's.
     sizes = {
-        j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])
+        j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])  # [D, F], whole
         for j, (stack, dtype) in found.items()
     }
-    total = sum(sizes.values())
+    total = sum(sizes.values())  # bytes of one turn's gathers
     bound = max([total // 3, *list(sizes.values())[:1]]) if limit is None else limit
-    left = min(bound, int(total * length * MOST_IN_VAIN))
+    left = min(bound, int(total * length * MOST_IN_VAIN))  # the last turn gathers in vain
     chosen = {}
     for j, size in sizes.items():
-        if size <= left:
+        if size <= left:  # a later, smaller one may still fit
             left -= size
             chosen[j] = found[j][1]
+    # A bound that the user did not give needs no warning; 0 asks for no gather ahead.
     if limit and sizes and not chosen:
         _warn_of_no_effect([*sizes.values()], limit, length)
     return chosen

@@ -45,15 +45,17 @@ def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], want
     loop = _Loop(walk, eqn, inputs, arriving, wanted)
     end, (ys, kept) = loop.run()
     for j, whole in kept.items():
+        # [L, D, F]: the backward loop scans the rows that the forward loop gathered.
         walk.held.keep([dataclasses.replace(loop.stacks[j], wire_dtype=whole.dtype, whole=whole)])
+    # Unchanged values never went through the loop, so lazy ones are still lazy.
     end = [x if same else y for x, y, same in zip(loop.init, end, loop.fixed, strict=True)]
     results = [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
     for i, (how, done) in enumerate(zip(wanted, loop.leaving, strict=True)):
         if isinstance(how, Reduction) and done is not None:
-            results[i] = how.placed(results[i])
+            results[i] = how.placed(results[i])  # the turns reduced it: [L, D/N, F]
             walk.note([results[i]], [how])
         else:
-            results[i] = walk.leave(results[i], how)
+            results[i] = walk.leave(results[i], how)  # a gradient that is still whole, [L, D, F]
     return results
 
 
@@ -80,6 +82,7 @@ class _Loop:
         outside = _before_loop(walk, body, inputs[:end], [*[True] * first, *self.fixed])
         self.consts = outside[:first]
         self.init = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
+        # Gradients that arrive as shards, [L, D/N, F]: turns add shards to them.
         self.added = [how if isinstance(how, Reduction) else None for how in arriving[first:end]]
         carried = [
             how.on_device() if added is not None and isinstance(how, Reduction) else None
@@ -88,24 +91,25 @@ class _Loop:
         self.leaving = [*carried, *(how.row() if isinstance(how, Reduction) else None for how in wanted[num_carry:])]
         xs = [x if isinstance(x, Rows) else _sliceable(walk, x) for x in inputs[end:]]
         self.values = [x if isinstance(x, Rows) else Rows((x,), (), ((False, 0),), 0) for x in xs]
-        self.stacks = [walk.held.filled(stack) for x in self.values for stack in x.stacks]
+        self.stacks = [walk.held.filled(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
         self.restored: list[Callable[[Any], Any]] = []
 
     def turn(self, carry: list[Any], rows: list[Any]) -> tuple[list[Any], Any]:
         """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep."""
-        inner = self.walk.inside(of_loop=True)
+        inner = self.walk.inside(of_loop=True)  # keeps what it gathers to the end of the turn
         left, values = iter(rows), []
         for x in self.values:
             values.append(x.row([next(left) for _ in x.stacks]))
         carried = [x if same else y for x, y, same in zip(self.init, carry, self.fixed, strict=True)]
         given = [*[None] * self.num_consts, *self.leaving[: self.num_carry]]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values], self.leaving, given)
-        self.found = inner.found
+        self.found = inner.found  # what the turn gathered, for `_ahead`
+        # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
         new = inner.whole([None if same else y for y, same in zip(outputs, self.fixed, strict=False)])
         kept: dict[int, jax.Array] = {}
         if self.walk.keeps_passes:
             whole = {j: inner.held.whole_of(row) for j, row in enumerate(rows)}
-            kept = {j: x for j, x in whole.items() if x is not None}
+            kept = {j: x for j, x in whole.items() if x is not None}  # [D, F] each; the scan stacks them
         results = [self._result(inner, y, rows, kept) for y in outputs[self.num_carry :]]
         self.restored = [restore for _, restore in results]
         return new, ([arrays for arrays, _ in results], kept)
@@ -116,13 +120,14 @@ class _Loop:
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
         ahead = self._ahead(init)
         step = -1 if self.eqn.params["reverse"] else 1
-        start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)
+        start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first turn's row
 
         def gathered(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
+            # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gathered() for j, x in rows.items()}
 
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
-            carry, whole, at = state
+            carry, whole, at = state  # whole: rows of this turn, [D, F]
             following = gathered({j: _row(self.stacks[j], at + step) for j in ahead})  # the last turn's are unused
             carry, results = self.turn(carry, self._rows(stacks, whole))
             return (carry, following, at + step), results
@@ -132,7 +137,7 @@ class _Loop:
 
         if not ahead:
             return lax.scan(plain, init, self.stacks, **options)
-        rows = {j: _row(self.stacks[j], start) for j in ahead}
+        rows = {j: _row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
         rows = self.walk.order.before_turns(self.stacks, rows, init)
         (end, _, _), results = lax.scan(body, (init, gathered(rows), start), self.stacks, **options)
         return end, results
@@ -158,9 +163,9 @@ class _Loop:
             return {}
         # A first trace shows what a turn gathers.
         jax.eval_shape(lambda init, stacks: self.turn(init, self._rows(_rows_at(stacks, 0), {}))[1], init, self.stacks)
-        first: dict[int, tuple[int, Any]] = {}
+        first: dict[int, tuple[int, Any]] = {}  # by shard; a turn may gather a row more than once
         for row_of, dtype in self.found:
-            if row_of.depth == self.walk.depth + 1:
+            if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
                 first.setdefault(id(self.stacks[row_of.stack].shard), (row_of.stack, dtype))
         return chosen_ahead({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
@@ -177,22 +182,22 @@ class _Loop:
         is_kept = all(number.get(id(getattr(y, "shard", None))) in kept for y in bundle.leaves)
         if not is_lazy(x) or (self.walk.keeps_passes and not is_kept):
             return [jnp.asarray(inner.whole([x])[0])], lambda ys: ys[0]
-        closed = {id(y) for y in jax.tree.leaves(self.consts)}
+        closed = {id(y) for y in jax.tree.leaves(self.consts)}  # the same in all turns, so not stacked
         arrays: list[Any] = []
         parts: list[Callable[[list[Any]], Any]] = []
         places: list[tuple[bool, int]] = []
         shared: list[Any] = []
         for leaf in bundle.leaves:
-            array = leaf.shard if isinstance(leaf, Lazy) else leaf
+            array = leaf.shard if isinstance(leaf, Lazy) else leaf  # a shard is [D/N, F]
             if not isinstance(array, jax.core.Tracer) or id(array) in closed:
                 places.append((True, len(shared)))
                 shared.append(leaf)
                 continue
             places.append((False, len(parts)))
             if id(array) in number:
-                parts.append(_as_scanned(leaf, self.stacks[number[id(array)]]))
+                parts.append(_as_scanned(leaf, self.stacks[number[id(array)]]))  # the stack that came in: no copy
             else:
-                parts.append(_stacked(leaf, len(arrays)))
+                parts.append(_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
                 arrays.append(array)
         (template,) = bundle.template
 
@@ -214,7 +219,8 @@ def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
     """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
     if not isinstance(row, Lazy):
         return lambda ys: ys[index]
-    like = dataclasses.replace(row, shard=None, whole=None, row_of=None)
+    like = dataclasses.replace(row, shard=None, whole=None, row_of=None)  # layout alone: no tracer may leave the turn
+    # [L, D/N, F]
     return lambda ys: dataclasses.replace(like, shard=ys[index], cut=like.cut.add_leading(len(ys[index])))
 
 
@@ -230,6 +236,7 @@ def _before_loop(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) ->
 
 def _sliceable(walk: Walk, x: Any) -> Any:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
+    # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
     if not is_unmade(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
         return x
     if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # warns once for the loop and its backward loop
@@ -241,17 +248,17 @@ def _sliceable(walk: Walk, x: Any) -> Any:
             '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
             stacklevel=2,
         )
-    return walk.whole([x])[0]
+    return walk.whole([x])[0]  # [L, D, F], whole
 
 
 def _row(stack: Lazy, at: Any) -> Lazy:
     """Returns one row of a lazy stack."""
-    return _rows_at([stack], at)[0].drop_leading()
+    return _rows_at([stack], at)[0].drop_leading()  # [L, D/N, F] -> [D/N, F]
 
 
 def _rows_at(stacks: list[Any], at: Any) -> list[Any]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # and of `whole`, if any
 
 
 def _only_indexed(jaxpr: Any, var: Any) -> bool:
@@ -263,6 +270,6 @@ def _only_indexed(jaxpr: Any, var: Any) -> bool:
 def _indexes(eqn: Equation, var: Any) -> bool:
     """Whether an equation reads only slices of `var`."""
     if eqn.primitive.name not in REMAT | CALLS:
-        return eqn.primitive.name == "dynamic_slice"
+        return eqn.primitive.name == "dynamic_slice"  # `w[i]`, and `i` is traced
     body = next(_compat.contained_jaxprs(eqn))
     return all(_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)

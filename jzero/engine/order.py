@@ -205,10 +205,11 @@ def _fenced(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[
 
 def delayed(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
     """Returns arrays, and parameters, that do not exist before others do: see [Note: Barriers and selects]."""
-    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]
+    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]  # scalars
     if not firsts:
         return dict(values)
     bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x, jnp.uint32) for x in firsts])
+    # Always false: two shifts by 16 push out all 32 bits.
     never = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
 
     def one(x: Any) -> Any:
@@ -226,7 +227,7 @@ def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
     A value that waits for the element waits for the array.
     """
     numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
-    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]  # [1, ..., 1]
     return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
 
 
