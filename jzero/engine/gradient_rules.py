@@ -34,13 +34,14 @@ Equation = Any
 
 
 def _same(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
-    return OnShards({0: leaving}, lambda xs: xs[0]) if search.is_free(eqn.invars[0]) else None
+    return OnShards({0: leaving}, lambda xs: xs[0]) if search.is_free(eqn.invars[0]) else None  # [D/N, F], as it is
 
 
 def _cast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     """A widening cast: the gradient is reduced before it, in the narrower dtype."""
     old, new = eqn.invars[0].aval.dtype, jnp.dtype(eqn.params["new_dtype"])
     are_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    # After a narrowing cast less travels, so the gradient is reduced there and not followed further back.
     return _same(search, eqn, leaving) if are_floating and widens(old, new) else None
 
 
@@ -49,7 +50,7 @@ def _constraint(search: Search, eqn: Equation, leaving: Reduction) -> OnShards |
     mesh = dict(jax.sharding.get_abstract_mesh().shape)
     if not isinstance(sharding, NamedSharding) or not set(jax.tree.leaves(tuple(sharding.spec))) <= set(mesh):
         return None
-    axes = {n: 1 if n in leaving.wire.batch_axes else size for n, size in mesh.items()}
+    axes = {n: 1 if n in leaving.wire.batch_axes else size for n, size in mesh.items()}  # ZeRO's are manual here
     cut = leaving.cut.beside(sharding.spec, axes)
     return _same(search, eqn, dataclasses.replace(leaving, cut=cut) if cut.other_axes else leaving)
 
@@ -59,9 +60,10 @@ def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
     maker = search.maker(x)
     # A transpose right after a product belongs to it: reducing before it would change the layout of a loop's stacks.
     is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
+    # A flat cut runs over several dimensions, which a transpose would interleave.
     if not search.is_free(x) or leaving.cut.flat or not is_apart:
         return None
-    inverse = [order.index(d) for d in range(len(order))]
+    inverse = [order.index(d) for d in range(len(order))]  # where each dimension of `x` is in the result
     return OnShards({0: leaving.of(x.aval.shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
 
 
@@ -69,10 +71,10 @@ def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
     """A gradient of zeros, or one that gets new dimensions of size one."""
     x, shape = eqn.invars[0], eqn.outvars[0].aval.shape
     if search.is_zero(x):
-        return OnShards({}, lambda xs: leaving.zeros())
+        return OnShards({}, lambda xs: leaving.zeros())  # [D/N, F]: the zeros never exist whole
     dims = tuple(eqn.params["broadcast_dimensions"])
     added = [d for d in range(len(shape)) if d not in dims]
-    is_relabelled = math.prod(x.aval.shape) == math.prod(shape)
+    is_relabelled = math.prod(x.aval.shape) == math.prod(shape)  # no element is repeated
     if not search.is_free(x) or not is_relabelled or leaving.cut.dim in added:
         return None
     if leaving.cut.flat and any(d > leaving.cut.dim for d in added):
@@ -82,22 +84,23 @@ def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
 
 def _pad(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     (x, value), widths = eqn.invars, [tuple(map(int, w)) for w in eqn.params["padding_config"]]
-    grows = all(low >= 0 and high >= 0 for low, high, _ in widths)
+    grows = all(low >= 0 and high >= 0 for low, high, _ in widths)  # a negative width drops elements
     fits = grows and leaving.leaves_alone([not any(w) for w in widths])
     if not search.is_free(x) or not search.is_zero(value) or not fits:
         return None
-    own = leaving.own(widths, (0, 0, 0))
+    own = leaving.own(widths, (0, 0, 0))  # the cut dimension is not padded
     return OnShards({0: leaving.of(x.aval.shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own))
 
 
 def _update(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
-    whole, x, *_ = eqn.invars
+    whole, x, *_ = eqn.invars  # for `w[i]`: [L, D, F], [1, D, F], then the indices
     is_full = [a == b for a, b in zip(x.aval.shape, whole.aval.shape, strict=True)]
     if not search.is_free(x) or not search.is_zero(whole) or not leaving.leaves_alone(is_full):
         return None
 
     def apply(inputs: list[Any]) -> jax.Array:
-        _, shard, *index = inputs
+        _, shard, *index = inputs  # [1, D/N, F], then the indices
+        # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
         return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.own(index, jnp.zeros_like(index[0])))
 
     return OnShards({1: leaving.of(x.aval.shape)}, apply)
@@ -110,9 +113,10 @@ def _add(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     if not search.is_free(x) or not search.is_free(y) or any(g != leaving for g in given):
         return None
     are_parts = search.is_part(x, leaving) or search.is_part(y, leaving)
+    # Each summand is reduced by itself; then shards are added, [D/N, F].
     if given or are_parts or (leaving.by_use and search.have_loop_between(x, y)):
         return OnShards({0: leaving, 1: leaving}, lambda xs: lax.add(*xs))
-    search.leaving |= dict.fromkeys((x, y), Part(leaving.is_awaited))
+    search.leaving |= dict.fromkeys((x, y), Part(leaving.is_awaited))  # whole, until their sum is reduced
     return None
 
 

@@ -71,7 +71,7 @@ def names_mesh(eqn: Equation) -> bool:
     """Whether an equation itself names axes of the mesh."""
     if eqn.primitive.name in ("sharding_constraint", "shard_map"):
         return True
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))  # those of a `jit`
     return any(isinstance(s, NamedSharding) for s in shardings)
 
 
@@ -80,9 +80,11 @@ def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
     if not isinstance(sharding, NamedSharding) or isinstance(x, Rows):
         return x
     mesh = jax.sharding.get_abstract_mesh()
+    # No other axis has a second device: there is nothing to constrain.
     if all(name in axes or mesh.shape[name] == 1 for name in mesh.axis_names):
         return x
     spec = _drop_axes(sharding.spec, axes)
+    # The constraint of a lazy parameter applies to its shard, [D/N, F].
     return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
 
 

@@ -52,7 +52,7 @@ def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     if not cut.other_axes or cut == x.cut:
         return x
     assert x.shard is not None
-    shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.other_axes[: x.shard.ndim]))
+    shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.other_axes[: x.shard.ndim]))  # [D/N, F]
     whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
     return dataclasses.replace(x, shard=shard, whole=whole, cut=cut)
 
@@ -73,7 +73,8 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
         return None
     if widens(old, new):
-        return dataclasses.replace(lazy, dtype=new)
+        return dataclasses.replace(lazy, dtype=new)  # after the gather: the narrower dtype travels
+    # After another cast the shard would be rounded once where the loss rounds twice.
     is_as_stored = old == lazy.wire_dtype and (lazy.shard is None or lazy.shard.dtype == old)
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
@@ -82,7 +83,7 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
     if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
         return None
     order = tuple(params["permutation"])
-    return _each(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)
+    return _each(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
 
 
 def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -90,7 +91,7 @@ def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape
     if any(_is_cut(lazy.cut, d) for d in dims):
         return None
     rest = [d for d in range(len(lazy.shape)) if d not in dims]
-    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)
+    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
 
 
 def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -101,20 +102,22 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
             return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
-        zeros, ones = (0,) * x.ndim, (1,) * x.ndim
+        zeros, ones = (0,) * x.ndim, (1,) * x.ndim  # of the cut dimension: all of the shard's
         return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
 
     return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
 def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    sizes = tuple(params["slice_sizes"])
+    sizes = tuple(params["slice_sizes"])  # for `w[i]`: [1, D, F]
     if len(others) != len(lazy.shape):
         return None
+    # A part of the cut dimension would be on some devices only.
     if any(_is_cut(lazy.cut, d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
         return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+        # [1, D/N, F]
         return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
 
     return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
@@ -122,7 +125,7 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
 
 def _is_cut(cut: Cut, dim: int) -> bool:
     """Whether the shard holds only a part of natural dimension `dim`."""
-    return dim >= cut.dim if cut.flat else dim == cut.dim
+    return dim >= cut.dim if cut.flat else dim == cut.dim  # a flat shard joins all dimensions from there on
 
 
 def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
@@ -140,12 +143,12 @@ def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -
         return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
 
     def for_whole(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values)
+        return tuple(values)  # nothing of it is cut
 
     return dataclasses.replace(
         lazy,
-        shard=None if lazy.shard is None else fn(lazy.shard, for_shard),
-        whole=None if lazy.whole is None else fn(lazy.whole, for_whole),
+        shard=None if lazy.shard is None else fn(lazy.shard, for_shard),  # e.g. [L, D/N, F] -> [1, D/N, F]
+        whole=None if lazy.whole is None else fn(lazy.whole, for_whole),  # e.g. [L, D, F] -> [1, D, F]
         cut=Cut(
             list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(other_axes) if any(other_axes) else ()
         ),
