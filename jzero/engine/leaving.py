@@ -53,15 +53,17 @@ class Reduction:
 
     def zeros(self) -> jax.Array:
         """Returns the shard of a gradient that is zero."""
-        return jnp.zeros(self.cut.shard_shape, self.dtype)
+        return jnp.zeros(self.cut.shard_shape, self.dtype)  # [D/N, F]
 
     def row(self) -> Reduction | None:
         """Returns the reduction of one row of a stack; `None` if the rows are cut."""
+        # A turn makes one row, [D, F]. Of a stack cut over its rows, [L/N, D, F], it belongs to one device alone.
         return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
 
     def of(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
         """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
         old, dims = self.cut, list(range(len(shape)) if dims is None else dims)
+        # A dimension of another size is not cut over further mesh axes any more.
         other_axes = [
             old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
         ]
@@ -72,6 +74,7 @@ class Reduction:
     def own(self, values: Sequence[Any], untouched: Any) -> list[Any]:
         """Returns values per dimension of a shard, given those of the whole array: `untouched` for the cut one."""
         cut = self.cut
+        # A flat cut joins `cut.dim` and all later dimensions into one.
         return [*values[: cut.dim], untouched, *(() if cut.flat else values[cut.dim + 1 :])]
 
     def leaves_alone(self, dims: Sequence[bool]) -> bool:

@@ -25,7 +25,7 @@ __all__ = ["grad_norm"]
 def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
     """Returns the global norm of reduced gradients times factors, and, if the policy asks, which are not finite."""
     zero = jnp.zeros((), jnp.float32)
-    cut = whole = zero
+    cut = whole = zero  # sums of squares: of shards, and of whole leaves
     pairs = list(zip(reduced, plan.leaves, strict=True)) if reduced else []
     inexact = [x if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact) else None for x, leaf in pairs]
     sums = [
@@ -34,14 +34,14 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
     ]
     for (square, _), (_, leaf) in zip(sums, pairs, strict=True):
         if leaf.grad.cut is None:
-            whole = whole + square
+            whole = whole + square  # equal on all devices, so it counts once
         else:
-            cut = cut + square
+            cut = cut + square  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
         return jnp.sqrt(sum_along(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
     counts = [count for _, count in sums]
-    cut, totals = sum_along((cut, jnp.stack(counts)), plan.config.axis)
+    cut, totals = sum_along((cut, jnp.stack(counts)), plan.config.axis)  # one `psum` for both
     return jnp.sqrt(cut + whole), totals > 0
 
 
@@ -62,6 +62,7 @@ def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPla
         return _sums(x, factors)
     is_tiled = platform_facts(plan.mesh).is_tiled
     pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled)
+    # Chunk by chunk: a device need not have room for all of a gradient that is on the host.
     x = x.reshape(pieces.view)
 
     def step(chunk: Chunk, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

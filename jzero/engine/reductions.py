@@ -78,7 +78,7 @@ def reductions(
     if not given and not any(x is not None for x in wanted):
         return Reductions({}, {})
     search = Search(jaxpr, wanted, given)
-    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):  # from the outputs to the makers
         if eqn.primitive.name == "scan":
             search.scan(eqn)
         elif len(eqn.outvars) == 1 and eqn.outvars[0] in search.leaving and eqn.primitive.name in GRADIENT_RULES:
@@ -91,25 +91,27 @@ class Search:
 
     def __init__(self, jaxpr: Jaxpr, wanted: Sequence[Leaving | None], given: dict[Any, Reduction]) -> None:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        # An output is a use, too: what is returned and read elsewhere cannot be a shard.
         self.uses = collections.Counter(v for v in atoms if not _compat.is_literal(v))
         self.made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self.loops = [i for i, eqn in enumerate(jaxpr.eqns) if _has_loop(eqn)]
+        self.loops = [i for i, eqn in enumerate(jaxpr.eqns) if _has_loop(eqn)]  # see [Note: Several uses]
         self.eqns, self.given, self.on_shards = jaxpr.eqns, given, dict[int, OnShards]()
         outputs = [(v, x) for v, x in zip(jaxpr.outvars, wanted, strict=False) if x is not None]
         self.leaving: dict[Any, Leaving] = {**given, **{v: x for v, x in outputs if self.is_free(v)}}
-        self._first: dict[Any, int] = {}
+        self._first: dict[Any, int] = {}  # caches `first_made`
 
     def equation(self, i: int, eqn: Equation) -> None:
         """Visits an equation whose result is a gradient."""
         leaving = self.leaving[eqn.outvars[0]]
         if isinstance(leaving, Part):
             if eqn.primitive.name == "add_any":
-                self.leaving |= {v: leaving for v in eqn.invars if self.is_free(v)}
+                self.leaving |= {v: leaving for v in eqn.invars if self.is_free(v)}  # summands, [D, F]
             return
         found = GRADIENT_RULES[eqn.primitive.name](self, eqn, leaving.on_device())
         if found is not None:
+            # Only the last shard of a chain moves to the host.
             self.on_shards[i] = OnShards(found.inputs, lambda xs: leaving.placed(found.apply(xs)))
-            self.leaving |= {eqn.invars[j]: x for j, x in found.inputs.items()}
+            self.leaving |= {eqn.invars[j]: x for j, x in found.inputs.items()}  # the search goes on from these
 
     def scan(self, eqn: Equation) -> None:
         """Visits a scan: if its turns can add shards to a carried gradient, the initial one is a shard, too."""
@@ -117,7 +119,7 @@ class Search:
         for k, (out, start) in enumerate(zip(eqn.outvars[:num_carry], eqn.invars[num_consts:], strict=False)):
             leaving = self.leaving.get(out)
             if isinstance(leaving, Reduction) and self.is_free(start) and _adds_shards(eqn, k, leaving):
-                self.leaving[start] = leaving.on_device()
+                self.leaving[start] = leaving.on_device()  # e.g. zeros, [L, D/N, F]
 
     def is_free(self, atom: Any) -> bool:
         """Whether nothing else reads a value, so that it can be a shard."""
@@ -140,7 +142,7 @@ class Search:
     def have_loop_between(self, x: Any, y: Any) -> bool:
         """Whether a loop stands between the equations that made two gradients, or makes the second."""
         first, second = sorted(map(self.first_made, (x, y)))
-        return any(first < i <= second for i in self.loops)
+        return any(first < i <= second for i in self.loops)  # `<=`: the second may come out of the loop
 
     def is_zero(self, atom: Any) -> bool:
         """Whether a value is known to be zero."""
@@ -170,10 +172,12 @@ def _adds_shards(eqn: Equation, index: int, leaving: Reduction) -> bool:
     """Whether a scan adds to the carried gradient at `index` part by part, so that its turns can add shards."""
     body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
     num_consts, _ = _compat.scan_groups(eqn)
-    var = body.invars[num_consts + index]
+    var = body.invars[num_consts + index]  # the gradient so far; [L, D/N, F] if turns add shards
     found = reductions(body, [leaving if i == index else None for i in range(len(body.outvars))], {var: leaving})
+    # No equation on shards takes the carry, so the body reads it whole.
     if not any(v is var for i in found.on_shards for v in body.eqns[i].invars):
         return False
+    # Turns that each reduce all of it would send more than one reduction after the loop.
     return int(eqn.params["length"]) * _num_reduced(body, found) <= math.prod(leaving.cut.shape)
 
 
@@ -182,7 +186,7 @@ def _num_reduced(jaxpr: Jaxpr, found: Reductions) -> int:
     number = 0
     for i, eqn in enumerate(jaxpr.eqns):
         wanted = [found.leaving.get(v) for v in eqn.outvars]
-        if i in found.on_shards or not any(wanted):
+        if i in found.on_shards or not any(wanted):  # shards need no collective
             continue
         if eqn.primitive.name in CALLS | REMAT:
             inner = next(_compat.contained_jaxprs(eqn))
