@@ -85,7 +85,7 @@ class Parameter:
         # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not as_made:
-            return Part(is_awaited)
+            return Part(is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
         return Reduction(cut, self.wire, self.kept_dtype, by_use, self.to_host, is_awaited)
 
@@ -98,8 +98,8 @@ class Parameter:
     def like_gradient(self) -> jax.ShapeDtypeStruct:
         """Returns shape and dtype of its gradient as the walk returns it."""
         if isinstance(self.leaving, Reduction):
-            return jax.ShapeDtypeStruct(self.leaving.cut.shard_shape, self.leaving.dtype)
-        return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)
+            return jax.ShapeDtypeStruct(self.leaving.cut.shard_shape, self.leaving.dtype)  # [D/N, F]
+        return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)  # [D, F]
 
     def value(self, stored: jax.Array) -> Any:
         """Returns the parameter as an input of the walk: lazy if it is cut, else an array."""
@@ -107,7 +107,7 @@ class Parameter:
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
         dtype = jnp.dtype(self.leaf.compute_dtype)
-        return Lazy(stored, None, cut, self.wire, dtype, dtype)
+        return Lazy(stored, None, cut, self.wire, dtype, dtype)  # stored: [D/N, F]
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
@@ -115,5 +115,5 @@ class Parameter:
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         if isinstance(self.leaving, Reduction):
-            return grad
+            return grad  # the walk has reduced it: [D/N, F]
         return reduce_whole(grad, self.wire) if cut is None else reduce_shard(grad, cut, self.wire)

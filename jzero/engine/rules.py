@@ -51,7 +51,7 @@ def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Applies an equation to whole values."""
     name, meshes, inputs = eqn.primitive.name, walk.meshes.in_equation(eqn), walk.whole(inputs)
     anew: dict[str, Any] = {}
-    if meshes.carried and name in _TRACED_ANEW:
+    if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
         inner = walk.inside()
         anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.all_whole, jaxpr))
     elif meshes.named:
@@ -73,13 +73,14 @@ def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wan
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
     returned = eqn.params.get("out_shardings") or [None] * len(wanted)
     inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
+    # A function cannot keep whole parameters for later equations, nor count the bytes gathered before it.
     stays = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
     if stays and is_worth_a_call(jaxpr):
         outputs = _called(walk, eqn, jaxpr, inputs, tuple(wanted))
     else:
         outputs = walk(jaxpr, inputs, wanted)
     return [
-        x if isinstance(how, Reduction) else constrain(x, sharding, walk.axes)
+        x if isinstance(how, Reduction) else constrain(x, sharding, walk.axes)  # shards: another layout
         for x, sharding, how in zip(outputs, returned, wanted, strict=True)
     ]
 
@@ -125,7 +126,7 @@ def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wan
         inner = anew.in_call([bundle.leaves[i] for i in again])
         outputs = Bundle.of(inner(jaxpr, bundle.values(), wanted))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
-        place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}
+        place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}  # to recognize inputs that it returns
         return jax.tree.map(lambda x: _Static(place[id(x)]) if id(x) in place else x, outputs), _Static(gathered)
 
     call.__name__ = eqn.params.get("name", "jit")
@@ -151,7 +152,7 @@ def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any
             stays = walk.keeps_passes or may_be_ahead
             leaves = _behind_a_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
         inputs = Bundle(tuple(leaves), bundle.template).values()
-    if walk.keeps_passes:
+    if walk.keeps_passes:  # what the block gathers stays whole after it
         return walk(eqn.params["jaxpr"], inputs, wanted)
     outputs = walk.inside()(eqn.params["jaxpr"], inputs, wanted)
     walk.note(outputs, wanted, of_block=True)
@@ -167,7 +168,7 @@ def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
     moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(near, moving, is_leaf=lambda x: isinstance(x, Lazy)))
-    held = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}
+    held = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the same array is one operand
     held = dict(zip(held, lax.optimization_barrier(list(held.values())), strict=True))
     behind = treedef.unflatten([held.get(id(x), x) for x in leaves])
     return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]
@@ -177,7 +178,7 @@ def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
 
 def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
-    done = iter(_compat.bind(eqn, [x for x in inputs if not is_unmade(x)]))
+    done = iter(_compat.bind(eqn, [x for x in inputs if not is_unmade(x)]))  # lazy values pass beside it
     return [x if is_unmade(x) else next(done) for x in inputs]
 
 
@@ -191,7 +192,7 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
     if any(map(is_lazy, inputs)):
         by_branch = [_of_parameters(branch, inputs[1:]) for branch in eqn.params["branches"]]
         returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
-        lazily = [x[0] if len(x) == 1 else None for x in returned]
+        lazily = [x[0] if len(x) == 1 else None for x in returned]  # one branch alone fills it
     if all(x is None for x in lazily):
         return bind_whole(walk, eqn, inputs)
 
@@ -199,7 +200,7 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
         return [x for x, y in zip(walk.inside().all_whole(branch, *operands), lazily, strict=True) if y is None]
 
     anew = _compat.jaxprs_retraced(eqn, lambda branch: functools.partial(others, branch))
-    outputs = iter(_compat.bind(eqn, walk.whole(inputs), **anew))
+    outputs = iter(_compat.bind(eqn, walk.whole(inputs), **anew))  # see [Note: Branches and loops]
     return [next(outputs) if y is None else y for y in lazily]
 
 
@@ -249,7 +250,7 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
         axis_names=set(axes),
         check_vma=eqn.params["check_vma"],
     )
-    outputs = iter(fn(*walk.whole(inputs)))
+    outputs = iter(fn(*walk.whole(inputs)))  # parameters: [D, F], whole
     results = [next(outputs) if y is None else y for y in lazily]
     walk.order.used(results)
     return results
@@ -269,11 +270,12 @@ def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
         known: Any = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
         x, given = known
         names, *others = spec or (None,)
+        # Known are copies along dimension 0 of a parameter that enters uncut.
         if not is_lazy(x) or given != PartitionSpec() or names is None or any(others):
             return None
         number = math.prod(sizes[name] for name in (names if isinstance(names, tuple) else (names,)))
-        one = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        joined = jax.make_jaxpr(lambda *xs: lax.concatenate(xs, 0))(*[one] * number)
+        one = jax.ShapeDtypeStruct(x.shape, x.dtype)  # one device's copy, [D, F]
+        joined = jax.make_jaxpr(lambda *xs: lax.concatenate(xs, 0))(*[one] * number)  # [number * D, F]
         return defer(_compat.open_jaxpr(joined)[0].eqns[0], [x] * number) if x.shape else None
 
     return [copies(v, spec) for v, spec in zip(jaxpr.outvars, eqn.params["out_specs"], strict=True)]
