@@ -86,7 +86,7 @@ def differentiated(
       >>> [tuple(x.shape) for x in joint.jaxpr.out_avals]  # the loss, its weight, the divisor, the gradient of w
       [(), (), (), (8, 4)]
     """
-    weights: list[bool] = []
+    weights: list[bool] = []  # filled while jax differentiates: whether the weight had a tangent
     objective = _Objective(traced, wire, steps)
     program = functools.partial(_program, traced, tuple(moving), loss_scale, axis_env)
     joint = program(functools.partial(objective, note=weights.append))
@@ -98,7 +98,7 @@ def differentiated(
             "is not known before the last micro-batch. Put `jax.lax.stop_gradient` around the weight, or set "
             "`accumulate_steps=1`."
         )
-    return program(objective)
+    return program(objective)  # once more, now with the derivative of the weight
 
 
 def _program(
@@ -111,16 +111,16 @@ def _program(
     """Traces an objective, and its gradients with respect to the `moving` parameters."""
 
     def values_and_grads(params: list[Any], *rest: Any) -> Any:
-        some = {i: params[i] for i in moving}
+        some = {i: params[i] for i in moving}  # each [D, F], whole
         if not moving:
-            return objective({}, params, *rest)[1], some
-        (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)
+            return objective({}, params, *rest)[1], some  # `some` is empty: no gradients
+        (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)  # grads: [D, F] each
         return values, grads
 
     kinds = list(map(_compat.shape_of, traced.jaxpr.in_avals))
     ends = list(itertools.accumulate(traced.num_inputs, initial=0))
     groups = [kinds[a:b] for a, b in itertools.pairwise(ends)]  # params, carried, batch, key
-    divisor = jax.ShapeDtypeStruct((), jnp.float32)
+    divisor = jax.ShapeDtypeStruct((), jnp.float32)  # 0 until the first micro-batch has set it
     scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
     jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=list(axis_env), return_shape=True)(*groups, divisor, scale)
     return Joint(jaxpr, jax.tree.structure(out), moving)
@@ -157,21 +157,24 @@ class _Objective:
         outputs = _compat.evaluate(traced.jaxpr, inputs, _compat.bind)
         outputs = [x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs]  # literals
         loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
-        total = objective = widen(loss.sum if isinstance(loss, Weighted) else loss)
+        total = objective = widen(loss.sum if isinstance(loss, Weighted) else loss)  # fp32 or wider
         weight = (loss.weight if isinstance(loss, Weighted) else jnp.ones(())).astype(total.dtype)
         fixed = lax.stop_gradient(weight if note is None else _noting(weight, note))
+        # The weight depends on parameters: its derivative takes the loss of the whole batch.
         if note is None and moving:
             objective = total - _global_loss(total, fixed, wire) * weight
         if not loss_scale:
             return objective, ((total, fixed), divisor, aux)
+        # A mean over devices, so that all of them divide by the same number.
         mean_weight = mean(fixed, wire) if isinstance(loss, Weighted) else fixed
-        first = jnp.where(mean_weight > 0, mean_weight, 1).astype(jnp.float32) * self.steps
-        divisor = jnp.where(divisor > 0, divisor, first)
+        first = jnp.where(mean_weight > 0, mean_weight, 1).astype(jnp.float32) * self.steps  # no tokens: 1
+        divisor = jnp.where(divisor > 0, divisor, first)  # later micro-batches keep the first's
         return objective * (loss_scale[0] / divisor).astype(total.dtype), ((total, fixed), divisor, aux)
 
 
 def _global_loss(total: jax.Array, weight: jax.Array, wire: Wire) -> jax.Array:
     weight = sum_over(weight, wire)
+    # L is held fixed, so no collective is differentiated.
     return sum_over(lax.stop_gradient(total), wire) / jnp.where(weight == 0, 1, weight)
 
 
@@ -186,5 +189,6 @@ def _noting(x: jax.Array, note: Note) -> jax.Array:
         note(not isinstance(tangents[0], SymbolicZero))
         return primals[0], jnp.zeros_like(primals[0])
 
+    # Only a symbolic zero tells a constant weight from one whose derivative happens to be 0.
     same.defjvp(rule, symbolic_zeros=True)
     return same(x)

@@ -167,6 +167,7 @@ class _Rewrite:
 
     def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr part by part: repeated blocks, and the equations around them."""
+        # A body is traced once, so sharing its layers gains nothing; "cheap" still adds checkpoints.
         if self.in_loop and self.remat != "cheap":
             return _compat.evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
@@ -179,7 +180,7 @@ class _Rewrite:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for i, part in enumerate(parts):
             values = [env[v] for v in part.invars]
-            if i in numbers and times[numbers[i]] > 1:
+            if i in numbers and times[numbers[i]] > 1:  # a layer that occurs once stays in place
                 outputs = self._shared(layers[i], values, _compat.bind, wrap)
             elif is_cheap and i in layers:
                 outputs = wrap(functools.partial(_compat.evaluate, part, apply=_compat.bind))(values)
@@ -198,9 +199,9 @@ class _Rewrite:
             def layer(*inputs: Any) -> list[Any]:
                 return _compat.evaluate(common, inputs, apply)
 
-            self.calls[key] = jax.jit(wrap(layer))
+            self.calls[key] = jax.jit(wrap(layer))  # one object, so that jax traces it once
         with _compat.in_names(common.names):
-            return list(self.calls[key](*inputs, *common.numbers))
+            return list(self.calls[key](*inputs, *common.numbers))  # numbers: those folded into random keys
 
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         kind = eqn.primitive.name
@@ -261,12 +262,14 @@ class _Rewrite:
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
 
         inner: Callable[[Any, Sequence[Any]], list[Any]]
+        # With "offload" each turn of an outermost loop is recomputed as one piece.
         inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
             inner = functools.partial(_compat.evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
             named = [
+                # A scalar is not worth a copy to the host, nor is a constant of the loop.
                 checkpoint_name(c, BOUNDARY) if self.remat == "offload" and c.ndim and not same else c
                 for c, same in zip(carry, fixed, strict=True)
             ]
@@ -281,5 +284,6 @@ class _Rewrite:
             new = [c if same else y for c, y, same in zip(carry, outputs, fixed, strict=False)]
             return new, outputs[num_carry:]
 
+        # ys: [L, ...]
         carry, ys = lax.scan(body, init, xs, **{k: eqn.params[k] for k in ("length", "reverse", "unroll")})
         return [*carry, *ys]

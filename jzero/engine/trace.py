@@ -95,11 +95,12 @@ def trace_loss(
 ) -> TracedLoss:
     """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch."""
     batch, rng = inputs.batch, inputs.rng
-    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps
+    parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps  # B = rows / parts
+    # [rows, ...] -> [B, ...]; a scalar is the same for all devices.
     local = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
     )
-    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]
+    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]  # [D, F], whole
     params = plan.params_treedef.unflatten(shapes)
     carried = _carried_shapes(plan, inputs.carried)
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
@@ -124,6 +125,7 @@ def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
     except NameError as error:
+        # jax raises a plain `NameError`: only its text tells it from one in the user's code.
         unbound = re.search(r"unbound axis name:? ['\"]?(\w+)", str(error))
         if unbound is None:
             raise
@@ -170,8 +172,8 @@ def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf
     frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
     return [
         leaf
-        for name, tree in sorted(carried.items())
-        for leaf in (frozen if name == FROZEN else [None] * len(jax.tree.leaves(tree)))
+        for name, tree in sorted(carried.items())  # as jax flattens a dictionary
+        for leaf in (frozen if name == FROZEN else [None] * len(jax.tree.leaves(tree)))  # others are whole
     ]
 
 
