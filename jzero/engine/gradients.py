@@ -117,25 +117,26 @@ def _run(
 ) -> LossResult:
     carried = carried_leaves(plan, inputs.carried)
     leaves = [
-        plan.flat_params(inputs.params),
+        plan.flat_params(inputs.params),  # global arrays
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
     axis, whole = plan.config.axis, PartitionSpec()
     in_specs = (
-        [_manual(leaf.param, axis) for leaf in plan.leaves],
+        [_manual(leaf.param, axis) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
         [whole if leaf is None else _manual(leaf, axis) for leaf in carried],
-        traced.batch_specs,
-        [whole] * len(leaves[3]),
-        [whole] * len(leaves[4]),
+        traced.batch_specs,  # this device's rows
+        [whole] * len(leaves[3]),  # the key
+        [whole] * len(leaves[4]),  # the loss scale
     )
     local_step = _LocalStep(traced, plan, micro, differentiates, carried, grads_to_host)
+    # Outside `shard_map`: inside, constraints on other mesh axes would come out wrong.
     joint = local_step.joint(leaves[4])
     mapped = jax.shard_map(
         lambda *leaves: local_step(joint, *leaves)._asdict(),
         mesh=plan.mesh,
         in_specs=in_specs,
         out_specs=local_step.out_specs(),
-        axis_names=set(batch_axes(plan.config)),
+        axis_names=set(batch_axes(plan.config)),  # GSPMD keeps the other axes
         check_vma=False,
     )
     return LossResult(**mapped(*leaves))
@@ -174,13 +175,14 @@ class _LocalStep:
             config.reduce_scatter,
             reduce_dtype=policy.reduce,
             reduce_last=self.micro.steps > 1 and (self.micro.reduce_last or config.stage < 2),
-            predivide=1 if policy.loss_scale is None else num_batch_shards(self.plan.mesh, config),
+            predivide=1 if policy.loss_scale is None else num_batch_shards(self.plan.mesh, config),  # fp16 overflows
             widen_bf16=_cannot_sum_bf16(self.plan),
         )
 
     @functools.cached_property
     def streamed(self) -> frozenset[int]:
         """Indices of the parameters whose gradients go to the host as soon as they are reduced."""
+        # Micro-batches add to a gradient, and hosts only copy.
         if not self.grads_to_host or self.micro.steps > 1 or not self.plan.names_host_memory:
             return frozenset()
         leaves = self.plan.leaves
@@ -207,7 +209,7 @@ class _LocalStep:
         """Returns the program of one micro-batch: the passes before the walk."""
         moving = [i for i, param in enumerate(self.params) if self.differentiates and param.moves]
         names = axis_env(self.plan)
-        remat = self.traced.remat if self.differentiates else "as_written"
+        remat = self.traced.remat if self.differentiates else "as_written"  # no backward pass to recompute for
         traced = dataclasses.replace(self.traced, jaxpr=recomputed(self.traced.jaxpr, remat, names))
         return differentiated(
             traced, moving, wire=self.wire, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
@@ -217,8 +219,8 @@ class _LocalStep:
         stored, carried, batch, key, loss_scale = leaves
         wire, plan = self.wire, self.plan
         index = batch_index(wire, dict(plan.mesh.shape))
-        key = [jax.random.fold_in(k, index) for k in key]
-        params = [param.value(x) for param, x in zip(self.params, stored, strict=True)]
+        key = [jax.random.fold_in(k, index) for k in key]  # dropout differs between devices
+        params = [param.value(x) for param, x in zip(self.params, stored, strict=True)]  # [D/N, F] becomes lazy
         others = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
 
         def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array) -> Any:
@@ -226,21 +228,23 @@ class _LocalStep:
 
         ((total, weight), divisor, aux), local = self._accumulated(joint, evaluate, batch, key)
         if isinstance(self.traced.out_shape[0], Weighted):
-            weight = sum_over(weight, wire)
-            inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))
+            weight = sum_over(weight, wire)  # of the global batch
+            inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
         else:  # a constant, without a collective
             parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
             weight = jnp.asarray(parts, weight.dtype)
             inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
         unscale = inverse * divisor * wire.predivide / loss_scale[0] if loss_scale else inverse
+        # Sums over devices, not yet means: [D/N, F] where the plan cuts the gradient, else [D, F].
         reduced = [param.finish(local.get(i)) for i, param in enumerate(self.params)] if self.differentiates else []
         with jax.named_scope("zero_update"):
             norm, overflowed = grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
             grads = [
+                # Hosts only copy, so nothing multiplies a gradient there: `factor` goes with it.
                 jnp.zeros((0,), x.dtype) if is_on_host(x) else scale_by(x, unscale) if i in local else x
                 for i, x in enumerate(reduced)
             ]
-        loss = sum_over(total, wire) * inverse
+        loss = sum_over(total, wire) * inverse  # scalar, equal on all devices
         aux = reduce_aux(aux, wire, self.micro.steps)
         return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
 
@@ -254,12 +258,13 @@ class _LocalStep:
     def _walked(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
-        num_values = joint.out.num_leaves - len(joint.moving)
+        num_values = joint.out.num_leaves - len(joint.moving)  # gradients come last
         wanted = [*[None] * num_values, *(self.params[i].leaving for i in joint.moving)]
         order = Order.of(self.plan, differentiates=self.differentiates)
         keeps = self.differentiates and not self.plan.regathers and any(map(is_lazy, leaves))
         walk = Walk.start(frozenset(self.wire.batch_axes), order, keeps=keeps)
         with jax.named_scope("zero_compute"):
+            # A loss may return a parameter itself, which is still lazy.
             outputs = walk.whole(walk(joint.jaxpr, leaves, wanted))
         return joint.out.unflatten([x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs])
 
@@ -274,7 +279,8 @@ class _LocalStep:
         steps, none_yet = self.micro.steps, jnp.zeros(())
         if steps == 1:
             return evaluate(batch, key, none_yet)
-        whole = [x.ndim == 0 for x in batch]
+        whole = [x.ndim == 0 for x in batch]  # scalars have no rows to split
+        # [steps * B, ...] -> [steps, B, ...]
         parts = [
             x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
         ]
@@ -286,12 +292,12 @@ class _LocalStep:
             part = [
                 x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)
             ]
-            keys = [jax.random.fold_in(k, i) for k in key]
+            keys = [jax.random.fold_in(k, i) for k in key]  # and between micro-batches
             (values, divisor, aux), grads = evaluate(part, keys, divisor)
-            kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}
+            kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}  # [D/N, F], or [D, F] if reduced later
             return (jax.tree.map(jnp.add, sums, (values, kept)), divisor), aux
 
         zero = widen(jnp.zeros((), jax.tree.leaves(self.traced.out_shape)[0].dtype))
         start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in like.items()})
-        (((sums, grads), divisor), aux) = lax.scan(body, (start, none_yet), jnp.arange(steps))
+        (((sums, grads), divisor), aux) = lax.scan(body, (start, none_yet), jnp.arange(steps))  # aux: [steps, ...]
         return (sums, divisor, aux), grads

@@ -113,6 +113,7 @@ def marked_leaves(aux: PyTree) -> PyTree:
     """Returns `aux` with each mark around a tree moved to the leaves of the tree."""
 
     def spread(x: Any) -> Any:
+        # Summed({a, b}) -> {Summed(a), Summed(b)}
         return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
 
     return jax.tree.map(spread, aux, is_leaf=_is_marked)
@@ -134,7 +135,7 @@ def check_aux(aux: PyTree, num_rows: int | None) -> None:
             bad.append(f"  aux[{path_str(path)!r}]: {type(x.value).__name__} inside of {type(x).__name__}")
         elif isinstance(x, Summed) and not jnp.issubdtype(x.value.dtype, jnp.number) and x.value.dtype != jnp.bool_:
             bad.append(f"  aux[{path_str(path)!r}]: Summed of {x.value.dtype}, which has no sum")
-        elif isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):
+        elif isinstance(x, PerExample) and x.value.shape[:1] != (num_rows,):  # not [B, ...]
             rows = f"{list(x.value.shape)}, but the local batch has {num_rows} rows"
             bad.append(f"  aux[{path_str(path)!r}]: PerExample of shape {rows}")
     if bad:
@@ -206,14 +207,14 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
 
     def reduce(x: Any) -> jax.Array:
         if isinstance(x, PerExample):
-            return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value
+            return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value  # [steps * B, ...]
         if isinstance(x, Summed):
-            value = x.value.astype(_sum_dtype(x.value.dtype))
+            value = x.value.astype(_sum_dtype(x.value.dtype))  # first: a sum of booleans is a count
             return sum_over(value.sum(0) if stacked else value, wire)
         if isinstance(x, Synced):
-            value = x.value[-1] if stacked else x.value
+            value = x.value[-1] if stacked else x.value  # the last micro-batch's
             if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-                bits = max_over(jax.random.key_data(value), wire)
+                bits = max_over(jax.random.key_data(value), wire)  # equal on all devices; keys have no maximum
                 return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
             return average(value) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
         return average(x, stacked=stacked)

@@ -60,15 +60,15 @@ def written_alone(traced: TracedLoss) -> TracedLoss:
         return traced
     jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
     ends = itertools.accumulate((len(jax.tree.leaves(x)) for _, x in found), initial=0)
-    roots = _roots(jaxpr)
+    roots = _roots(jaxpr)  # one per output
     used = [True] * len(roots)
     kept: list[Any] = []
     for (path, x), (start, end) in zip(found, itertools.pairwise(ends), strict=True):
         if not _is_written(x):
             kept.append(x)
             continue
-        changed = roots[start] is not roots[start + 1]
-        used[start:end] = [changed, False]
+        changed = roots[start] is not roots[start + 1]  # `value`, then `before`: the order of the fields
+        used[start:end] = [changed, False]  # `before` is only for comparison
         if changed and jax.dtypes.issubdtype(x.value.dtype, jax.dtypes.prng_key):
             name = path_str(path[-1:])
             raise ValueError(
@@ -76,7 +76,7 @@ def written_alone(traced: TracedLoss) -> TracedLoss:
                 "has another one, and the state can hold but one. Draw from `nnx.Rngs`, whose counts go on and whose "
                 "keys stay, or pass `rng=` to the step."
             )
-        kept.append(Synced(x.value) if changed else None)
+        kept.append(Synced(x.value) if changed else None)  # `None` is no leaf
     out_shape = treedef.unflatten(kept)
     return dataclasses.replace(traced, jaxpr=_compat.with_outputs(traced.jaxpr, used), out_shape=out_shape)
 
@@ -95,7 +95,7 @@ def _roots(jaxpr: Jaxpr) -> list[Atom]:
     for eqn in jaxpr.eqns:
         for out, number in zip(eqn.outvars, _handed_through(eqn), strict=False):
             if number is not None:
-                origin[out] = root(eqn.invars[number])
+                origin[out] = root(eqn.invars[number])  # an end already, since makers come first
     return [root(atom) for atom in jaxpr.outvars]
 
 
@@ -112,10 +112,11 @@ def _handed_through(eqn: Equation) -> Sequence[int | None]:
         return [*carried, *(j if j is not None and j >= first + num_carry else None for j in found[num_carry:])]
     if name == "while":
         first, (body, _) = eqn.params["body_nconsts"], _compat.open_jaxpr(eqn.params["body_jaxpr"])
-        skipped = eqn.params["cond_nconsts"]
+        skipped = eqn.params["cond_nconsts"]  # inputs: the condition's constants, the body's, the carry
         return [skipped + j if j == first + i else None for i, j in enumerate(_outputs_as_inputs(body))]
     if name == "cond":
         branches = [_outputs_as_inputs(_compat.open_jaxpr(branch)[0]) for branch in eqn.params["branches"]]
+        # Input 0 is the index of the branch.
         return [j + 1 if j is not None and {j} == set(others) else None for j, *others in zip(*branches, strict=True)]
     return []
 
