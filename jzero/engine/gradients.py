@@ -142,11 +142,6 @@ def _run(
     return LossResult(**mapped(*leaves))
 
 
-def _cannot_sum_bf16(plan: ZeroPlan) -> bool:
-    """Whether a bf16 sum over only some mesh axes crashes the process (seen with jax 0.10 and 0.12)."""
-    return not platform_facts(plan.mesh).sums_bf16 and set(plan.mesh.axis_names) != set(batch_axes(plan.config))
-
-
 def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
     """Returns the spec of a stored array over ZeRO's axis alone; GSPMD handles the other axes."""
     if leaf.cut is None:
@@ -168,15 +163,16 @@ class _LocalStep:
     @functools.cached_property
     def wire(self) -> Wire:
         """How collectives move parameters and gradients in this step."""
-        config, policy = self.plan.config, self.plan.config.policy
+        config, policy, mesh = self.plan.config, self.plan.config.policy, self.plan.mesh
+        over_some_axes = set(mesh.axis_names) != set(batch_axes(config))
         return Wire(
             config.axis,
             config.replica_axis,
             config.reduce_scatter,
             reduce_dtype=policy.reduce,
             reduce_last=self.micro.steps > 1 and (self.micro.reduce_last or config.stage < 2),
-            predivide=1 if policy.loss_scale is None else num_batch_shards(self.plan.mesh, config),  # fp16 overflows
-            widen_bf16=_cannot_sum_bf16(self.plan),
+            predivide=1 if policy.loss_scale is None else num_batch_shards(mesh, config),  # fp16 overflows
+            widen_bf16=over_some_axes and not platform_facts(mesh).sums_bf16,
         )
 
     @functools.cached_property

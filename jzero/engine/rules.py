@@ -64,9 +64,6 @@ def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     return outputs
 
 
-# Calls.
-
-
 def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
     """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
     jaxpr = called(eqn)
