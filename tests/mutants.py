@@ -387,8 +387,8 @@ MUTANTS = [
     Mutant(
         "norm_sums_whole_leaves",
         "engine/norms.py",
-        "            whole = whole + square\n",
-        "            cut = cut + square\n",
+        "            whole = whole + square",
+        "            cut = cut + square",
         "test_accumulation.py::test_clip_norm_equals_optax_clipping",
         "[0]",
     ),
