@@ -333,12 +333,12 @@ TRAINABLE = "(?!(.*/)?(" + "|".join(FROZEN) + ")(/|$)).*"
 def _extra(name: str, d: int, normal: Callable[..., Any]) -> Any:
     return {
         "scalar": normal,
-        "empty": lambda: jnp.zeros((0, 5)),
+        "empty": lambda: np.zeros((0, 5), np.float32),
         "unused": lambda: normal(7, 5),
         "frozen": lambda: normal(d, d),
         "frozen_16": lambda: normal(d, d).astype(jnp.bfloat16),
-        "permutation": lambda: jnp.arange(d, dtype=jnp.int32)[::-1],
-        "mask": lambda: jnp.arange(d) % 3 > 0,
+        "permutation": lambda: np.arange(d, dtype=np.int32)[::-1],
+        "mask": lambda: np.arange(d) % 3 > 0,
         "key": lambda: jax.random.key(3),
     }[name]()
 
@@ -347,8 +347,9 @@ def make_params(case: Case, d: int) -> tuple[PyTree, int]:
     """Returns the parameters that go with an input of width `d`, and the width of the last layer."""
     rng = np.random.default_rng(case.seed)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 4), jnp.float32)
+    # In NumPy until the end: each operation of jax would be a program to compile.
+    def normal(*shape: int) -> np.ndarray:
+        return np.asarray(rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 4), np.float32)
 
     params: dict[str, Any] = {name: {name: _extra(name, d, normal)} for name in case.extras}
     for i, (name, k, dtype) in enumerate(case.layers):
@@ -356,11 +357,12 @@ def make_params(case: Case, d: int) -> tuple[PyTree, int]:
         leaves = {x: v * (1 - 0.5j) if name == "complex_leaf" else v.astype(dtype) for x, v in leaves.items()}
         params[f"l{i}_{name}"] = leaves
         # How wide a layer's result is follows from the layer itself.
-        batch = {"x": jnp.zeros((2, d)), "ids": jnp.zeros(2, jnp.int32), "turn": jnp.int32(0)}
-        out = jax.eval_shape(lambda p, h, b, name=name: _apply(name, p, h, b), leaves, jnp.zeros((2, d)), batch)
+        h = np.zeros((2, d), np.float32)
+        batch = {"x": h, "ids": np.zeros(2, np.int32), "turn": np.int32(0)}
+        out = jax.eval_shape(lambda p, h, b, name=name: _apply(name, p, h, b), leaves, h, batch)
         d = out.shape[1]
     params["head"] = {"w": normal(d, CLASSES)}
-    return params, d
+    return jax.device_put(params), d
 
 
 def _apply(name: str, p: dict[str, Any], h: Any, batch: dict[str, Any]) -> Any:

@@ -79,8 +79,12 @@ def tokens(rows: int, seed: int = 0, vocab: int = VOCAB, seq: int = SEQ) -> np.n
 
 def draw_params(model: nn.Module, *inputs: Any, seed: int = 0) -> Any:
     """Returns parameters of a module that NumPy draws: to compile `model.init` takes as long as to compile a step."""
+    return draw_like(jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"], seed)
+
+
+def draw_like(shapes: Any, seed: int = 0) -> Any:
+    """Returns parameters of these shapes that NumPy draws."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), *inputs))["params"]
 
     def draw(path: Any, x: Any) -> jax.Array:
         name, values = path[-1].key, rng.normal(size=x.shape)

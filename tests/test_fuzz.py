@@ -27,7 +27,10 @@ from flax.training import train_state
 from jax import lax
 
 import jzero
-from tests import conftest  # noqa: F401  # the devices, in the long run too
+from tests import (
+    conftest,  # noqa: F401  # the devices, in the long run too
+    models,
+)
 from tests.fuzz_cases import (
     FROZEN,
     OPTIMIZERS,
@@ -164,7 +167,9 @@ def make_problem(case: Case) -> Problem:
     params, _ = make_params(case, WIDTH)
     if case.framework.startswith("linen"):
         module = _linen_apply(case, params)
-        params = jax.jit(module.init)(jax.random.key(case.seed), make_batch(case, WIDTH, 0))["params"]
+        shapes = jax.eval_shape(module.init, jax.random.key(0), make_batch(case, WIDTH, 0))["params"]
+        own = {name: x for name, x in shapes.items() if name not in params}
+        params = {**models.draw_like(own, case.seed), **params}
         loss_fn = lambda params, batch: module.apply({"params": params}, batch)
     else:
         loss_fn = lambda params, batch: reduced(case, params, forward(case, params, batch["x"], batch), batch)
