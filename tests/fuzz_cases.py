@@ -520,16 +520,16 @@ def _extras(random: Random, entry: str, framework: str) -> tuple[str, ...]:
 
 def _optimizers(layers: tuple[Layer, ...], extras: tuple[str, ...], policy: jzero.Precision) -> list[str]:
     """Returns those that plain optax itself can train such leaves with."""
-    dtypes = {layer.dtype for layer in layers}
+    dtypes, able = {layer.dtype for layer in layers}, {*OPTIMIZERS}
     if "float8_e4m3fn" in dtypes:  # optax promotes, which jax refuses for 8-bit floats
-        return ["sgd"]
+        able &= {"sgd"}
     if any(layer.kind == "complex_leaf" for layer in layers):  # of the others some take signs, or cast to reals
-        return ["adam", "adamw", "momentum", "sgd"]
+        able &= {"adam", "adamw", "momentum", "sgd"}
     if "float16" in dtypes and policy.master is None:  # squares of gradients, kept in float16, underflow
-        return ["ema", "momentum", "sgd"]
+        able &= {"ema", "momentum", "sgd"}
     if "empty" in extras:  # muon divides by the sizes of matrices
-        return sorted({*OPTIMIZERS} - {"muon"})
-    return sorted(OPTIMIZERS)
+        able -= {"muon"}
+    return sorted(able)
 
 
 LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "weighted_by_params")
