@@ -424,7 +424,7 @@ MUTANTS = [
         "[1-0]",
     ),
     Mutant(
-        "skipped_parameters_made_anew",
+        "skipped_gathered_parameters",
         "update/leaf.py",
         "rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))",
         "rounded = jnp.where(True, rounded, natural_leaf(x.param, x.leaf.grad, plan))",

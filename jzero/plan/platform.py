@@ -25,7 +25,7 @@ class PlatformFacts(NamedTuple):
         the backward pass must wait for them; see [Note: Waiting rules].
       prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
       adds_updates: Whether it adds whole updates one by one, so that gathering new parameters takes more memory; see
-        [Note: Parameters made anew].
+        [Note: Gathering new parameters].
       is_tiled: Whether it lays out arrays in tiles.
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """

@@ -1,12 +1,12 @@
-"""What a train step makes of its gradients: the next state, at once or one step later.
+"""Computes the next state from a step's gradients, which are applied at once or one step later.
 
 [Note: Delayed updates]
-With `Offload(delay=1)` a step hands the gradients of the step before to the optimizer and keeps its own in the state,
-reduced, unscaled, clipped, in fp32 or wider, in the memory where the parameter's optimizer state is. Its update then
-depends on nothing that the step computes, so the compiler may run it on the host beside the loss and its gradients. The
-first step has nothing to apply: it changes no parameter and does not count in `state.step`. A step whose gradients are
-not finite leaves nothing to apply to the next one. What the loss changes itself, such as batch statistics, and the loss
-scale change at once.
+With `Offload(delay=1)` a step applies the gradients of the previous step and stores its own in the state: reduced,
+unscaled, clipped, in fp32 or wider, and in the memory of the parameter's optimizer state. The update then depends on
+nothing that the step computes, so the compiler can run it on the host in parallel with the loss and its gradients. The
+first step has nothing to apply: it changes no parameter and does not count in `state.step`. A step with non-finite
+gradients leaves nothing for the next step to apply. The loss scale, and state that the loss changes itself, such as
+batch statistics, change at once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StepGrads(NamedTuple):
     """The gradients of one step.
 
     Attributes:
-      grads: One per parameter leaf, as the plan lays them out; the factors are the loss scale and clipping.
-      applied: Whether they are to be applied, a 0-d boolean; `None` if in any case.
-      weighs: Whether the batch had any weight, a 0-d boolean; `None` if in any case.
-      overflowed: One boolean per parameter leaf, where the precision policy asks.
+      grads: One per parameter leaf, laid out as planned; the factors are the loss scale and clipping.
+      applied: Whether to apply them, a 0-d boolean; `None` means yes.
+      weighs: Whether the batch had any weight, a 0-d boolean; `None` means yes.
+      overflowed: One boolean per parameter leaf, if the precision policy needs them.
     """
 
     grads: list[Grad]
@@ -53,28 +53,28 @@ class StepGrads(NamedTuple):
 def scaled_grads(
     plan: ZeroPlan, grads: Sequence[jax.Array], reduced: Sequence[jax.Array], factor: jax.Array, *clip: jax.Array
 ) -> list[Grad]:
-    """Returns the gradients, clipped. Those of state on the host are multiplied there.
+    """Returns the clipped gradients. For offloaded state they carry their factors, to be applied on reading.
 
     Args:
       plan: The plan.
-      grads: One per parameter leaf: `reduced` times `factor`; without elements where `reduced` is in host memory.
-      reduced: The gradients as they were reduced.
-      factor: The loss scale, micro-batches.
-      *clip: Clipping.
+      grads: One per parameter leaf: `reduced` times `factor`; empty if `reduced` is in host memory.
+      reduced: The reduced gradients.
+      factor: The factor for the loss scale and micro-batches.
+      *clip: The factors of clipping.
     """
     pairs = enumerate(zip(grads, reduced, strict=True))
     return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(scale_by(g, *clip)) for i, (g, raw) in pairs]
 
 
 def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
-    """Returns the state after a step, as the plan stores it, inside of `jit`.
+    """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
-    Gradients that are not applied change nothing but the loss scale, and without weight not even that.
+    Gradients that are not applied change only the loss scale, and those of a batch without weight not even that.
 
     Args:
-      state: The state before.
+      state: The state before the step.
       found: The step's gradients.
-      changed: What the loss changed of the state's other fields, by name.
+      changed: The other fields of the state that the loss changed, by name.
     """
     plan = state.tx.plan
     carried = _with_changed(state, changed)
@@ -105,7 +105,7 @@ def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
 
 
 def _updated(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
-    """Returns the state after the optimizer's step, unless `applied` says that nothing changes."""
+    """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if not is_plain(state):
         return _updated_by_itself(state, grads, applied)
     params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied)
@@ -115,7 +115,7 @@ def _updated(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
 
 
 def _updated_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
-    """Returns the state after an `apply_gradients` of its own, which knows optax's contract alone."""
+    """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     tx, plan = state.tx, state.tx.plan
     away = any(leaf.param.on_host for leaf in plan.leaves)
     if away or plan.config.offload.delay:
@@ -135,7 +135,7 @@ def _updated_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None)
 
 
 def _pending_applied(state: Any) -> Any:
-    """Returns the state after the update that was put off; as it is if there was none."""
+    """Returns the state after the pending update; unchanged if none is pending."""
     plan, pending = state.tx.plan, state.opt_state.pending
     kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
     grads = [Grad(jnp.zeros((), leaf.grad.dtype) if x is None else x) for x, leaf in kept]
@@ -143,7 +143,7 @@ def _pending_applied(state: Any) -> Any:
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:
-    """Returns the state with a step's gradients in place of those that were put off before."""
+    """Returns the state with a step's gradients pending, in place of the previous ones."""
     plan = state.tx.plan
     old = plan.flat_params(state.opt_state.pending.grads)
     leaves = plan.flat_params(plan.waiting.grads)
@@ -164,24 +164,24 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
 
 
 def apply_pending(state: State, *, donate: bool = False) -> State:
-    """Applies the gradients that `Offload(delay=1)` put off, so that none is lost when training ends.
+    """Applies the gradients that `Offload(delay=1)` delayed, so that none is lost when training ends.
 
-    Saving a checkpoint, laying a state out anew, editing parameters and `unshard_train_state` do so by themselves;
-    reading parameters does not, and restoring others drops what waits. Training may go on from the result: its first
-    step then has nothing to apply, so the numbers after it are not those of a run that went on. Works inside of
-    `jax.jit`.
+    Saving a checkpoint, sharding a state again, editing parameters and `unshard_train_state` do so themselves.
+    Reading parameters does not, and restoring a checkpoint drops pending gradients. Training can continue from the
+    result, but its first step then has nothing to apply, so the numbers differ from those of an uninterrupted run.
+    Works inside `jax.jit`.
 
     Args:
       state: A sharded train state.
-      donate: Whether the memory of `state` may be reused, so that it cannot be used afterwards; otherwise both states
-        are there for a while.
+      donate: Whether to reuse the memory of `state`, which cannot be used afterwards; otherwise both states take
+        memory for a while.
 
     Returns:
-      The state without gradients that wait; `state` itself if there were none.
+      The state without pending gradients; `state` itself if there were none.
 
     Raises:
       TypeError: The state was not sharded by jzero.
-      RuntimeError: The state was consumed by a step.
+      RuntimeError: A step consumed the state.
 
     Example:
       >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
@@ -206,20 +206,20 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
 
 def _in_place(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
-    """Returns a leaf where the plan has it; one that `offload_train_state` moved is copied."""
+    """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
     return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
 
 
 @jax.named_scope("zero_update")
 def _settled(state: Any) -> Any:
-    """Returns the state with what waits applied, as the plan stores it, inside of `jit`."""
+    """Returns the state with its pending gradients applied, as the plan stores it; call it inside `jit`."""
     new = _pending_applied(state)
     pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
     return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
 
 
 def settled_step(state: Any) -> int:
-    """Returns the `step` that a sharded train state has once the gradients that wait are applied."""
+    """Returns the `step` of a sharded train state once its pending gradients are applied."""
     check_alive(state)
     pending = state.opt_state.pending if state.tx.plan.has_opt_state else None
     return int(state.step) + (pending is not None and bool(pending.ready))

@@ -1,5 +1,5 @@
-"""Optax on shards: the new parameters and the optimizer's new state from reduced gradients.
+"""Runs optax on shards: computes new parameters and optimizer state from reduced gradients.
 
-Read `transformation` (the user's optimizer, wrapped), `leaf` (the update of one parameter), `walk` (an optimizer's
-jaxpr over streamed and whole leaves). Nothing here knows a loss.
+Read `transformation` (wraps the user's optimizer), `leaf` (updates one parameter), `walk` (evaluates an optimizer's
+jaxpr over streamed and whole leaves). Nothing here knows the loss.
 """

@@ -1,18 +1,19 @@
-"""The update of one parameter: its master, its optimizer state, and what is to be added to it.
+"""The update of one parameter: its new value, its master and its optimizer state.
 
 [Note: Masters]
-Where parameters are held in 16 bits, the optimizer updates a wider master copy, cut like the gradient. The new
-parameter is rounded on the shard and gathered in 16 bits; what the wrapper returns is the fp32 difference between new
-and old parameter, so that `optax.apply_updates` arrives at the rounded master to the bit (unless one step makes an
-element 2^16 times smaller: then the fp32 sum itself rounds). A parameter that no longer is the rounded master was
-edited (`state.replace(params=...)`): the edit is taken over into the master, element by element, before the update.
+If parameters are stored in 16 bits, the optimizer updates a wider master copy, cut like the gradient. Each device
+rounds its shard of the new parameter, and the devices gather it in 16 bits. The wrapper returns the fp32 difference
+between the new and the old parameter, so `optax.apply_updates` arrives at the rounded master to the bit (unless one
+step makes an element 2^16 times smaller: then the fp32 sum itself rounds). If a parameter differs from its rounded
+master, the user edited it (`state.replace(params=...)`); the master takes over the edit, element by element, before the
+update.
 
-[Note: Parameters made anew]
-What is added to a parameter that every device holds whole has to be whole, too. A train step of jzero, where nobody
-else looks at updates, therefore takes the new parameter itself: the sum is taken on the shard, and what is gathered is
-the result, so that no whole update is there beside the old and the new parameters. Of a GPT of 7B on 8 H200 that takes
-stage 2 from 44.1 to 35.3 GiB. Not so on TPUs, where an update is added leaf by leaf as it comes, and whole new
-parameters would all wait for the old ones (1.4B on 8 v5p: 9.0 GiB in place of 6.8): there optax adds.
+[Note: Gathering new parameters]
+To add an update to a parameter that every device stores whole, each device needs the whole update. In jzero's own
+train step nobody else reads the updates, so each device adds its shard, and the devices gather the new parameter. No
+whole update then takes memory beside the old and the new parameters: stage 2 of a 7B GPT on 8 H200 drops from 44.1 to
+35.3 GiB. On TPUs optax adds: the compiler adds each gathered update as it arrives, whereas whole new parameters would
+all wait for the old ones (1.4B on 8 v5p: 9.0 GiB instead of 6.8).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
     "Moments",
     "added",
     "check_params_stored",
-    "made_anew",
+    "gathered_new",
     "new_param",
     "placing",
     "rounded_inner",
@@ -52,15 +53,15 @@ __all__ = [
 
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
-"""Stands for a random key, and for its update, where optax adds the two."""
+"""Replaces a random key and its update, which optax cannot add."""
 
 
 class Grad(NamedTuple):
-    """A gradient, multiplied where it is read: for state on the host chunk by chunk, so that no product is stored.
+    """A gradient with factors to apply on reading: chunk by chunk for state on the host, which stores no product.
 
     Attributes:
-      reduced: As it was reduced, in its natural or its stored shape.
-      factors: What it is multiplied with, one after the other.
+      reduced: The reduced gradient, in its natural or its stored shape.
+      factors: Its factors, applied one after the other.
     """
 
     reduced: jax.Array
@@ -72,7 +73,7 @@ class Grad(NamedTuple):
 
 
 def check_params_stored(plan: ZeroPlan, params: Any) -> None:
-    """Raises for parameters in their natural shape that the plan stores in another: optax could not add to them."""
+    """Raises if parameters have their natural shape but the plan stores another; optax could not add to them."""
     for x, leaf in zip([] if params is None else plan.flat_params(params), plan.leaves, strict=params is not None):
         if np.shape(x) == leaf.param.shape != leaf.param.stored_shape:
             raise ValueError(
@@ -82,7 +83,7 @@ def check_params_stored(plan: ZeroPlan, params: Any) -> None:
 
 
 def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
-    """A gradient or a parameter, in natural or stored shape, on the host as stored, as a streamed value."""
+    """Returns a gradient or parameter as a streamed value. On the host it must have its stored shape."""
     if isinstance(x, Streamed):
         return x
     if not is_on_host(x):
@@ -92,7 +93,7 @@ def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
 
 
 class Moments(NamedTuple):
-    """A leaf of the optimizer's own state on the host: its number, the stored array, its new value."""
+    """A leaf of the inner optimizer state on the host: its number, its stored array and its new value."""
 
     number: int
     old: jax.Array
@@ -103,13 +104,13 @@ class LeafUpdate(NamedTuple):
     """Inputs to one parameter's update. If its optimizer state is offloaded, all but the stored arrays is streamed.
 
     Attributes:
-      number: Its number among the parameters.
+      number: The parameter's number.
       leaf: Its layout.
       grad: Its gradient.
-      param: The parameter as stored, if it is known.
-      master: What the optimizer saw of it.
+      param: The parameter as stored, if known.
+      master: The parameter as the optimizer saw it.
       old_master: Its master copy as stored, if it has one.
-      update: What the optimizer made of it; `None` if nothing.
+      update: The optimizer's update; `None` if it returned none.
       moments: Its optimizer state on the host.
     """
 
@@ -124,7 +125,7 @@ class LeafUpdate(NamedTuple):
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the new parameter is its rounded master, so that the update alone does not give it."""
+        """Whether the new parameter is a rounded sum, so that the update alone does not determine it."""
         known = self.update is not None and self.param is not None and self.master is not None
         return known and self.leaf.param.dtype != self.leaf.update_dtype
 
@@ -134,8 +135,11 @@ class LeafUpdate(NamedTuple):
         return self.leaf.param.on_host and self.update is not None
 
 
-def made_anew(plan: ZeroPlan) -> frozenset[int]:
-    """Returns the parameters of [Note: Parameters made anew]: held whole, their update cut."""
+def gathered_new(plan: ZeroPlan) -> frozenset[int]:
+    """Returns the parameters whose new values, not updates, are gathered: stored whole, with cut updates.
+
+    See [Note: Gathering new parameters].
+    """
     if platform_facts(plan.mesh).adds_updates:
         return frozenset()
     found = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.cut is None and x.grad.cut is not None}
@@ -143,7 +147,7 @@ def made_anew(plan: ZeroPlan) -> frozenset[int]:
 
 
 def added(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax.Array:
-    """Returns a stored parameter after its update, as `optax.apply_updates` adds the two."""
+    """Returns a stored parameter plus its update, added as `optax.apply_updates` does."""
     new = (param + change).astype(param.dtype)
     return new if applied is None else jnp.where(applied, new, param)
 
@@ -151,7 +155,7 @@ def added(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax
 def new_param(
     plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns a parameter's new value and its new master, both as stored; see [Note: Parameters made anew]."""
+    """Returns a parameter's new value and its new master, both as stored; see [Note: Gathering new parameters]."""
     rounded, master = _summed(plan, x, key)
     if applied is not None:
         rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))
@@ -159,7 +163,7 @@ def new_param(
 
 
 def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[Any, Any]:
-    """Returns the update of a stored parameter and its new master as stored, see [Note: Masters]."""
+    """Returns the update of a stored parameter, and its new master as stored; see [Note: Masters]."""
     leaf = x.leaf
     if is_key(leaf.param.dtype):
         return NO_ELEMENTS, None
@@ -178,7 +182,7 @@ def _summed(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[jax.A
 
 
 def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
-    """Returns a new parameter, and its new master if it has one, from what the optimizer made of them."""
+    """Returns the new parameter, and its new master if it has one, rounded from their wide sum `moved`."""
     leaf = x.leaf
     if leaf.master is None:
         return _round(moved, leaf.param.dtype, key, x.number), None
@@ -187,16 +191,16 @@ def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[ja
 
 
 def _change(x: LeafUpdate, rounded: jax.Array) -> jax.Array:
-    """Returns what `optax.apply_updates` has to add to a stored parameter to arrive at its new value."""
+    """Returns the update with which `optax.apply_updates` arrives at the new value of a stored parameter."""
     new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
     return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
 
 
 def placing(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
-    """Returns the update of a parameter, to which optax adds it: the sum is laid out as the plan has it.
+    """Returns the update of a parameter such that optax's sum is laid out as planned.
 
-    Otherwise the compiler would choose the layout, that of the gradient for parameters held whole, wherever the sum is
-    no result of the `jit` alone but goes into a second update or the next pass of a loop.
+    Otherwise the compiler would choose the layout wherever the sum is not just a result of the `jit`, but feeds a
+    second update or the next iteration of a loop. For parameters stored whole it would choose the gradient's layout.
     """
     if not isinstance(update, jax.core.Tracer):
         update = jax.lax.with_sharding_constraint(update, plan.whole_sharding)
@@ -206,12 +210,12 @@ def placing(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
 def streamed_update(
     plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[Any, Any, list[jax.Array]]:
-    """The update of a parameter that lies on the host, or has a master or optimizer state there.
+    """Updates a parameter that is on the host, or has its master or optimizer state there.
 
-    See [Note: Streaming an update]. `applied` decides on what is overwritten on the host.
+    See [Note: Streaming an update]. `applied` decides whether arrays on the host change.
 
     Returns:
-      The update of the stored parameter, or if it lies on the host its new value; its new master as stored; the new
+      The update of the stored parameter, or its new value if it is on the host; its new master as stored; the new
       arrays of `x.moments`.
     """
     leaf, has_master = x.leaf, x.is_rounded and x.leaf.master is not None
@@ -233,13 +237,13 @@ def streamed_update(
 
 
 def _result_like(plan: ZeroPlan, x: LeafUpdate) -> tuple[Any, Any]:
-    """Returns the dtype of what the devices get of a streamed update, and what it is written into, see `Update.out`."""
+    """Returns the dtype of a streamed update's result on the devices, and its destination; see `Update.out`."""
     dtype = x.leaf.param.dtype
     if x.update is None or x.moves_on_host:
         return dtype, None
     if not x.is_rounded:
         dtype = streamed_source(x.update, x.leaf, plan).aval().dtype  # optimizers may return more than the gradient's
-    # It takes the memory of the gradient, if that is wide enough.
+    # The result overwrites the gradient if that is wide enough.
     (grad,) = (y.array for y in sources_of([x.grad])[0])
     is_wide = holds(grad.dtype, dtype) and not is_on_host(grad)
     return dtype, grad if is_wide else jax.ShapeDtypeStruct(x.leaf.grad.stored_shape, dtype)
@@ -267,7 +271,7 @@ def _chunk_update(plan: ZeroPlan, x: LeafUpdate) -> Callable[..., tuple[list[jax
 
 
 def rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Returns a leaf of the inner optimizer state, given in its own dtype, in the dtype in which it is stored."""
+    """Casts a leaf of the inner optimizer state from its own dtype to the dtype that the plan stores."""
     leaf = plan.inner_leaves[number]
     return x if leaf.wide is None else _round(x, leaf.dtype, key, len(plan.leaves) + number)
 

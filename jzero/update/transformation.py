@@ -1,4 +1,4 @@
-"""The optax wrapper: the inner transformation sees natural shapes, the state stays cut."""
+"""Wraps the user's optax transformation: it sees natural shapes, while the state stays cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jzero.update.leaf import (
     Moments,
     added,
     check_params_stored,
-    made_anew,
+    gathered_new,
     new_param,
     placing,
     rounded_inner,
@@ -46,14 +46,14 @@ PyTree = Any
 class ZeroTransformation:
     """An optax transformation over a partitioned state; takes the place of `tx` in the train state.
 
-    A frozen value: two wrappers of the same optax object under equal plans are equal, so that wrapping again
-    neither recompiles nor breaks `jax.tree.map` over two states.
+    Two wrappers of the same optax object under equal plans are equal, so wrapping again neither recompiles nor
+    breaks `jax.tree.map` over two states.
 
     Attributes:
       inner: The user's transformation.
       plan: The plan of the state.
-      applied: Whether a train step applies what `apply_gradients` returns, a 0-d boolean, where a state has one of its
-        own. `None` elsewhere: `update` then skips gradients that are not finite, if the precision policy asks for it.
+      applied: If the state has its own `apply_gradients`: whether the train step applies its result, a 0-d boolean.
+        Otherwise `None`: `update` then skips non-finite gradients if the precision policy says so.
     """
 
     inner: Any
@@ -68,14 +68,14 @@ class ZeroTransformation:
         """Applies the inner transformation.
 
         Args:
-          updates: Gradients, each in its natural or its stored shape; of frozen parameters anything.
+          updates: Gradients, each in its natural or its stored shape; any values for frozen parameters.
           state: The optimizer state as stored.
           params: The parameters as stored.
-          **extra_args: Handed to the inner transformation.
+          **extra_args: Passed on to the inner transformation.
 
         Returns:
-          `(updates, state)`, both as the plan stores parameters and optimizer state. The update of a frozen parameter
-          is a scalar zero.
+          `(updates, state)`, laid out as the plan stores parameters and optimizer state. The update of a frozen
+          parameter is a scalar zero.
         """
         if params is None and self.plan.config.policy.compute is not None:
             raise ValueError("A precision policy needs the parameters: call `tx.update(grads, opt_state, params)`.")
@@ -94,46 +94,46 @@ class ZeroTransformation:
     def apply(
         self, grads: Sequence[Grad], state: PyTree, params: PyTree, applied: jax.Array | None = None
     ) -> tuple[PyTree, PyTree]:
-        """Returns parameters and optimizer state after a step, as stored, inside of `jit`.
+        """Returns the parameters and optimizer state after a step, as stored; call it inside `jit`.
 
-        Unlike what optax adds to a parameter, a new one may lie on the host, or be gathered as it is.
+        Unlike `update`, it can update parameters on the host, and gather new parameters in place of updates.
 
         Args:
-          grads: One per parameter leaf; of frozen parameters anything.
+          grads: One per parameter leaf; any values for frozen parameters.
           state: The optimizer state as stored.
           params: The parameters as stored.
-          applied: Whether anything changes, a 0-d boolean; `None` if in any case.
+          applied: Whether anything changes, a 0-d boolean; `None` means yes.
         """
         plan, own, old = self.plan, _own(self.plan, state), self.plan.flat_params(params)
         seen = [_like_grad(plan, i, g.reduced, *g.factors) for i, g in enumerate(grads)]
-        anew = made_anew(plan)
-        moved, new = _moved(plan, own, _optimized(plan, self.inner.update, own, seen, old, {}), applied, anew)
+        gathered = gathered_new(plan)
+        moved, new = _moved(plan, own, _optimized(plan, self.inner.update, own, seen, old, {}), applied, gathered)
 
         def new_param(i: int, leaf: LeafPlan) -> jax.Array:
             if not leaf.trained:
                 return old[i]
-            return moved[i] if i in anew or leaf.param.on_host else added(old[i], moved[i], applied)
+            return moved[i] if i in gathered or leaf.param.on_host else added(old[i], moved[i], applied)
 
         after = plan.stored_params([new_param(i, leaf) for i, leaf in enumerate(plan.leaves)])
         new = new if applied is None else keep_unless(applied, new, own)
         return after, new if plan.has_opt_state else new.inner
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
-        """Returns what the loss is multiplied with, float32; `None` without a loss scale."""
+        """Returns the factor of the loss, in float32; `None` without a loss scale."""
         scale = self.plan.config.policy.loss_scale
         if isinstance(scale, DynamicLossScale):
             return opt_state.loss_scale.scale
         return None if scale is None else jnp.asarray(scale, jnp.float32)
 
     def as_planned(self, params: PyTree) -> PyTree:
-        """Returns stored parameters laid out as planned: in a loop of the user's the compiler chooses how they come."""
+        """Lays stored parameters out as planned; in a user's loop the compiler may have chosen another layout."""
         leaves = self.plan.flat_params(params)
         return self.plan.params_treedef.unflatten(
             [stored_leaf(x, leaf.param, self.plan) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
         )
 
     def natural_params(self, params: PyTree) -> PyTree:
-        """Returns stored parameters in their natural shapes, in the dtype that the loss sees."""
+        """Returns stored parameters in their natural shapes and in the dtype that the loss sees."""
         leaves = self.plan.flat_params(self.as_planned(params))
         natural = [
             natural_leaf(round_to(x, leaf.compute_dtype), leaf.param, self.plan)
@@ -183,7 +183,7 @@ def _update(
             applied = ~jnp.any(overflowed)
         known = None if params is None else plan.flat_params(tx.as_planned(params))
         grads = _like_grads(plan, updates)
-        # Trees of the parameters' structure (`grad=` of a line search) come as stored, like the gradients.
+        # Arguments with the structure of the parameters (`grad=` of a line search) may be stored, like gradients.
         like_params = {
             k: plan.params_treedef.unflatten(_like_grads(plan, v))
             for k, v in arrays.items()
@@ -207,37 +207,37 @@ _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
 def _own(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
-    """Returns an optimizer state with room for what jzero adds."""
+    """Returns the optimizer state as a `ZeroOptState`; jzero's own fields are `None` if the plan needs none."""
     return state if plan.has_opt_state else ZeroOptState(state, None, None, None)
 
 
 def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns `new` if the step is applied, else `old`; what is on the host was decided on where it was overwritten."""
+    """Returns `new` if the step is applied, else `old`. On the host the update itself chose, so `new` stays."""
     return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
 
 
 def _like_grads(plan: ZeroPlan, tree: PyTree) -> list[Any]:
-    """Returns the leaves of a tree of the parameters' structure, see `_like_grad`."""
+    """Returns the leaves of a tree structured like the parameters; see `_like_grad`."""
     return [x if x is None else _like_grad(plan, i, x) for i, x in enumerate(plan.flat_params(tree))]
 
 
 def _like_grad(plan: ZeroPlan, number: int, x: Any, *factors: jax.Array) -> Any:
-    """A gradient or its like in natural shape, each device's part at hand; a streamed value for the host."""
+    """Returns a gradient, or a leaf like it, in natural shape, cut like gradients; a streamed value if offloaded."""
     leaf = plan.leaves[number]
-    if not leaf.trained:  # never read, see `_trained`
+    if not leaf.trained:  # never read; see [Note: Frozen parameters]
         return jnp.zeros(leaf.param.shape, leaf.update_dtype)
     if number in plan.offloaded:
         x = streamed_source(x, leaf, plan)
         x = x.map(scale_by, *factors) if factors else x
     else:
         x = natural_leaf(scale_by(x, *factors) if factors else x, leaf.grad, plan)
-    # Gradients are fp32 or wider, and so is what optax makes of them and parameters, but for those of 8 bits.
+    # Gradients are fp32 or wider, and so are optax's results from them and the parameters, except for float8.
     as_it_is = plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
     return x if as_it_is else _cast(x, leaf.update_dtype)
 
 
 def _seen(param: Any, leaf: LeafPlan) -> Any:
-    """Returns a parameter in natural shape as the optimizer sees it: of random keys nothing but the shape."""
+    """Returns a parameter in natural shape as the optimizer sees it; random keys become zeros of their shape."""
     return (
         jnp.zeros(leaf.param.shape, leaf.update_dtype) if is_key(leaf.param.dtype) else _cast(param, leaf.update_dtype)
     )
@@ -248,7 +248,7 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def _masters(plan: ZeroPlan, params: Sequence[jax.Array], masters: Sequence[jax.Array | None]) -> list[Any]:
-    """Returns what the optimizer sees of the parameters: natural shapes, cut, edits of the parameters included."""
+    """Returns the parameters as the optimizer sees them: in natural shapes, cut, with edits taken over."""
 
     def master(i: int, param: jax.Array, kept: jax.Array | None, leaf: LeafPlan) -> Any:
         cut: Any
@@ -264,7 +264,7 @@ def _masters(plan: ZeroPlan, params: Sequence[jax.Array], masters: Sequence[jax.
 
 
 def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
-    """Returns the leaves of the user's own optimizer's state in natural shapes and its own dtypes."""
+    """Returns the leaves of the inner optimizer state in their natural shapes and own dtypes."""
 
     def seen(x: jax.Array, leaf: StateLeaf) -> Any:
         if leaf.on_host:
@@ -279,7 +279,7 @@ def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
 def _optimized(
     plan: ZeroPlan, optimize: Any, own: ZeroOptState, grads: list[Any], params: list[Any] | None, extra: dict[str, Any]
 ) -> tuple[list[LeafUpdate], list[Any]]:
-    """Returns what the optimizer, an `update` of optax, makes of each parameter, and the leaves of its state."""
+    """Runs the optimizer, an optax `update`. Returns each parameter's update and the leaves of the new inner state."""
     nothing = [None] * len(plan.leaves)
     old_masters = nothing if own.masters is None else plan.flat_params(own.masters)
     masters = nothing if params is None else _masters(plan, params, old_masters)
@@ -303,12 +303,12 @@ def _moved(
     own: ZeroOptState,
     optimized: tuple[list[LeafUpdate], list[Any]],
     applied: jax.Array | None,
-    anew: frozenset[int] = frozenset(),
+    gathered: frozenset[int] = frozenset(),
 ) -> tuple[list[Any], ZeroOptState]:
-    """Returns what is to be added to each stored parameter and the new state as stored, see [Note: Masters].
+    """Returns the update of each stored parameter, and the new state as stored; see [Note: Masters].
 
-    Of parameters on the host, and of those in `anew`, it returns the new value instead. `applied` decides on these,
-    and on what else lies on the host.
+    For parameters on the host and those in `gathered`, it returns the new value instead. `applied` decides whether
+    these, and all other arrays on the host, change.
     """
     key = None if own.num_updates is None else jax.random.fold_in(jax.random.key(0), own.num_updates)
     leaves, inner = optimized
@@ -319,7 +319,7 @@ def _moved(
             for old, new in zip(x.moments, moments, strict=True):
                 inner[old.number] = new
             moved.append((result, master))
-        elif x.number in anew:
+        elif x.number in gathered:
             moved.append(new_param(plan, x, key, applied))
         else:
             moved.append(update_leaf(plan, x, key))
@@ -336,13 +336,13 @@ def _moved(
 
 
 def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:
-    """Returns for each parameter whether its gradient is not finite."""
+    """Returns one boolean per parameter: whether its gradient has non-finite elements."""
     leaves = plan.flat_params(grads)
     return jnp.stack([_not_finite(x if leaf.trained else None) for x, leaf in zip(leaves, plan.leaves, strict=True)])
 
 
 def with_next_loss_scale(plan: ZeroPlan, old: Any, new: Any, overflowed: jax.Array) -> Any:
-    """Returns the optimizer state `new` with the loss scale that follows `old`'s."""
+    """Returns the optimizer state `new`, with the loss scale that follows the one of `old`."""
     rules = plan.config.policy.loss_scale
     if not isinstance(rules, DynamicLossScale):
         return new
@@ -356,7 +356,7 @@ def _not_finite(x: jax.Array | None) -> jax.Array:
 
 
 def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
-    """Returns `optimize(grads, opt_state, params, **extra)` of arrays and streamed values, see `UpdateWalk`."""
+    """Evaluates `optimize(grads, opt_state, params, **extra)` with arrays and streamed values; see `UpdateWalk`."""
 
     def call(grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         return optimize(grads, opt_state, params, **extra)
@@ -368,7 +368,7 @@ def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
     traced = jax.jit(call).trace(*shapes)
     opened, consts = _compat.open_jaxpr(traced.jaxpr)
     walk, out = UpdateWalk(plan), traced.out_info
-    if not plan.offloaded and not walk.mixes(opened):  # then it is one call, which is traced already
+    if not plan.offloaded and not walk.mixes(opened):  # already traced: call it
         return jax.jit(call)(*args)
     outputs = walk(opened, consts, leaves)
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)

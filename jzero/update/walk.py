@@ -1,10 +1,10 @@
-"""Evaluation of an optimizer's update: what mixes elements runs on whole operands, what does not can be streamed.
+"""Evaluates an optimizer's update: equations that mix elements run on whole operands, others can be streamed.
 
 [Note: Optimizers that mix the elements of a matrix]
 Elementwise updates run on each device's part without communication, and reductions (norms, Adafactor's means)
-cost a scalar or a vector. A matrix product such as Muon's Newton-Schulz iteration would make GSPMD communicate in
-every product. Such equations are found in the jaxpr of the update and run in a `shard_map` over whole operands:
-each matrix is gathered once, every device computes the same, and the result is cut again for free.
+cost a scalar or a vector. With matrix products, such as those of Muon's Newton-Schulz iteration, GSPMD would
+communicate in every product. The walk finds such equations in the update's jaxpr and runs them in a `shard_map` over
+whole operands: the devices gather each matrix once, all compute the same, and cut the result again for free.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["UpdateWalk"]
 class UpdateWalk:
     """Evaluates the jaxpr of an update.
 
-    See [Note: Optimizers that mix the elements of a matrix] and, where state lies on the host, [Note: Streaming an
-    update]: inputs and outputs may then be streamed values.
+    See [Note: Optimizers that mix the elements of a matrix]. If state is on the host, inputs and outputs may be
+    streamed values; see [Note: Streaming an update].
 
     Attributes:
-      fetched_whole: Paths of the parameters whose state on the host was needed as a whole.
+      fetched_whole: Paths of the parameters whose offloaded state the optimizer needed whole.
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
@@ -99,7 +99,7 @@ class UpdateWalk:
                         "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
                     )
                 self.fetched_whole |= {x.leaf.path} if x.on_host else set()
-            self.arrays[id(x)] = (x, array)  # the value, too, since its id is the key
+            self.arrays[id(x)] = (x, array)  # keep the value alive: its id is the key
         return self.arrays[id(x)][1]
 
     def _streamed(self, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
@@ -128,7 +128,7 @@ class UpdateWalk:
         return None if operands is None else [applied(functools.partial(_bind_one, eqn), operands)]
 
     def _as_streamed(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:
-        """Returns values for one loop, numbers as they are; `None` if they do not fit together."""
+        """Returns values to compute in one loop, with numbers unchanged; `None` if their shapes or layouts differ."""
         streamed = [x for x in values if isinstance(x, Streamed)]
         leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
         arrays = [x for x in values if not isinstance(x, Streamed) and jnp.ndim(x)]
@@ -145,7 +145,7 @@ class UpdateWalk:
         return [as_streamed(x) for x in values]
 
     def _choose(self, index: Any, values: Sequence[Any]) -> Any:
-        """Returns what a branch gave; all were evaluated."""
+        """Returns the result of the chosen branch; all branches were evaluated."""
         streamed = [x for x in values if isinstance(x, Streamed)]
         operands = self._as_streamed(values, streamed[0].shape) if streamed else None
         if operands is None:
@@ -171,7 +171,7 @@ class UpdateWalk:
 
     def _mixes(self, eqn: Any) -> bool:
         if eqn.primitive.name in named(Trait.MIXING):
-            # Inner products give a scalar, which costs a scalar; of nothing there is nothing to gather.
+            # An inner product communicates one scalar, and empty operands nothing.
             return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
         return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
 
