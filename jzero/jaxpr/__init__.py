@@ -1,5 +1,5 @@
-"""Facts about programs, whoever wrote them.
+"""Analyzes jaxprs of any origin.
 
-Read `primitives` (what each operation does), then `liveness` (which equations an output needs), `repeats` (blocks that
-occur again and again) and `structure` (which of them are the same). Nothing here knows a plan or a stage.
+Read `primitives` (traits of each operation), then `liveness` (the equations that an output needs), `repeats` (finds
+repeated blocks) and `structure` (compares them). Nothing here knows a plan or a stage.
 """

@@ -1,7 +1,7 @@
-"""Which equations of a jaxpr are needed for some of its outputs.
+"""Finds the equations of a jaxpr that some of its outputs need.
 
-In: a jaxpr and the outputs that are wanted. Out: the equations that they depend on, in order, with which of their own
-outputs somebody reads, and all variables that they depend on, the jaxpr's inputs among them:
+In: a jaxpr and the wanted outputs. Out: the equations that they depend on, in order, each with a flag per output that
+says whether anything reads it; and all variables that they depend on, inputs of the jaxpr included:
 
     { lambda ; a b. let c = sin a; d = cos b in (c, d) },  wanted: c    ->    [c = sin a],  {a, c}
 """
@@ -20,11 +20,11 @@ Atom = Any
 
 
 class Needed(NamedTuple):
-    """What some outputs of a jaxpr depend on.
+    """The equations and variables that some outputs of a jaxpr depend on.
 
     Attributes:
-      equations: The equations, in order; for each output of an equation, whether anything reads it.
-      variables: The variables, the wanted outputs themselves included.
+      equations: The equations in order, each with one flag per output: whether anything reads it.
+      variables: The variables, including the wanted outputs.
     """
 
     equations: list[tuple[Equation, list[bool]]]
@@ -32,12 +32,12 @@ class Needed(NamedTuple):
 
 
 def needed(jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True) -> Needed:
-    """Returns what some variables of an open jaxpr depend on.
+    """Returns the equations and variables that some variables of an open jaxpr depend on.
 
     Args:
       jaxpr: An open jaxpr.
-      wanted: Variables or literals of it.
-      side_effects: Whether equations with side effects, such as printing, are needed whoever reads their outputs.
+      wanted: Variables or literals of the jaxpr.
+      side_effects: Whether equations with side effects, such as printing, are needed even if their outputs are unread.
     """
     variables = {v for v in wanted if not _compat.is_literal(v)}
     equations = []

@@ -1,7 +1,7 @@
-"""What jax's primitives do: one row of traits each, from which every part of jzero derives the sets that it needs.
+"""Traits of jax's primitives, in one table from which every part of jzero derives the sets that it needs.
 
-In: the name of a primitive. Out: its `Trait`s; none for a name that is not in the table, so that an unknown operation
-is taken for one that needs whole arrays, is expensive, and mixes elements. A set of names is a question to the table:
+In: the name of a primitive. Out: its `Trait`s. A name that is not in the table has none, so jzero assumes that the
+operation needs whole arrays, is expensive, and mixes elements. Query the table for the set of names with a trait:
 
     >>> from jzero.jaxpr.primitives import Trait, named
     >>> "tanh" in named(Trait.ELEMENTWISE), "tanh" in named(Trait.MIXING)
@@ -18,21 +18,21 @@ __all__ = ["CALLS", "CHEAP", "LIGHT", "REMAT", "RUNS", "Trait", "called", "named
 
 
 class Trait(enum.Flag):
-    """What an operation does.
+    """Traits of an operation.
 
     Attributes:
-      ELEMENTWISE: Each element of the result is computed from those at the same place.
-      LAYOUT: The result holds elements of the operands, or numbers that need none, at other places.
+      ELEMENTWISE: Each element of the result depends on the operands' elements at the same position.
+      LAYOUT: Moves elements of the operands to other positions, or makes numbers without operands.
       ALIAS: The result can share the operand's memory.
-      REDUCTION: Few elements are computed from many, at the cost of reading them.
+      REDUCTION: Computes few elements from many, at the cost of reading them.
       MIXING: Each element of the result depends on whole rows, columns or arrays: shards do not suffice.
-      KEEPS_ZERO: The result is zero where all operands are, the predicate of a `select_n` aside.
+      KEEPS_ZERO: The result is zero where all operands are, except the predicate of a `select_n`.
       IN_PLACE: The result can overwrite the first operand.
-      RANDOM: Random bits and indices of devices: computed where they are read, but not repeated.
-      BOOKKEEPING: Takes no time, but says something: a name, an order, a place.
+      RANDOM: Makes random bits or device indices: computed where they are read, but not repeated.
+      BOOKKEEPING: Takes no time; records a name, an order or a placement.
       CALL: Runs one jaxpr on just its operands.
-      CUSTOM: As `CALL`, of a function with a derivative of its own.
-      REMAT: As `CALL`, of a function that the backward pass computes again.
+      CUSTOM: Like `CALL`, for a function with a custom derivative.
+      REMAT: Like `CALL`, for a function that the backward pass recomputes.
     """
 
     ELEMENTWISE = enum.auto()
@@ -92,7 +92,7 @@ TRAITS = {name: traits for traits, names in _ROWS for name in names.split()}
 
 @functools.cache
 def named(traits: Trait) -> frozenset[str]:
-    """Returns the names of the primitives that have any of some traits."""
+    """Returns the names of the primitives that have any of the given traits."""
     return frozenset(name for name, found in TRAITS.items() if found & traits)
 
 
@@ -106,9 +106,10 @@ REMAT = named(Trait.REMAT)
 RUNS = named(Trait.CALL | Trait.CUSTOM | Trait.REMAT)
 
 CHEAP = named(Trait.ELEMENTWISE | Trait.LAYOUT)
-"""Operations that cost little compared with the gather of their operands. Applied to parameters alone, they are
-repeated at each use; keeping the result would keep an array of whole size."""
+"""Operations that cost little compared with gathering their operands. If their operands are all parameters, jzero
+repeats them at each use, since saving the result would save an array of whole size."""
 
 LIGHT = CHEAP | named(Trait.REDUCTION | Trait.BOOKKEEPING) | {"custom_jvp_call"}
-"""Takes little more time than reading the operands: recomputed in the backward pass. All others are heavy, unknown
-ones included. What is fetched from the host's memory is fetched again, as it is gathered again."""
+"""Operations that take little more time than reading their operands, so the backward pass recomputes them. All others
+are heavy, unknown ones included. Fetches from host memory are light: the backward pass fetches again, as it gathers
+again."""

@@ -1,21 +1,21 @@
-"""Blocks of an unrolled model, found in its jaxpr.
+"""Finds the blocks of an unrolled model in its jaxpr.
 
 [Note: Blocks of unrolled models]
-A model that calls its layers one after the other is one long sequence of equations, in which what belongs to a layer
-comes again and again: the same operations on the same shapes, `period` equations later. The period that covers most
-equations is taken for the layers, and the sequence is cut where least is handed on, which between layers is the
-residual stream. Each block then gets a `jax.checkpoint` of its own. One for the whole loss recomputes everything before
-anything is freed (GPT of 124M on 8 H200, keeping every product: 5998 MiB without, 5028 with one checkpoint, 4342 with
-one per block).
+A model that calls its layers one after the other is one long sequence of equations, in which each layer repeats the
+same operations on the same shapes, `period` equations later. jzero takes the period that covers the most equations for
+the layers, and cuts the sequence where the fewest bytes cross: between layers, that is the residual stream. Each block
+then gets its own `jax.checkpoint`. A single checkpoint around the whole loss would recompute everything before freeing
+anything (124M GPT on 8 H200, saving every product: 5998 MiB without checkpoints, 5028 with one, 4342 with one per
+block).
 
-[Note: What is kept]
-Results of products with weights, of convolutions, loops and all that is unknown are kept; what follows from them
-element by element, or by reductions, is computed again, mostly inside of the operation that reads it. Scores of
-attention are the largest activation of all and cost 64 or 128 multiplications an element, less time than writing and
-reading them, so they are computed again as well; its result is kept (the 124M again: 4342 MiB with the scores, 1752
-without). The modelled step of the unrolled one is 4 % longer on v5p than where everything is kept, and 10 % on H200; of
-the scanned one 61 and 22 % shorter, since stacks of scores are not written. Keeping the results of reductions, too,
-makes it longer on H200.
+[Note: Saved results]
+The policy saves the results of products with weights, convolutions, loops and unknown operations. The backward pass
+recomputes whatever follows from them elementwise or by reductions, mostly inside the operation that reads it. It also
+recomputes attention scores: they are the largest activations and cost 64 or 128 multiplications an element, less time
+than writing and reading them. Attention's result is saved (the same 124M: 4342 MiB with the scores, 1752 without).
+Compared with saving everything, the modelled step of the unrolled model is 4 % longer on v5p and 10 % on H200; that of
+the scanned model is 61 % and 22 % shorter, since it does not write stacks of scores. Saving the results of reductions
+too makes the step longer on H200.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from jzero.jaxpr.primitives import LIGHT
 __all__ = ["Part", "keeps_heavy", "parts_of"]
 
 THIN = 256
-"""Floating-point operations per byte of a result. Accelerators do 150 to 300 while they move a byte."""
+"""Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
 
 
 class Part(NamedTuple):
-    """A piece of a jaxpr's equations, as far as `_compat.evaluate` wants a jaxpr.
+    """A run of a jaxpr's equations, with the attributes of a jaxpr that `_compat.evaluate` needs.
 
     Attributes:
-      invars: What it reads of what was there before.
-      outvars: What it makes of what is read afterwards.
+      invars: Earlier variables that it reads.
+      outvars: Its results that later equations, or the jaxpr's outputs, read.
       eqns: Its equations.
-      is_block: Whether it is one of the blocks that repeat.
+      is_block: Whether it is one of the repeated blocks.
     """
 
     invars: list[Any]
@@ -54,15 +54,15 @@ class Part(NamedTuple):
 
     @property
     def constvars(self) -> tuple[()]:
-        """Constants are among `invars`."""
+        """None: constants are among `invars`."""
         return ()
 
 
 def keeps_heavy(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy for `jax.checkpoint` that keeps the results of heavy operations: products, random numbers, loops.
+    """Policy for `jax.checkpoint` that saves the results of heavy operations: products, random numbers, loops.
 
-    What is drawn with a probability is kept as what it was compared to give, a byte in place of four: `lt`. What is
-    made of complex numbers is not kept: jax rounds what a policy keeps by `reduce_precision`, which takes real ones.
+    It also saves the results of `lt`: a random draw compared with a probability takes one byte in place of four. It
+    saves nothing that involves complex numbers: jax rounds saved values by `reduce_precision`, which takes real ones.
     """
     if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in avals if hasattr(x, "dtype")):
         return False
@@ -72,9 +72,9 @@ def keeps_heavy(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def _is_thin(avals: Sequence[Any], *, dimension_numbers: Any, preferred_element_type: Any = None, **_: Any) -> bool:
-    """Whether a product of batches has a result larger than its operands that costs no more to compute than to keep.
+    """Whether a batched product has a result larger than its operands that costs less to recompute than to save.
 
-    Such are the scores of attention, `[batch, heads, queries, keys]` from `[batch, queries or keys, heads, 64]`.
+    Attention scores do: `[batch, heads, queries, keys]` from `[batch, queries or keys, heads, 64]`.
     """
     a, b = avals
     (contracted, _), (batched, _) = dimension_numbers
@@ -91,7 +91,7 @@ def _num_bytes(aval: Any) -> int:
 
 
 def parts_of(jaxpr: Any) -> list[Part]:
-    """Returns the equations of a jaxpr in parts: its repeated blocks, each a part, and what lies around them."""
+    """Splits the equations of a jaxpr into parts: the repeated blocks, and the equations before, between and after."""
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
     blocks = _blocks(jaxpr, last_read)
@@ -100,7 +100,7 @@ def parts_of(jaxpr: Any) -> list[Part]:
 
 
 def _blocks(jaxpr: Any, last_read: Mapping[Any, int]) -> set[tuple[int, int]]:
-    """Returns where each block begins and ends: the longest repetition, then those before and after it."""
+    """Returns where each block begins and ends, from the longest repetition, then from those before and after it."""
     signatures = [_signature(eqn) for eqn in jaxpr.eqns]
     heavy = np.array([_is_heavy(eqn) for eqn in jaxpr.eqns], bool)
     crossing = _bytes_across(jaxpr, last_read)
@@ -116,7 +116,7 @@ def _blocks(jaxpr: Any, last_read: Mapping[Any, int]) -> set[tuple[int, int]]:
 
 
 def _bounds(signatures: Sequence[Any], heavy: np.ndarray, crossing: np.ndarray) -> list[int]:
-    """Returns where each block of the longest repetition begins, and where the last one ends; none if none is heavy."""
+    """Returns where each block of the longest repetition begins, and where the last one ends; none if all are light."""
     start, period, length = _longest_repetition(signatures)
     if not period or not heavy[start : start + period].any():
         return []
@@ -143,7 +143,7 @@ def _is_heavy(eqn: Any) -> bool:
 
 
 def _longest_repetition(signatures: Sequence[Any]) -> tuple[int, int, int]:
-    """Returns start, period and length of the sequence that repeats with one period and is longest; zeros if none."""
+    """Returns start, period and length of the longest sequence that repeats with one period; zeros if there is none."""
     numbers: dict[Any, int] = {}
     ids = np.array([numbers.setdefault(x, len(numbers)) for x in signatures], np.int64)
     covered, best = 0, (0, 0, 0)
@@ -157,14 +157,14 @@ def _longest_repetition(signatures: Sequence[Any]) -> tuple[int, int, int]:
         runs = edges.reshape(-1, 2)
         begin, end = runs[np.argmax(runs[:, 1] - runs[:, 0])]
         length = int(end - begin) + period
-        whole = length // period * period  # whole periods count, two at least; of equals the shortest
+        whole = length // period * period  # counts whole periods, at least two; ties go to the shortest
         if end - begin >= period and whole > covered:
             covered, best = whole, (int(begin), period, length)
     return best
 
 
 def _bytes_across(jaxpr: Any, last_read: Mapping[Any, int]) -> np.ndarray:
-    """Returns for each equation how many bytes made before it are read from there on."""
+    """Returns for each equation the bytes that earlier equations made and that it, or a later one, reads."""
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     change = np.zeros(len(jaxpr.eqns) + 2, np.int64)
     for v, i in made.items():

@@ -1,8 +1,8 @@
-"""Pieces of a program that are the same but for their names, see [Note: Repeated blocks].
+"""Finds pieces of a program that are equal except for their names; see [Note: Repeated blocks].
 
-What cannot be compared is the same only if it is one object: a `custom_vjp`, say, has rules that are new in each layer,
-and such layers are traced one by one. Rules of a `custom_jvp`, such as that of `jax.nn.relu`, are compared by what they
-trace to.
+Values without a reliable comparison are equal only if they are the same object. For example, each layer's `custom_vjp`
+has new rules, so jzero traces such layers one by one. It compares the rules of a `custom_jvp`, such as that of
+`jax.nn.relu`, by their traces.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jzero import _compat
 __all__ = ["Common", "Structures", "is_worth_a_call"]
 
 FEWEST = 16
-"""Equations of a layer that becomes a call though it is not recomputed; of fewer a call takes as long."""
+"""Fewest equations of a layer that becomes a call without being recomputed; with fewer, a call takes as long."""
 
 
 def is_worth_a_call(jaxpr: Any) -> bool:
-    """Whether a piece of a program is long enough to be called, rather than traced wherever it occurs."""
+    """Whether a piece of a program is long enough to become a call, instead of being traced wherever it occurs."""
     return _num_equations(_compat.open_jaxpr(jaxpr)[0]) >= FEWEST
 
 
@@ -36,15 +36,15 @@ def _num_equations(jaxpr: Any) -> int:
 
 
 class Common(NamedTuple):
-    """What an open jaxpr has in common with others, and what is its own.
+    """An open jaxpr with scopes and fold-in constants factored out, so that repeated layers compare equal.
 
     Attributes:
       constvars: Constants, as in a jaxpr.
-      invars: Inputs, those for `numbers` last.
+      invars: Inputs; those for `numbers` come last.
       outvars: Outputs.
-      eqns: Equations, without `names`.
-      names: The scopes that all equations are in.
-      numbers: Literals that random keys are folded with, inputs instead.
+      eqns: Equations, with `names` removed from their scopes.
+      names: The scopes that all equations share.
+      numbers: Literals folded into random keys, now inputs.
     """
 
     constvars: Sequence[Any]
@@ -74,7 +74,7 @@ class Common(NamedTuple):
 
 
 class _Hole(NamedTuple):
-    """The variable in place of a literal."""
+    """A variable that replaces a literal."""
 
     aval: Any
     literal: int
@@ -85,15 +85,15 @@ def _literals(eqn: Any) -> list[Any]:
 
 
 class Structures:
-    """Numbers jaxprs: equal numbers go to those that do the same in scopes of the same names.
+    """Numbers jaxprs, so that those with equal operations in equally named scopes get the same number.
 
-    What cannot be compared is the same only if it is the same object.
+    Values without a reliable comparison are equal only if they are the same object.
     """
 
     def __init__(self, *, in_rule: bool = False) -> None:
-        self._of_rules = None if in_rule else Structures(in_rule=True)  # there functions count without their rules
+        self._of_rules = None if in_rule else Structures(in_rule=True)  # in a rule, functions count without theirs
         self._numbers: dict[Any, int] = {}
-        self._known: dict[int, tuple[Any, int]] = {}  # with the jaxpr itself: no other gets its id
+        self._known: dict[int, tuple[Any, int]] = {}  # keeps the jaxpr alive: no other gets its id
 
     def __call__(self, jaxpr: Any) -> int:
         """Returns the number of an open or closed jaxpr."""
@@ -127,9 +127,9 @@ class Structures:
         return tuple(map(id, consts)), inputs, eqns, tuple(map(read, jaxpr.outvars))
 
     def _params(self, eqn: Any) -> dict[str, Any]:
-        """Returns an equation's parameters, with the jaxpr of a rule for tangents in place of the rule."""
+        """Returns an equation's parameters, with the number of a tangent rule's jaxpr in place of the rule."""
         params = eqn.params
-        is_manual = any(v.aval.manual_axis_type.varying for v in eqn.invars)  # a rule may make less of what varies
+        is_manual = any(v.aval.manual_axis_type.varying for v in eqn.invars)  # a rule's results may vary less
         if eqn.primitive.name != "custom_jvp_call" or params["symbolic_zeros"] or is_manual:
             return params
         others = {k: v for k, v in params.items() if k != "jvp_jaxpr_fun"}
@@ -150,9 +150,9 @@ class Structures:
         return others | {"rule": self._of_rules(rule)}
 
     def _comparable(self, value: Any) -> Any:
-        """Returns a hashable value that is equal for equal parameters of equations alone.
+        """Returns a hashable value; only equal parameters of equations get equal values.
 
-        Objects of other libraries and of users may be equal and differ, so these are taken for what they are.
+        Objects of users and other libraries may differ and yet compare equal, so they compare by identity.
         """
         kind = type(value)
         if isinstance(value, dict):
@@ -180,9 +180,9 @@ _COMPARED = (
     jax.sharding.Mesh,
     jax.sharding.AbstractMesh,
 )
-"""What says by `==` whether it is the same."""
+"""Types whose `==` is reliable."""
 
 
 def _bits(value: Any) -> Any:
-    """Returns a number as what tells -0.0 from 0.0, and is equal to itself if it is not a number."""
+    """Returns a number's type, dtype and bytes, which tell -0.0 from 0.0 and make NaN equal to itself."""
     return type(value), np.asarray(value).dtype, np.asarray(value).tobytes()
