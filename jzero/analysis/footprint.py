@@ -1,4 +1,4 @@
-"""What a traced program takes of one device's memory: its buffers from when they are written to their last use."""
+"""Computes the memory of a traced program on one device: each buffer counts from its write to its last use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Footprint", "footprint"]
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What a program takes of one device's memory beside its arguments.
+    """A program's memory on one device, without its arguments.
 
     Attributes:
-      peak: Bytes at the most.
-      at_peak: Bytes at the peak by what they are for.
-      kept: The buffers that the forward pass leaves to the backward pass.
+      peak: The peak in bytes.
+      at_peak: The bytes at the peak, by purpose.
+      kept: The buffers that the forward pass saves for the backward pass.
     """
 
     peak: int
@@ -27,12 +27,12 @@ class Footprint:
 
 
 def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
-    """Returns what a program takes, by [Note: How memory is reckoned].
+    """Returns a program's memory; see [Note: How memory is estimated].
 
     Args:
       program: From `trace_program`.
-      gpu: Whether the compiler is that for GPUs, which moves reductions of gradients about.
-      limit: What its scheduler plans with.
+      gpu: Whether XLA compiles for GPUs, where it delays reductions of gradients.
+      limit: The bytes that its scheduler plans with.
     """
     bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
@@ -41,7 +41,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     sizes = [x.num_bytes for x in program.buffers]
     for i in () if gpu else (*program.regathered, *program.copies.values()):
         sizes[i] = 0
-    # What a pass of a backward loop reduces is reduced during the next one.
+    # A backward loop reduces the gradients of one iteration during the next.
     reduced = {t: _reduced_bytes(body) for t, body in _reducing_loops(program)} if gpu else {}
 
     live: set[int] = set()
@@ -67,7 +67,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
 
 
 def _regathered_bytes(sizes: list[int], limit: float) -> int:
-    """Bytes at the end of a step: what has been gathered; where that is too much, one after the other."""
+    """Returns the bytes gathered at the end of a step: together, or one by one if that would exceed the limit."""
     together = sum(sizes)
     return together if together <= limit else max(sizes, default=0)
 
@@ -77,13 +77,13 @@ def _no_bytes() -> dict[Kind, int]:
 
 
 def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
-    """Returns the operation that reads each buffer last."""
+    """Returns the last operation that reads each buffer."""
     operations = program.operations
     last = {i: t for t, op in enumerate(operations) for i in op.reads}
     last.update(dict.fromkeys(program.outputs, len(operations)))
     if not gpu:
         return last
-    # Gradients that are complete before a backward loop are there until after it.
+    # Gradients completed before a backward loop live until after it.
     loop = max((t for t, _ in _reducing_loops(program)), default=0)
     for op in operations[:loop]:
         if op.is_transfer and op.backward and not op.gathers:
@@ -92,7 +92,7 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
 
 
 def _taken_over(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
-    """Returns what dies at an operation and leaves its memory to what this writes, being of the same size."""
+    """Returns the buffers that an operation reads last and whose memory its outputs of equal size take over."""
     dying = [i for i in op.reads if i in live and last[i] <= t]
     taken: set[int] = set()
     for i in op.writes:
@@ -103,7 +103,7 @@ def _taken_over(op: Operation, live: set[int], sizes: list[int], last: Mapping[i
 
 
 def _kept(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
-    """The buffers that are written in the forward pass and read in the backward pass."""
+    """Returns the buffers that the forward pass writes and the backward pass reads."""
     operations = program.operations
     start = next((t for t, op in enumerate(operations) if op.backward), len(operations))
     return {
@@ -115,7 +115,7 @@ def _kept(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
 
 
 def _reducing_loops(program: TracedProgram) -> Iterator[tuple[int, TracedProgram]]:
-    """The backward loops that reduce gradients: when, and their bodies."""
+    """Yields the backward loops that reduce gradients: each one's position and body."""
     for t, op in enumerate(program.operations):
         if op.inner is not None and op.backward and _reduced_bytes(op.inner):
             yield t, op.inner

@@ -1,4 +1,4 @@
-"""What an equation of a traced program takes: bytes of its arrays, operations of its product."""
+"""Sizes of an equation in a traced program: the bytes of its arrays, the operations of its product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["bytes_of", "product_flops"]
 
 
 def bytes_of(aval: Any) -> int:
-    """Returns the bytes on the device of an array of this type; 0 of one on the host, or of what is no array."""
+    """Returns the bytes on the device of an array of this type; 0 if it is on the host, or not an array."""
     if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
         return 0
     if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
@@ -22,7 +22,7 @@ def bytes_of(aval: Any) -> int:
 
 
 def product_flops(eqn: Any) -> float:
-    """Operations of a product; 0 for anything else."""
+    """Returns the operations of a product; 0 for any other equation."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)

@@ -1,4 +1,4 @@
-"""What a training step needs, reckoned from its trace: no compiler and no device is asked."""
+"""Estimates the memory of a training step from its trace, without a compiler or a device."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from jzero.step.train_step import TrainStep
 __all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "gathers_more", "memory_of_trace"]
 
 GATHERS_WORTH_A_NOTE = 1.05
-"""How much more may be gathered than planned before it is said why."""
+"""A step that gathers more than this times the plan gets a note that says why."""
 
 GPU_SCHEDULER_SHARE = 0.8
-"""Of a GPU's memory: what XLA's scheduler plans with (its log says so where a program does not fit)."""
+"""The share of a GPU's memory that XLA's scheduler plans with (as its log says if a program does not fit)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationRow:
-    """What one layer keeps for the backward pass.
+    """The activations that one layer saves for the backward pass.
 
     Attributes:
       layer: Its path by name scopes, such as `Decoder/blocks`, and the operation.
-      times: How often the layer runs: the trip count of the loop that it is scanned by, or 1.
-      num_bytes: On one device, of all of these together.
+      times: How often the layer runs: the trip count of its scan, or 1.
+      num_bytes: The bytes on one device, over all runs.
     """
 
     layer: str
@@ -52,24 +52,24 @@ class ActivationRow:
 
 @dataclasses.dataclass(frozen=True)
 class StepMemory:
-    """What a training step needs on one device, in bytes, as reckoned from its trace.
+    """The memory of a training step on one device, in bytes, as estimated from its trace.
 
     Attributes:
       params: Parameters as stored.
-      opt_state: The optimizer's state, masters included.
+      opt_state: The optimizer's state, including masters.
       other: The rest of the state, and the device's part of the batch.
-      activations: What the forward pass leaves to the backward pass, by layer; the largest first.
-      at_peak: What the temporaries are for when they are at the most: kept activations, gradients, gathered
-        parameters, and what is being worked on.
-      temporaries: Their sum, the most that the step needs beside its arguments.
-      gathered_bytes: Of parameters that a step gathers on one device, padding included, in all micro-batches.
-      planned_bytes: What `plan.gathered_bytes` has of these: without what the loss's own `jax.checkpoint`s and further
-        uses of a parameter add.
-      sent_bytes: What one device sends per step, in rings.
-      communication_seconds: How long that takes at the machine's rates if nothing else slows it, `None` without a
-        machine.
-      flops: Operations of one device's products per step, recomputation included.
-      host: What the state takes of the memory of the device's host. Counts in none of the others.
+      activations: The activations that the forward pass saves for the backward pass, by layer; the largest first.
+      at_peak: The temporaries at their peak, by purpose: saved activations, gradients, gathered parameters, and
+        working memory.
+      temporaries: Their sum: the most that the step needs beside its arguments.
+      gathered_bytes: Parameters that a step gathers on one device in all micro-batches, including padding.
+      planned_bytes: The part of these that `plan.gathered_bytes` counts: without additional gathers for the loss's own
+        `jax.checkpoint`s and for further uses of a parameter.
+      sent_bytes: The bytes that one device sends per step, in rings.
+      communication_seconds: The time that these take at the machine's rates if nothing else slows them; `None`
+        without a machine.
+      flops: Operations of one device's products per step, including recomputation.
+      host: The state's bytes in the memory of the device's host. Not part of the other figures.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -93,26 +93,26 @@ class StepMemory:
 
     @property
     def arguments(self) -> int:
-        """State and batch: what is there before the step and after it."""
+        """State and batch, which exist before and after the step."""
         return self.params + self.opt_state + self.other
 
     @property
     def peak(self) -> int:
-        """The most that the step needs."""
+        """The most memory that the step needs."""
         return self.arguments + self.temporaries
 
     @property
     def activation_bytes(self) -> int:
-        """All that the forward pass leaves to the backward pass."""
+        """The bytes that the forward pass saves for the backward pass."""
         return sum(row.num_bytes for row in self.activations)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as plain data."""
+        """Returns all figures as plain data."""
         totals = {"arguments": self.arguments, "peak": self.peak, "activation_bytes": self.activation_bytes}
         return {**dataclasses.asdict(self), **totals}
 
     def to_json(self) -> str:
-        """Returns all of it as JSON."""
+        """Returns all figures as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ def activation_lines(rows: Iterable[ActivationRow], max_rows: int = 12) -> list[
     return format_rows([header, *cells, total], left=1)
 
 
-def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
+def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
     step: TrainStep,
     state: Any,
     batch: Any,
@@ -168,25 +168,25 @@ def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
 ) -> StepMemory:
-    """Returns what a training step needs on one device, reckoned from its trace; nothing is compiled.
+    """Estimates the memory of a training step on one device from its trace; compiles nothing.
 
-    The states are exact. The rest follows [Note: How memory is reckoned]; `analyze` has the compiler's own figure.
+    The states are exact. The rest follows [Note: How memory is estimated]; `analyze` has the compiler's own figure.
 
     Args:
       step: From `make_train_step`.
-      state: What it is called with, concrete or abstract; sharded, or plain if `config` is given.
+      state: The step's state, concrete or abstract; sharded, or plain if `config` is given.
       batch: The global batch, concrete or abstract.
-      rng: As the step is called with it.
+      rng: The step's `rng`, if it takes one.
       topology: A machine such as `"h200:8"`, for its number of devices and its rates. Its compiler is not needed.
-      mesh: Over which devices; may be abstract, which without `topology` are taken for TPUs. By default that of the
-        state, or all of `topology` on the ZeRO axis.
-      config: What to partition, and how, where it is not what the state's plan says.
+      mesh: The devices. Without `topology`, an abstract mesh counts as TPUs. By default the state's mesh, or all
+        devices of `topology` on the ZeRO axis.
+      config: What to partition, and how, if it differs from the state's plan.
 
     Returns:
       A `StepMemory`; `print` it for tables.
 
     Raises:
-      TypeError: `step` is not a training step of jzero, or the state is plain and there is no `config`.
+      TypeError: `step` is not a training step of jzero, or the state is plain and `config` is missing.
       ValueError: There is no such machine, or the batch does not fit it.
 
     Example:
@@ -216,15 +216,15 @@ def estimate_step_memory(  # noqa: PLR0913  # a call of the step, and a machine
 def memory_of_trace(
     traced: Any, arguments: Any, plan: ZeroPlan, hardware: Machine | None, *, gpu: bool, micro_batches: int
 ) -> StepMemory:
-    """Returns what a traced step needs.
+    """Returns the memory of a traced step.
 
     Args:
-      traced: What `step.trace(...)` returned.
-      arguments: What `step.abstract_arguments(...)` returned.
-      plan: That of the state.
-      hardware: For the rates of its links.
-      gpu: Whether the compiler will be that for GPUs.
-      micro_batches: Of the step.
+      traced: The result of `step.trace(...)`.
+      arguments: The result of `step.abstract_arguments(...)`.
+      plan: The plan of the state.
+      hardware: The machine, for its memory and the rates of its links.
+      gpu: Whether XLA will compile for GPUs.
+      micro_batches: The number of micro-batches per step.
     """
     opened, _ = _compat.open_jaxpr(traced.jaxpr)
     leaves = jax.tree.leaves(arguments)
@@ -233,7 +233,7 @@ def memory_of_trace(
     program = trace_program(traced.jaxpr, parts)
     host = plan.host_bytes_per_device.total
     num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
-    if not plan.names_host_memory:  # then the trace takes what is on the host for the device's
+    if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
         num_bytes -= host
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     found = footprint(program, gpu=gpu, limit=limit)
@@ -270,7 +270,7 @@ def _rows(kept: Iterable[Buffer]) -> tuple[ActivationRow, ...]:
 
 
 def _layer(name: str) -> str:
-    """Returns a name stack without what transformations and a step write around it, and the operation."""
+    """Returns a name stack without the wrappers of transformations and jzero's step, and the operation."""
     stack, _, operation = name.rpartition(":")
     stack = re.sub(r"\b(jvp|transpose|vmap|checkpoint|rematted_computation|pmap|jit)\b(?=\()", "", stack)
     parts = [part for part in re.sub(r"[()]", "", stack).split("/") if part not in ("", "zero_compute")]
@@ -285,14 +285,14 @@ def _num_parts(aval: Any, sharding: Any) -> int:
 
 
 def _sent_bytes(x: Transfer, mesh: AnyMesh) -> float:
-    """What one device sends in a ring."""
+    """Returns the bytes that one device sends in a ring."""
     size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
     passes = 2 if x.kind == "all-reduce" else 1
     return passes * x.num_bytes * (size - 1) / size
 
 
 def _rate(axes: tuple[str, ...], mesh: AnyMesh, hardware: Machine) -> float:
-    """Bytes per second that a device sends along mesh axes: those of the slowest link on its way."""
+    """Returns the bytes per second that a device sends along mesh axes: the rate of the slowest link on the way."""
     sizes = {str(name): int(size) for name, size in mesh.shape.items()}
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     group = grid[tuple(slice(None) if name in axes else 0 for name in sizes)].ravel()

@@ -1,26 +1,27 @@
-"""A traced step as buffers and operations: what takes memory, in which order, and what it costs.
+"""Models a traced step as buffers and operations: their memory, order and cost.
 
-[Note: How memory is reckoned]
-A step's jaxpr says which values there are; what XLA makes of it decides which of them take memory. A few habits that
-its compilers for GPUs and TPUs share are enough to tell:
+[Note: How memory is estimated]
+A step's jaxpr lists the values; XLA decides which of them take memory. The model relies on a few habits that its
+compilers for GPUs and TPUs share:
 
-* Elementwise operations, casts, broadcasts and slices are fused into what reads them and take no memory; what reads
-  them reads their own inputs, which therefore live on. They are written only where something that cannot be fused asks
-  for them: a product, a collective, a loop.
-* What is written elementwise takes over the memory of an input of its size that nobody needs any more.
-* A loop's carried values and what it stacks exist once, outside of its body; a donated argument and the result that
-  replaces it are one.
-* Operations count in the order of the program. The GPU compiler departs from it where a backward loop reduces
-  gradients: to overlap them it reduces those of one pass during the next. What was reduced before the loop counts until
-  after it: without that 1.4B at stage 3 is reckoned 7 % below what the compiler says, with it 2 %.
-* On GPUs a stack of layers that is cut behind the first dimension of a layer is copied into another layout for as long
-  as loops gather from it.
-* On GPUs parameters that are gathered after the update exist twice until the end: a collective does not write into a
-  donated argument there. Where that would take more than the scheduler plans with, they are gathered one by one.
+* XLA fuses elementwise operations, casts, broadcasts and slices into their readers, so they take no memory. The
+  readers then read the inputs of the fused operations, which therefore live longer. XLA writes such a result only if
+  an operation that cannot be fused reads it: a product, a collective, a loop.
+* The result of an elementwise operation takes over the memory of an input of equal size that is not read later.
+* A loop's carried values and stacked outputs exist once, outside its body. A donated argument and the result that
+  replaces it share their memory.
+* Operations run in the order of the program. The GPU compiler departs from it if a backward loop reduces gradients: to
+  overlap the reductions, it reduces the gradients of one iteration during the next. Gradients reduced before the loop
+  count until after it: without this rule, the estimate for 1.4B at stage 3 is 7 % below the compiler's figure, with it
+  2 %.
+* On GPUs, if a stack of layers is cut along another dimension than a layer's first, it is copied into another layout
+  for as long as loops gather from it.
+* On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
+  donated argument. If that would exceed the scheduler's limit, they are gathered one by one.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
-`unroll` of loops; mesh axes other than ZeRO's (tensor parallelism), whose collectives are the compiler's and whose
-parts of activations count whole; arrays that the loss closes over.
+`unroll` of loops, and arrays that the loss closes over. Mesh axes other than ZeRO's (tensor parallelism) are left out,
+too: the compiler adds their collectives, and activations count as if not split along them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Kind = Literal["activations", "gradients", "gathered", "working"]
 
 FUSIBLE = named(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = named(Trait.REDUCTION) | {"gather"}
-"""What elementwise operations are fused into, but not through."""
+"""Operations that elementwise operations are fused into, but not through."""
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -62,9 +63,9 @@ class Buffer:
 
     Attributes:
       num_bytes: On one device; 0 if it is part of an argument.
-      name: The name stack and the primitive that it comes from.
+      name: The name stack and the primitive that make it.
       times: For a stack that a loop writes, the loop's trip count; else 1.
-      kind: What it is for.
+      kind: Its purpose.
     """
 
     num_bytes: int
@@ -78,10 +79,10 @@ class Transfer:
     """A collective.
 
     Attributes:
-      kind: As HLO calls it.
-      num_bytes: Of the whole array: what a gather makes, what a reduce-scatter or all-reduce takes, on one device.
-      axes: The mesh axes that it goes over.
-      times: How often a step does it.
+      kind: Its name in HLO.
+      num_bytes: Of the whole array on one device: the output of a gather, the input of a reduce-scatter or all-reduce.
+      axes: The mesh axes that it spans.
+      times: How often a step runs it.
       of_param: Whether it gathers a parameter for the loss.
     """
 
@@ -94,16 +95,16 @@ class Transfer:
 
 @dataclasses.dataclass
 class Operation:
-    """Something that is done at one point of the program.
+    """An operation at one point of the program.
 
     Attributes:
       reads: Indices of buffers.
       writes: Indices of buffers.
       backward: Whether it is part of the backward pass.
-      in_place: Whether what it writes may take over the memory of what it reads.
+      in_place: Whether its outputs may take over the memory of its inputs.
       inner: The body of a loop or branch.
       is_transfer: Whether it is a collective.
-      gathers: Whether it is one that makes arrays whole.
+      gathers: Whether it is a collective that gathers whole arrays.
     """
 
     reads: frozenset[int]
@@ -117,15 +118,15 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value:
-    """An array of the program: a buffer, or something that is computed from other values wherever it is read.
+    """An array of the program: a buffer, or a fused value, computed from other values wherever it is read.
 
     Attributes:
-      num_bytes: What it takes on one device.
-      name: Where it comes from.
-      parts: Among how many devices it is split, outside of `shard_map`.
+      num_bytes: Its bytes on one device.
+      name: The name stack and the primitive that make it.
+      parts: The number of devices that it is split among; 1 inside `shard_map`.
       buffer: The index of its buffer.
-      sources: What it is computed from, if it has none.
-      stack: Inside of a loop: which of the stacks that it runs over this is a slice of, casts aside.
+      sources: If it has no buffer, the values that it is computed from.
+      stack: Inside a loop, if it is a slice of a stack, cast or not: the index of that input of the loop.
     """
 
     num_bytes: int
@@ -137,17 +138,17 @@ class _Value:
 
 
 class TracedProgram:
-    """One body of code: its buffers and operations, calls in it included.
+    """The buffers and operations of one body of code, including calls in it.
 
     Attributes:
       buffers: Every array that takes memory.
       operations: In the order of the program.
-      transfers: The collectives, those of inner loops included.
-      flops: Operations of its products, those of inner loops included.
+      transfers: The collectives, including those of inner loops.
+      flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
-      transposed: Inside of a loop: the stacks that it gathers along another dimension than a layer's first.
-      copies: For the buffers of such stacks, those of their copies.
-      regathered: The buffers with results that the program gathers, which take the place of donated arguments.
+      transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
+      copies: Maps the buffers of such stacks to the buffers of their copies.
+      regathered: The buffers of results that the program gathers, which replace donated arguments.
     """
 
     def __init__(self) -> None:
@@ -162,14 +163,14 @@ class TracedProgram:
         self._written: dict[_Value, _Value] = {}
 
     def argument(self, aval: Any, parts: int = 1) -> _Value:
-        """Returns a value that exists before the program starts, and after it."""
+        """Adds a value that exists before the program starts and after it ends."""
         self.buffers.append(Buffer(0))
         return _Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
 
     def run(
         self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool, used: Sequence[bool] | None = None
     ) -> list[_Value]:
-        """Adds a jaxpr, as far as its outputs are used; returns these, and nothings for the others."""
+        """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
         jaxpr, _ = _compat.open_jaxpr(jaxpr)
         env: dict[Any, _Value] = {v: self.argument(v.aval) for v in jaxpr.constvars}
         env.update(zip(jaxpr.invars, inputs, strict=True))
@@ -189,12 +190,12 @@ class TracedProgram:
         return [read(v) for v in jaxpr.outvars]
 
     def finish(self, outputs: Iterable[_Value]) -> TracedProgram:
-        """Says which values outlive the program."""
+        """Sets the values that outlive the program."""
         self.outputs = self.reads(outputs)
         return self
 
     def reads(self, values: Iterable[_Value]) -> frozenset[int]:
-        """Returns the buffers that are read to compute values: theirs, or those of what they are computed from."""
+        """Returns the buffers that are read to compute values: their own, or those of their sources."""
         found, seen, pending = set(), set(), list(values)
         while pending:
             x = pending.pop()
@@ -207,7 +208,7 @@ class TracedProgram:
         return frozenset(found)
 
     def write(self, x: _Value, *, backward: bool) -> _Value:
-        """Returns a value as a buffer: writes it, unless it is one or has been written before."""
+        """Returns a value with a buffer; writes it unless it has one or was written before."""
         if x.buffer is not None or not x.num_bytes:
             return x
         if x not in self._written:
@@ -219,17 +220,17 @@ class TracedProgram:
         return self._written[x]
 
     def include(self, inner: TracedProgram, times: int) -> None:
-        """Counts what a body does that runs `times` times."""
+        """Adds the flops and transfers of a body that runs `times` times."""
         self.flops += times * inner.flops
         self.transfers += [dataclasses.replace(x, times=times * x.times) for x in inner.transfers]
 
 
 def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
-    """Returns the buffers and operations of a program, by [Note: How memory is reckoned].
+    """Returns the buffers and operations of a program; see [Note: How memory is estimated].
 
     Args:
-      jaxpr: Of the whole program, such as `jax.jit(...).trace(...).jaxpr`.
-      parts: For each input, among how many devices it is split.
+      jaxpr: The whole program's jaxpr, such as `jax.jit(...).trace(...).jaxpr`.
+      parts: For each input, the number of devices that it is split among.
     """
     program = TracedProgram()
     opened, _ = _compat.open_jaxpr(jaxpr)
@@ -278,7 +279,7 @@ class _Visitor:
         return self.program.write(x, backward=self.backward)
 
     def _resharded(self, x: _Value) -> _Value:
-        """Outside of `shard_map`: a value that was split and no longer is has been gathered."""
+        """Adds the all-gather of a value that a sharding constraint splits less than before, outside `shard_map`."""
         sharding = self.eqn.params["sharding"]
         names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
         names = [n for n in names if isinstance(n, str)]
@@ -309,7 +310,7 @@ class _Visitor:
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
         body = TracedProgram()
         given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
-        # Slices of stacks are read where they are, until something needs one by itself.
+        # Slices are read inside their stack, unless an operation needs one as an array of its own.
         given += [
             _Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
@@ -317,7 +318,7 @@ class _Visitor:
         outputs = body.run(jaxpr, given, self.name, backward=self.backward)
         self.program.include(body.finish(outputs), length)
         kind: Kind = "gradients" if self.backward else "working"
-        # What the body does not read is not there: the compiler drops it.
+        # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
         whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
         copies = [self._transposed(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
@@ -329,7 +330,7 @@ class _Visitor:
         return made
 
     def _transposed(self, stack: _Value) -> _Value:
-        """The copy of a stack in another layout, which every loop over it reads."""
+        """Returns the copy of a stack in another layout, which every loop over it reads."""
         program = self.program
         assert stack.buffer is not None
         if stack.buffer not in program.copies:
@@ -339,7 +340,7 @@ class _Visitor:
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[_Value]) -> list[_Value]:
-        """What needs its inputs as arrays: products, collectives, loops, kernels."""
+        """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
         kind = self.eqn.primitive.name
         bodies = [self._body(jaxpr) for jaxpr in _compat.contained_jaxprs(self.eqn)]
         largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
@@ -375,7 +376,7 @@ class _Visitor:
         kind: Kind = "working",
         moves: bool = False,
     ) -> list[_Value]:
-        """Adds the operation, which reads `read` and writes every output."""
+        """Adds the operation, which reads `read` and writes all its outputs."""
         name = f"{self.name}:{self.eqn.primitive.name}"
         values, first = [], len(self.program.buffers)
         for i, v in enumerate(self.eqn.outvars):
@@ -391,7 +392,7 @@ class _Visitor:
 
 
 def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
-    """One device's bytes of a value, and among how many devices it is split, judging by what it is computed from."""
+    """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`."""
     num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)
     return num_bytes // parts, parts
