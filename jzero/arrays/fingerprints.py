@@ -1,10 +1,10 @@
-"""What processes must agree on, as text that differs if it does, and never otherwise.
+"""Describes values that must be equal on all processes, as texts that are equal exactly if the values are.
 
 [Note: Fingerprints]
-Values are 64-bit words in rows of a prime length, added up column by column; the sums are hashed. That is as fast as
-memory is read, on the host, where values are on their way to the devices anyway, and any word that changes shows. A
-program is its StableHLO, which names neither files nor addresses, constants included. Long strings in its custom calls
-hold code that other compilers have compiled, and may name both: they are left out.
+jzero lays out the 64-bit words of a value in rows of a prime length, sums each column, and hashes the sums. That runs
+on the host at the speed of memory, since values pass through it to the devices anyway, and any changed word changes the
+hash. The text of a program is its StableHLO, constants included, which names neither files nor addresses. Long strings
+in its custom calls hold code from other compilers and may name both, so they are left out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_val
 PyTree = Any
 
 COLUMNS = 1021
-"""Words in a row: a prime, so that equal parts of an array do not fall upon each other, and few enough for an L1."""
+"""Words in a row: a prime, so that equal parts of an array do not line up, and few enough for an L1 cache."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 OPAQUE = re.compile(r'"[^"]{256,}"')
 
 
 def describe_plan(plan: ZeroPlan) -> str:
-    """Returns what must be the same of a state before anything of it is placed."""
+    """Describes the properties of a state that must agree before any leaf is placed."""
     lines = [
         f"config: {plan.config}",
         f"mesh: {dict(plan.mesh.shape)} of devices {[device.id for device in plan.mesh.devices.flat]}",
@@ -45,7 +45,7 @@ def describe_plan(plan: ZeroPlan) -> str:
 
 
 def describe_inputs(batch: PyTree, rng: Any) -> str:
-    """Returns what must be the same of a batch and a key: shapes, dtypes, and values that every device holds whole."""
+    """Describes a batch and a key: shapes, dtypes, and the values that every device stores whole."""
     lines = [
         _described(f"batch[{path_str(path)!r}]", x, has_value=getattr(x, "shape", None) == ())
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
@@ -66,7 +66,7 @@ def _described(name: str, x: Any, *, has_value: bool) -> str:
 
 
 def describe_value(path: str, value: np.ndarray) -> str:
-    """Returns what must be the same of a value that each process supplies."""
+    """Describes a value that every process supplies, by its checksum and first numbers."""
     numbers = f", {value.reshape(-1)[:3].tolist()} ..." if value.size else ""
     return f"{path}: values with checksum {_checksum(value)}{numbers}"
 
@@ -81,11 +81,11 @@ def _checksum(value: np.ndarray) -> str:
 
 
 def describe_program(lowered: Any) -> str:
-    """Returns what must be the same of a lowered program."""
+    """Describes a lowered program by its text."""
     lines = lowered.as_text().splitlines()
     return "\n".join(OPAQUE.sub('"..."', line) if "custom_call" in line else line for line in lines)
 
 
 def name_of(function: Any) -> str:
-    """Returns what a function is called in its file."""
+    """Returns a function's qualified name, or the type's name of a callable without one."""
     return getattr(function, "__qualname__", type(function).__name__)

@@ -1,19 +1,19 @@
-"""Values computed chunk by chunk, because what they are made of lies in host memory.
+"""Computes values chunk by chunk if their sources are in host memory.
 
 [Note: Streaming an update]
-The jaxpr of an optimizer's update is evaluated on descriptions of values in place of arrays: a parameter's gradient,
-its master copy, its moments are sources, and an operation that acts on each element alone is only noted down. What the
-update returns for one parameter is then computed by one loop over chunks of these sources: each chunk is brought to
-the device, all noted operations are applied to it, and the results go back to where they came from. A sum over all
-elements (a norm) is a loop of its own. An operation that needs more (a matrix product) gets its operands whole, on the
-devices; where they lie on the host that costs the memory that offloading was there to save, so it is reported.
+jzero evaluates the jaxpr of an optimizer's update on descriptions of values, not on arrays. A parameter's gradient,
+master copy and moments are sources; elementwise operations are only recorded. One loop over chunks of the sources then
+computes the update's results for one parameter: it brings each chunk to the device, applies all recorded operations,
+and writes the results back to their memory. A sum over all elements (a norm) is a loop of its own. Any other operation
+(a matrix product) gets its operands whole, on the devices. If they are on the host, that takes the memory that
+offloading was meant to save, so jzero warns.
 
 [Note: Updating on the host]
-With `compute="host"` the same description is computed on the host's CPU, the whole part of a device at once: what lies
-on the devices goes down, what is asked for there comes up. Of the two means that jax has, `compute_on` is the one that
-works on CPUs, GPUs and TPUs today (compiled for all three): it is part of the step's program, reads and overwrites the
-device's pinned memory in place, and starts and ends asynchronously. Arrays of jax's CPU backend, the other means, are
-in a memory of their own: every step would copy the state over, and the plan would span two backends.
+With `compute="host"` the host's CPU computes the same description, each device's whole part at once: arrays on the
+devices go down, results for the devices come up. jax offers two ways. `compute_on` works on CPUs, GPUs and TPUs today
+(compiled for all three): it is part of the step's program, reads and overwrites the device's pinned memory in place,
+and starts and ends asynchronously. Arrays of jax's CPU backend, the other way, have a memory of their own: every step
+would copy the state there, and the plan would span two backends.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Streamed:
-    """A value of a parameter's natural shape that is not computed yet.
+    """A value in a parameter's natural shape that is not computed yet: a source, a constant or a function of others.
 
     Attributes:
       shape: Its natural shape.
-      leaf: How its sources are cut; `None` if it is one number everywhere.
-      array: Of a source: the array, in its stored shape; of a constant: the number.
-      fn: Of anything else: a function of single elements.
-      operands: What that is applied to: streamed values, and numbers as they are.
-      on_host: Whether any of its sources lies on the host.
+      leaf: The layout of its sources; `None` for a constant.
+      array: For a source, the array in its stored shape; for a constant, the number.
+      fn: For a function, the elementwise function.
+      operands: The arguments of `fn`: streamed values and numbers.
+      on_host: Whether any of its sources is on the host.
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Streamed:
         return jax.ShapeDtypeStruct(self.shape, jax.eval_shape(value, *one).dtype)
 
     def map(self, fn: Callable[..., Any], *others: Any) -> Streamed:
-        """Returns `fn(self, *others)`, where `fn` acts on each element alone."""
+        """Returns `fn(self, *others)`; `fn` must be elementwise."""
         return applied(fn, (self, *others))
 
 
@@ -90,7 +90,7 @@ def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> Streame
     """Returns a stored array, on the host or on the devices, as a streamed value.
 
     Args:
-      array: It, in the shape in which `leaf` is stored.
+      array: The array, in the stored shape of `leaf`.
       leaf: Its layout.
       shape: Its natural shape.
     """
@@ -98,25 +98,25 @@ def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> Streame
 
 
 def constant(value: Any, shape: tuple[int, ...]) -> Streamed:
-    """Returns a number as a streamed value that has it everywhere."""
+    """Returns a streamed value whose elements all equal a number."""
     return Streamed(shape, None, value)
 
 
 def applied(fn: Callable[..., Any], operands: Sequence[Any]) -> Streamed:
-    """Returns a function of single elements applied to streamed values of one layout, and numbers."""
+    """Returns an elementwise function, applied to numbers and to streamed values of one layout."""
     streamed = [x for x in operands if isinstance(x, Streamed)]
     leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
     return Streamed(streamed[0].shape, leaf, None, fn, tuple(operands), any(x.on_host for x in streamed))
 
 
 def same_layout(values: Iterable[Streamed]) -> bool:
-    """Whether streamed values can be computed in one loop."""
+    """Whether one loop can compute these streamed values."""
     leaves = [x.leaf for x in values if x.leaf is not None]
     return all((x.cut, x.base) == (leaves[0].cut, leaves[0].base) for x in leaves)
 
 
 def sources_of(values: Iterable[Streamed]) -> tuple[list[Streamed], list[Any]]:
-    """Returns the distinct sources that values are made of, and the distinct numbers."""
+    """Returns the distinct sources of values, and their distinct numbers."""
     sources: dict[int, Streamed] = {}
     numbers: dict[int, Any] = {}
     seen: set[int] = set()
@@ -142,7 +142,7 @@ def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int
 
     Args:
       values: The values.
-      arrays: By the `id` of each source's array and of each number: what stands for it.
+      arrays: Replacements for the sources' arrays and for numbers, by the `id` of each.
       shape: Shape of the results.
     """
     done: dict[int, Any] = {}
@@ -163,12 +163,12 @@ def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int
 
 
 class _Inputs(NamedTuple):
-    """What a computation of streamed values reads.
+    """The inputs to a computation of streamed values.
 
     Attributes:
       arrays: The arrays of its sources.
-      numbers: The numbers that are traced.
-      leaf: The layout of a source.
+      numbers: Its numbers that are jax arrays.
+      leaf: The layout of its sources; `None` without sources.
     """
 
     arrays: list[jax.Array]
@@ -184,17 +184,18 @@ def _inputs_of(values: Sequence[Streamed]) -> _Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What to compute of one parameter, for `stream`.
+    """A computation over one parameter's arrays, for `stream`.
 
     Attributes:
-      leaf: How everything of this parameter is cut.
-      values: What to compute of each chunk.
+      leaf: The layout of all these arrays.
+      values: The values to compute for each chunk.
       old: Arrays in host memory, as stored, that the results overwrite.
-      body: `body(position, values, old, *numbers)` takes `(device, chunk)`, which no two different chunks share, and
-        chunks of `values` and `old`, where the computation is. Returns the new chunks of `old`, and one for `out`.
-      out: An array on the devices, as stored, that the results for the device overwrite; or the shape and dtype of a
-        new one; `None` if there are no such results. The host makes a new one, of the dtype that `body` gives.
-      numbers: 0-d arrays for `body`, and keys.
+      body: `body(position, values, old, *numbers)`. `position` is `(device, chunk)`, which no two different chunks
+        share; `values` and `old` are chunks, on the device or CPU that computes. Returns the new chunks of `old`, and
+        one for `out`.
+      out: The array on the devices, as stored, that the chunks for `out` overwrite; or the shape and dtype of a new
+        one; `None` if there are no such chunks. The host always makes a new one, in the dtype that `body` returns.
+      numbers: 0-d arrays and keys for `body`.
     """
 
     leaf: StateLeaf
@@ -206,26 +207,26 @@ class Update:
 
     @functools.cached_property
     def inputs(self) -> _Inputs:
-        """What `values` are made of."""
+        """The inputs to `values`."""
         return _inputs_of(self.values)
 
     @property
     def given(self) -> list[jax.Array]:
-        """The array on the devices that is overwritten, if there is one."""
+        """The array on the devices that the results overwrite, if there is one."""
         return [self.out] if isinstance(self.out, jax.Array) else []
 
     @property
     def others(self) -> list[jax.Array]:
-        """Arrays that are only read."""
+        """The arrays that the computation only reads."""
         overwritten = [id(x) for x in (*self.old, *self.given)]
         return [x for x in self.inputs.arrays if id(x) not in overwritten]
 
     def arguments(self) -> tuple[list[Any], ...]:
-        """Returns what `on_cpu` and `in_chunks` are given a device's part of."""
+        """Returns the arguments of `on_cpu` and `in_chunks`, which get a device's part of each."""
         return list(self.old), self.given, self.others, self.inputs.numbers, list(self.numbers)
 
     def specs(self, plan: ZeroPlan) -> tuple[Any, ...]:
-        """Returns how that is cut."""
+        """Returns the partition specs of `arguments`."""
         spec, whole = plan.device_sharding(self.leaf).spec, PartitionSpec()
         return [spec] * len(self.old), [spec] * len(self.given), [spec] * len(self.others), whole, whole
 
@@ -236,7 +237,7 @@ class Update:
     def in_chunks(
         self, plan: ZeroPlan, old: list[Any], given: list[Any], read: list[Any], used: list[Any], numbers: list[Any]
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """One device's part, on the device."""
+        """Computes one device's part on the device, in chunks."""
         shape = next(x.shape for x in (*old, *given, *read))
         bytes_per_element = sum(x.dtype.itemsize for x in old)
         is_tiled = platform_facts(plan.mesh).is_tiled
@@ -265,7 +266,7 @@ class Update:
     def on_cpu(
         self, here: tuple[Any, Any], old: list[Any], given: list[Any], read: list[Any], used: list[Any], numbers: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """One device's part, the whole at once, for `_on_cpu`; `here` is what `_place_of` returns."""
+        """Computes one device's part at once, for `_on_cpu`; `here` is the result of `_place_of`."""
         arrays = [*old, *given, *read]
         shape, (device, first) = arrays[0].shape, here
         made = self.body((device, 0), self._computed(arrays, used, shape), old, *numbers)
@@ -274,7 +275,7 @@ class Update:
 
 
 def stream(plan: ZeroPlan, update: Update) -> tuple[list[jax.Array], jax.Array | None]:
-    """Computes an update, inside of `jit`: in a loop over chunks, or at once on the host, as the plan says.
+    """Computes an update in a loop over chunks, or at once on the host, as the plan says; call it inside `jit`.
 
     Returns:
       The new arrays on the host, and the one on the devices.
@@ -297,24 +298,24 @@ def stream(plan: ZeroPlan, update: Update) -> tuple[list[jax.Array], jax.Array |
 
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
-    """Runs a function on the host's CPU; the first of its results stay there, the second go to the device."""
+    """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
     down = jax.tree.map(functools.partial(_down, plan), args)
     kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
     return _compat.compute_on_host(fn, down, (kept, jax.memory.Space.Device))
 
 
 def _down(plan: ZeroPlan, x: jax.Array) -> jax.Array:
-    """Returns an array in host memory; numbers and keys as they are."""
+    """Returns an array in host memory; leaves numbers and keys in place."""
     if not x.ndim or is_on_host(x) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     if not platform_facts(plan.mesh).is_tiled:
-        # XLA for GPUs (jax 0.12) gives the host's program row-major parameters whatever the layout of what it is given.
+        # XLA for GPUs (jax 0.12) gives the host's program row-major parameters, whatever the layout of its arguments.
         x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     return jax.device_put(x, jax.memory.Space.Host) if plan.names_host_memory else x
 
 
 def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
-    """Returns the sum over all elements of a value, chunk by chunk or on the host, inside of `jit`: a 0-d array."""
+    """Sums all elements of a value, chunk by chunk or on the host, to a 0-d array; call it inside `jit`."""
     inputs, dtype = _inputs_of([x]), x.aval().dtype
     leaf = inputs.leaf
     assert leaf is not None
@@ -363,7 +364,7 @@ def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
 
 
 def _place_of(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> tuple[jax.Array, Any]:
-    """Returns this device's number among those that hold different parts, and where its part, of this shape, begins."""
+    """Returns this device's number among those with different parts, and the first row of its part of this shape."""
     sizes = dict(plan.mesh.shape)
     index = jnp.zeros((), jnp.int32)
     for name in jax.tree.leaves(tuple(plan.device_sharding(leaf).spec)):
@@ -372,12 +373,12 @@ def _place_of(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> tuple[
 
 
 def _all_of(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
-    """The one chunk of an array that is not split."""
+    """Returns the only chunk of an array that is not split, and its pieces."""
     return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
 
 
 def _first_row(leaf: StateLeaf, shape: tuple[int, ...], axis: str) -> Any:
-    """Returns where this device's part begins in the dimension that is cut; it has this shape."""
+    """Returns the first row of this device's part, of this shape, in the dimension that is cut."""
     cut = leaf.cut
     return jnp.zeros((), jnp.int32) if cut is None else lax.axis_index(axis) * shape[cut.dim]
 
@@ -385,7 +386,7 @@ def _first_row(leaf: StateLeaf, shape: tuple[int, ...], axis: str) -> Any:
 def _without_padding(
     tree: Any, leaf: StateLeaf, first: Any, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces
 ) -> Any:
-    """Returns chunks of a device's part, which has this shape, with zeros where the leaf has no elements."""
+    """Returns chunks of a device's part, of this shape, with zeros in place of padding."""
     cut = leaf.cut
     if cut is None or not cut.is_padded:
         return tree
