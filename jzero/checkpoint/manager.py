@@ -40,8 +40,8 @@ class CheckpointManager:
     A checkpoint counts once it is complete; until then it has another name. Old checkpoints are removed only after a
     newer one is complete. One program at a time may write to a directory; any number may read. If a program has several
     managers, the one that saves takes over from the others. If training resumes from an earlier step than the newest,
-    because you asked for it or because newer ones are damaged, the first save of a step that is not newer moves the
-    steps after the restored one to the folder `superseded`.
+    because you asked for it or because newer ones are damaged, and the first save after that is not newer either, it
+    moves the steps after the restored one to the folder `superseded`.
 
     After the first `save`, the manager handles SIGTERM: the next `save` writes a checkpoint whatever the interval,
     waits until it is complete, and ends the program with `SystemExit`; a second SIGTERM ends it at once.

@@ -111,14 +111,14 @@ class MemoryEstimate:
 Needs = tuple[float, float, *tuple[bool, ...]]
 
 
-def _table(P: float, L: float, g: int, n: int, f: float) -> dict[tuple[int, str], tuple[Needs, ...]]:  # noqa: N803
+def _table(P: float, L: float, g: int, n: int, f: float) -> dict[tuple[int, str], tuple[Needs, ...]]:  # noqa: N803  # as papers write
     """Returns all formulas, by stage and version: per choice of options host memory, device memory and the options.
 
     P parameters, L of them in the largest layer, on n nodes with g devices each; f is the buffer factor. Options are
     `cpu_offload` and, at stage 3, `cpu_offload_params` and `zero_init`. See [Note: Bytes per parameter].
     """
     # Floats round as in DeepSpeed only in these orders of operations.
-    N = g * n  # noqa: N806
+    N = g * n  # noqa: N806  # as papers write
     made = P * 4 * g * f  # by each process of a node, whole and in fp32
     stage_3: tuple[Needs, ...] = (
         (P * 18 * (1 / n) * f, 4 * L, True, True, True),
