@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jzero
@@ -245,18 +247,31 @@ def test_which_states_a_step_updates_itself():
         def replace(self, **changes):
             return super().replace(**changes)
 
-    def found(cls, params=None):
-        params = params or {"params": {"w": jnp.ones(2)}}
+    def found(cls):
+        params = {"params": {"w": jnp.ones(2)}}
         return is_plain(adapt(cls.create(apply_fn=None, params=params, tx=optax.sgd(0.1))).state)
 
-    overwritten = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
     assert found(TrainState)
     assert found(jzero.TrainState)
     assert found(Replaced)
     assert not found(Wrapped)
-    assert not found(TrainState, overwritten)
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     assert is_plain(adapt(nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)).state)
+
+
+def test_fp8_scales_that_flax_overwrites_with_their_gradients_are_refused():
+    """Their mean over devices would be silently too small: a history of the largest values needs the maximum."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, dot_general_cls=Fp8DirectDotGeneralOp)(x)
+
+    model = Model()
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((4, 4)))
+    state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=optax.sgd(0.1)), params)
+    with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*amax_history.*precision='bf16'"):
+        jzero.plan_train_state(state, stage=1)
 
 
 def test_plain_pytree_state_with_tied_and_empty_leaves():

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from jzero.plan.trainable import find_frozen
 __all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
 
 PyTree = Any
+OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
 def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
@@ -43,6 +44,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     """
     check_mesh(mesh, config)
     check_arrays(state)
+    _check_not_overwritten(state.params)
     offload = config.offload
     if offload.optimizer == offload.params == "none":
         return _make_plan(state, tx, config, mesh, ())
@@ -231,6 +233,17 @@ def check_arrays(state: Any) -> None:
             "Every leaf of a train state must be an array or a number; these are not:\n"
             + "\n".join(bad)
             + "\nMake them static (`flax.struct.field(pytree_node=False)`) or turn them into arrays."
+        )
+
+
+def _check_not_overwritten(params: PyTree) -> None:
+    """Refuses the collection whose leaves Flax replaces by their gradients: a mean over devices would be wrong."""
+    if isinstance(params, Mapping) and OVERWRITTEN in params:
+        paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params[OVERWRITTEN])]
+        raise ValueError(
+            f"`params` has Flax's collection {OVERWRITTEN!r}, fp8 scales and histories such as {paths[:2]}. Flax "
+            "replaces them by their gradients; jzero averages gradients over devices, but a history of largest values "
+            "needs the maximum. Build the model without `Fp8…DotGeneralOp`; `precision='bf16'` computes in bfloat16."
         )
 
 

@@ -118,7 +118,7 @@ class Adapted(NamedTuple):
 Adapter = Callable[[Any], "Adapted | None"]
 _ADAPTERS: list[Adapter] = []
 _TRAIN_STATES: set[type] = set()  # dataclasses that no adapter takes, kept since each call of a step asks
-_PLAIN: dict[Callable[..., Any], Callable[[Any], bool]] = {TrainState.apply_gradients: lambda state: True}
+_PLAIN: set[Callable[..., Any]] = {TrainState.apply_gradients}
 _INTEGRATIONS = {  # by the module of the objects
     "flax.nnx": "jzero.integrations.nnx",
     "flax.training.train_state": "jzero.integrations.flax_state",
@@ -134,20 +134,14 @@ def register_adapter(adapter: Adapter) -> None:
     _ADAPTERS.append(adapter)
 
 
-def register_plain(apply_gradients: Callable[..., Any], applies: Callable[[Any], bool] = lambda state: True) -> None:
-    """Registers an `apply_gradients` that does no more than to count, to call the optimizer and to add.
-
-    Args:
-      apply_gradients: The function, as its class has it.
-      applies: Whether it does no more than that for a given state.
-    """
-    _PLAIN[apply_gradients] = applies
+def register_plain(apply_gradients: Callable[..., Any]) -> None:
+    """Registers a class's `apply_gradients` that does no more than to count, to call the optimizer and to add."""
+    _PLAIN.add(apply_gradients)
 
 
 def is_plain(state: Any) -> bool:
     """Whether a train step may update a state itself: its class has an `apply_gradients` that is registered so."""
-    applies = _PLAIN.get(type(state).apply_gradients)
-    return applies is not None and applies(state)
+    return type(state).apply_gradients in _PLAIN
 
 
 def load_integrations() -> None:
