@@ -163,14 +163,14 @@ MUTANTS = [
     Mutant(
         "tied_reduced_per_use",
         "engine/gradient_rules.py",
-        "(leaving.by_use and search.have_loop_between(x, y))",
+        "(leaving.by_use and search.is_loop_between(x, y))",
         "leaving.by_use",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "tied_held_across_a_loop",
         "engine/gradient_rules.py",
-        "(leaving.by_use and search.have_loop_between(x, y))",
+        "(leaving.by_use and search.is_loop_between(x, y))",
         "False",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
@@ -184,14 +184,14 @@ MUTANTS = [
     Mutant(
         "turns_always_add_shards",
         "engine/reductions.py",
-        'return int(eqn.params["length"]) * _num_reduced(body, found) <= math.prod(leaving.cut.shape)',
+        'return int(eqn.params["length"]) * _count_reduced(body, found) <= math.prod(leaving.cut.shape)',
         "return True",
         "test_reductions.py::test_each_gradient_is_reduced_once",
         "constant_of_a_loop",
     ),
     Mutant(
         "shards_kept_as_reduced",
-        "engine/leaving.py",
+        "engine/gradient_exits.py",
         "reduce_shard(grad, self.cut, self.wire).astype(self.dtype)",
         "reduce_shard(grad, self.cut, self.wire)",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
@@ -236,8 +236,8 @@ MUTANTS = [
     Mutant(
         "blocks_gather_per_use",
         "engine/walk.py",
-        "order=self.order.inside(), held=Held(keeps=True)",
-        "order=self.order.inside(), held=Held(keeps=False)",
+        "order=self.order.enter_block(), held=HeldParameters(keeps=True)",
+        "order=self.order.enter_block(), held=HeldParameters(keeps=False)",
         "test_collectives.py::test_what_is_recomputed_gathers_no_parameter_a_third_time",
     ),
     Mutant(
@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     Mutant(
         "sliced_along_the_cut",
-        "engine/on_shard.py",
+        "engine/shard_rules.py",
         "if _is_cut(lazy.cut, d) and (start[d],",
         "if lazy.cut.flat and _is_cut(lazy.cut, d) and (start[d],",
         "test_reductions.py::test_each_gradient_is_reduced_once",
@@ -272,14 +272,14 @@ MUTANTS = [
     ),
     Mutant(
         "second_rounding_dropped",
-        "engine/on_shard.py",
+        "engine/shard_rules.py",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new)",
         "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
     ),
     Mutant(
         "narrower_range_counts_as_wider",
-        "engine/on_shard.py",
+        "engine/shard_rules.py",
         "of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp",
         "of_old.nmant <= of_new.nmant",
         "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
@@ -287,7 +287,7 @@ MUTANTS = [
     Mutant(
         "constraints_dropped",
         "engine/meshes.py",
-        "return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
+        "return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
         "return x",
         "test_model_axis.py::test_shardings_of_calls_are_constraints",
     ),
@@ -295,14 +295,14 @@ MUTANTS = [
     Mutant(
         "this_row_for_the_next",
         "engine/loops.py",
-        "_row(self.stacks[j], at + step)",
-        "_row(self.stacks[j], at)",
+        "_slice_row(self.stacks[j], at + step)",
+        "_slice_row(self.stacks[j], at)",
         "test_prefetch.py::test_gradients_equal_plain_jax",
         "scan_reversed",
     ),
     Mutant(
         "last_turn_gathers_in_vain",
-        "engine/ahead.py",
+        "engine/prefetch.py",
         "MOST_IN_VAIN = 1 / 32",
         "MOST_IN_VAIN = 1.0",
         "test_prefetch.py::test_the_last_turn_gathers_little_in_vain",
@@ -418,8 +418,8 @@ MUTANTS = [
     Mutant(
         "skipped_step_applied",
         "state/next_state.py",
-        "new = _updated(carried, found.grads, found.applied)",
-        "new = _updated(carried, found.grads, None)",
+        "new = _update(carried, found.grads, found.applied)",
+        "new = _update(carried, found.grads, None)",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),
@@ -518,8 +518,8 @@ MUTANTS = [
     Mutant(
         "data_order_ignores_epoch",
         "data/order.py",
-        "return _permuted(place, self.num_examples, (self.seed, epoch))",
-        "return _permuted(place, self.num_examples, (self.seed, 0))",
+        "return _permute(place, self.num_examples, (self.seed, epoch))",
+        "return _permute(place, self.num_examples, (self.seed, 0))",
         "test_data_order.py::test_orders_differ_by_epoch_and_seed_and_are_not_shared",
     ),
     Mutant(

@@ -14,8 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero import _compat
-from jzero.engine.recompute import has_parts_to_recompute, recomputed
-from jzero.jaxpr.repeats import keeps_heavy, parts_of
+from jzero.engine.recompute import has_parts_to_recompute, recompute
+from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
 from tests import models
 from tests.tiers import singles, slow
 
@@ -45,7 +45,7 @@ def make_batch():
 
 
 def parts(fn, *args):
-    return parts_of(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return split_into_parts(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
 def remats(jaxpr):
@@ -203,7 +203,7 @@ def test_each_block_keeps_its_products_alone(wrap):
     params, batch = make_params(), make_batch()
     jaxpr = jax.make_jaxpr(wrap(loss_fn))(params, batch)
     leaves = jax.tree.leaves((params, batch))
-    rewritten = recomputed(jaxpr, "cheap", [])
+    rewritten = recompute(jaxpr, "cheap", [])
     assert len(list(remats(_compat.open_jaxpr(rewritten)[0]))) == LAYERS
     # What the backward pass gets: of each layer its input, its first product, and its weights.
     _, vjp = jax.vjp(lambda *xs: jaxpr_as_fun(rewritten)(*xs)[0], *leaves)
@@ -223,7 +223,7 @@ def test_what_the_loss_recomputes_itself_stays_as_it_is():
     params, batch = make_params(), make_batch()
     jaxpr = jax.make_jaxpr(own)(params, batch)
     assert not has_parts_to_recompute(jaxpr)
-    rewritten = recomputed(jaxpr, "cheap", [])
+    rewritten = recompute(jaxpr, "cheap", [])
     found = list(remats(_compat.open_jaxpr(rewritten)[0]))
     assert [eqn.params["policy"] for eqn in found] == [None] * LAYERS
 
@@ -259,7 +259,7 @@ def test_dropout_draws_once():
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(params, batch, key)
     plain = jax.make_jaxpr(loss)(params, batch, key)
     leaves = jax.tree.leaves(params)
-    fn = lambda leaves: jaxpr_as_fun(recomputed(plain, "cheap", []))(*leaves, batch, key)[0]
+    fn = lambda leaves: jaxpr_as_fun(recompute(plain, "cheap", []))(*leaves, batch, key)[0]
     want = jax.tree.leaves(jax.value_and_grad(loss)(params, batch, key))
     found = jax.tree.leaves(jax.value_and_grad(fn)(leaves))
     for a, b in zip(found, want, strict=True):

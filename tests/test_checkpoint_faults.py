@@ -322,11 +322,11 @@ def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
 
 
 def test_a_later_format_is_refused(state, tmp_path):
-    from jzero.checkpoint.contents import signed  # noqa: PLC0415
+    from jzero.checkpoint.contents import sign  # noqa: PLC0415
 
     jzero.save_checkpoint(tmp_path / "c", state)
     path = tmp_path / "c" / "jzero" / "metadata"
     notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}
-    path.write_text(json.dumps(signed({**notes, "format": 2, "jzero": "9.9"})))
+    path.write_text(json.dumps(sign({**notes, "format": 2, "jzero": "9.9"})))
     with pytest.raises(ValueError, match=r"written by jzero 9\.9 in format 2.*install a later jzero"):
         jzero.restore_checkpoint(tmp_path / "c", shapes(state))

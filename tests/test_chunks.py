@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jzero.arrays.chunks import for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero.arrays.chunks import chunk_index, for_each_chunk, read_chunk, split, write_chunk
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 8, 24, 31, 32, 61, 96, 120, 128, 256, 300]), min_size=0, max_size=4)
 SHAPES = SHAPES.filter(lambda shape: math.prod(shape) <= 200_000).map(tuple)
@@ -57,7 +57,7 @@ def test_every_element_is_read_and_written_once(shape, chunk_bytes, tiled):
     def body(chunk, carry):
         x, indices, count = carry
         new = 2 * read_chunk(x, chunk, pieces) + 1
-        found = [write_chunk(y, index_in(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)]
+        found = [write_chunk(y, chunk_index(dim, shape, chunk, pieces), chunk, pieces) for dim, y in enumerate(indices)]
         return write_chunk(x, new, chunk, pieces), found, count + 1
 
     start = (x, [jnp.full(pieces.view, -1, jnp.int32) for _ in shape], 0)

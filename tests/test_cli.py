@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import jzero
 from jzero import __main__ as main
 from jzero.analysis import topologies
-from jzero.checkpoint.contents import signed
+from jzero.checkpoint.contents import sign
 from jzero.cli import doctor
 from jzero.cli.commands import app
 from tests import cli_models
@@ -308,7 +308,7 @@ def test_inspect_ends_with_1_if_a_leaf_is_damaged(run, checkpoint, tmp_path):
     held = json.loads(notes.read_text())
     held["checksums"]["params/bias"] += 1
     del held["digest"]
-    notes.write_text(json.dumps(signed(held)))
+    notes.write_text(json.dumps(sign(held)))
     result = run(f"inspect {tmp_path / 'run'} --verify --json")
     assert result.exit_code == 1
     assert list(json.loads(result.stdout)["damaged"]) == ["params/bias"]

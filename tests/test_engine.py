@@ -323,7 +323,7 @@ def test_gradients_equal_plain_jax_at_stage_3(loss_fn):
 @pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
 def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
     """Also that of what layers hand on which does not depend on parameters."""
-    monkeypatch.setattr("jzero.engine.ahead.MOST_IN_VAIN", 1.0)
+    monkeypatch.setattr("jzero.engine.prefetch.MOST_IN_VAIN", 1.0)
 
     def loss_fn(p, batch):
         def layer(carry, w):

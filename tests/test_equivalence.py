@@ -173,7 +173,7 @@ def test_a_fault_of_jzero_is_found(monkeypatch):
         return jax.lax.ppermute(reduced, wire.axis, [(i, (i + 1) % 8) for i in range(8)])
 
     collective = _collectives.reduce_shard
-    monkeypatch.setattr("jzero.engine.leaving.reduce_shard", reduce_shard)
+    monkeypatch.setattr("jzero.engine.gradient_exits.reduce_shard", reduce_shard)
     report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
     with pytest.raises(AssertionError, match=r"^The leaf 'layer_\d/\w+' drifts by \S+, more than 0\.1\.\n"):

@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval as pe
 
 import jzero
 from jzero import _compat
-from jzero.engine.order import delayed, first_elements
+from jzero.engine.order import delay, first_elements
 from jzero.plan.platform import PLATFORMS
 from tests import models
 from tests.tiers import slow
@@ -102,7 +102,7 @@ def test_what_is_held_back_stays_as_it_is(value, dtype):
     """Whatever it waits for, to the bit; a shard of numbers that are none, too."""
     shard = jnp.array([1.5, -0.0, jnp.nan, jnp.inf], dtype)
     waits_for = [jnp.full((2, 3), value, dtype), jnp.full((), -value, jnp.float32), jnp.arange(4)]
-    held = jax.jit(lambda shard, values: delayed({0: shard}, values)[0])(shard, waits_for)
+    held = jax.jit(lambda shard, values: delay({0: shard}, values)[0])(shard, waits_for)
     assert held.dtype == dtype
     np.testing.assert_array_equal(np.asarray(held).view(np.uint8), np.asarray(shard).view(np.uint8))
 
@@ -110,7 +110,7 @@ def test_what_is_held_back_stays_as_it_is(value, dtype):
 def test_what_is_held_back_cannot_be_had_before():
     """In the compiled program, where barriers are gone: the result is made of what it waits for."""
     compiled = (
-        jax.jit(lambda shard, x: delayed({0: shard}, [jnp.sin(x)])[0] * 2).lower(jnp.ones(4), jnp.ones(3)).compile()
+        jax.jit(lambda shard, x: delay({0: shard}, [jnp.sin(x)])[0] * 2).lower(jnp.ones(4), jnp.ones(3)).compile()
     )
     assert "sine" in compiled.as_text()
 

@@ -8,7 +8,7 @@ import pytest
 
 from jzero import _compat
 from jzero.jaxpr import primitives
-from jzero.jaxpr.liveness import needed
+from jzero.jaxpr.liveness import find_needed
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_needed_equations_are_those_that_wanted_outputs_depend_on(wanted, side_e
         return unused, jnp.cos(c)
 
     jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(fn)(1.0, 2.0, 3.0))
-    found = needed(jaxpr, [jaxpr.outvars[i] for i in wanted], side_effects=side_effects)
+    found = find_needed(jaxpr, [jaxpr.outvars[i] for i in wanted], side_effects=side_effects)
     assert [eqn.primitive.name for eqn, _ in found.equations] == names
     assert all(is_read == [True] for eqn, is_read in found.equations if eqn.outvars)
     read = [v in found.variables for v in jaxpr.invars]
@@ -39,4 +39,4 @@ def test_every_primitive_has_one_row():
     names = [name for _, names in primitives._ROWS for name in names.split()]
     assert sorted(names) == sorted(primitives.TRAITS)
     assert primitives.CHEAP < primitives.LIGHT
-    assert not primitives.LIGHT & primitives.named(primitives.Trait.MIXING | primitives.Trait.CALL)
+    assert not primitives.LIGHT & primitives.primitives_with(primitives.Trait.MIXING | primitives.Trait.CALL)

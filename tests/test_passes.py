@@ -13,10 +13,10 @@ from jax.extend.core import jaxpr_as_fun
 import jzero
 from jzero import _compat
 from jzero.arrays.collectives import Wire
-from jzero.engine.differentiate import differentiated
-from jzero.engine.leaving import Part, Reduction
-from jzero.engine.recompute import recomputed
-from jzero.engine.reductions import reductions
+from jzero.engine.differentiate import differentiate
+from jzero.engine.gradient_exits import Part, Reduction
+from jzero.engine.recompute import recompute
+from jzero.engine.reductions import find_reductions
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
 from jzero.plan.layout import Cut
@@ -69,7 +69,7 @@ def unrolled(ws, x):
 @pytest.mark.parametrize("remat", ["cheap", "as_written"])
 def test_repeated_layers_become_calls_of_one_function(remat):
     jaxpr = jax.make_jaxpr(unrolled)([jnp.ones((4, 4))] * 3, jnp.ones((2, 4)))
-    new = recomputed(jaxpr, remat, [])
+    new = recompute(jaxpr, remat, [])
     calls = [eqn for eqn in _compat.open_jaxpr(new)[0].eqns if eqn.primitive.name in ("jit", "pjit")]
     assert len(calls) == 3
     assert len({id(eqn.params["jaxpr"]) for eqn in calls}) == 1
@@ -84,7 +84,7 @@ def test_the_joint_program_returns_the_gradients_of_jax():
     loss = lambda p, x: jnp.square(jnp.tanh(x @ p["w"] + p["b"][None])).mean()
     inputs = LossInputs(state.params, {}, BATCH, None)
     traced = trace_loss(lambda p, x: (loss(p, x), {}), jzero.plan_of(state), inputs, remat="as_written")
-    joint = differentiated(traced, [1], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[("data", 8)])
+    joint = differentiate(traced, [1], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[("data", 8)])
     params, rows = {"b": matrix(WIDTH), "w": matrix()}, BATCH[:2]
     values = jaxpr_as_fun(joint.jaxpr)(params["b"], params["w"], rows, jnp.zeros(()))
     (((total, weight), _, _), grads) = joint.out.unflatten(values)
@@ -115,12 +115,12 @@ def is_reduction(found, v):
 
 def test_a_gradient_is_reduced_before_it_is_widened():
     jaxpr = gradient(lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum(), (16, 8), (2, 16))
-    assert reduced_at(jaxpr, reductions(jaxpr, [how((16, 8), 0)])) in (["transpose"], ["dot_general"])
+    assert reduced_at(jaxpr, find_reductions(jaxpr, [how((16, 8), 0)])) in (["transpose"], ["dot_general"])
 
 
 def test_a_slice_is_reduced_alone():
     jaxpr = gradient(lambda w, x: sum((x @ w[i]).sum() for i in range(3)), (3, 16, 8), (2, 16))
-    found = reductions(jaxpr, [how((3, 16, 8), 1)])
+    found = find_reductions(jaxpr, [how((3, 16, 8), 1)])
     shapes = [found.leaving[v].cut.shape for v in found.leaving if is_reduction(found, v)]
     assert reduced_at(jaxpr, found).count("transpose") + reduced_at(jaxpr, found).count("dot_general") == 3
     assert (16, 8) in shapes
@@ -131,7 +131,7 @@ def test_a_gradient_that_something_else_reads_stays_whole():
     of_both = jax.grad(lambda w, v, x: (x @ (w + v).T).sum(), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(of_both)(jnp.ones((16, 8)), jnp.ones((16, 8)), jnp.ones((2, 8))).jaxpr
     assert jaxpr.outvars[0] is jaxpr.outvars[1]
-    assert not reductions(jaxpr, [how((16, 8), 0), None]).leaving
+    assert not find_reductions(jaxpr, [how((16, 8), 0), None]).leaving
 
 
 def tied(w, x):
@@ -149,7 +149,7 @@ def tied_around_a_loop(w, x):
 )
 def test_a_tied_gradient_is_summed_first_but_not_across_a_loop(loss, by_use, is_summed):
     jaxpr = gradient(loss, (16, 8), (2, 16))
-    found = reductions(jaxpr, [how((16, 8), 0, by_use=by_use)])
+    found = find_reductions(jaxpr, [how((16, 8), 0, by_use=by_use)])
     assert (reduced_at(jaxpr, found) == ["add_any"]) == is_summed
     assert any(isinstance(x, Part) for x in found.leaving.values()) == is_summed, "noted, since passes wait for it"
 

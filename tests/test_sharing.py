@@ -14,7 +14,7 @@ import pytest
 
 import jzero
 from jzero import _compat
-from jzero.jaxpr.structure import Common, Structures
+from jzero.jaxpr.structure import CanonicalJaxpr, Structures
 from tests.tiers import singles
 
 LAYERS, WIDTH = 4, 32
@@ -290,7 +290,7 @@ def test_profiles_tell_layers_apart(way):
 
 
 def common(fn, *args):
-    return Common.of(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
+    return CanonicalJaxpr.of(_compat.open_jaxpr(jax.make_jaxpr(fn)(*args))[0])
 
 
 def named(name, fn):

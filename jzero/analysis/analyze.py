@@ -13,7 +13,7 @@ from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import mesh_of, moved, plan_of_argument, relaid
+from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
@@ -88,7 +88,7 @@ def analyze(
     mesh = mesh or (make_mesh(devices=devices) if devices is not None else mesh_of((args, keywords)))
     if topology is not None and not isinstance(fn, TrainStep | EvalStep | ValueAndGrad):
         assert mesh is not None
-        placed, keywords = moved(placed, keywords, mesh)
+        placed, keywords = move_to_mesh(placed, keywords, mesh)
     traced = fn.trace(*placed, **keywords)
     lowered = traced.lower()
     options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}

@@ -13,7 +13,7 @@ from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 
-__all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judged", "recomputed"]
+__all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judge", "recomputation_rank"]
 
 NEARLY = 1.01
 """Costs within this ratio count as equal."""
@@ -188,12 +188,12 @@ class Fit:
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 
-def recomputed(x: Candidate) -> int:
+def recomputation_rank(x: Candidate) -> int:
     """Returns the amount of recomputation, as a rank."""
     return list(RECOMPUTED).index(x.remat)
 
 
-def judged(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
+def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
     """Yields the candidates with their verdicts."""
     for x in tried:
         if x is chosen:
@@ -215,7 +215,7 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
-    if recomputed(x) > recomputed(chosen):
+    if recomputation_rank(x) > recomputation_rank(chosen):
         return "fits; recomputes for nothing"
     return "fits; no cheaper, a higher stage"
 

@@ -115,7 +115,7 @@ def collective_of(program: Program, instruction: Instruction) -> Collective | No
     base = instruction.opcode.removesuffix("-start")
     if base in KINDS:
         return _collective(program, base, instruction, _results(instruction))
-    for called in program.called(instruction) if base in ("fusion", "async") else ():
+    for called in program.called_computations(instruction) if base in ("fusion", "async") else ():
         inner = [x for x in called.instructions if x.opcode in KINDS]
         if not inner:
             continue
@@ -137,7 +137,7 @@ def continues_collective(program: Program, instruction: Instruction) -> bool:
     return any(
         _has_target(called, "AsyncCollectiveDone")
         or (called.name.startswith("async_collective_fusion") and not _has_target(called, "AsyncCollectiveStart"))
-        for called in program.called(instruction)
+        for called in program.called_computations(instruction)
     )
 
 
@@ -160,7 +160,7 @@ def _walk(
                 trips = program.trip_count(instruction)
                 trips = unknown_trips if trips is None else trips
                 inner = None if trips is None or times is None else times * trips
-            for called in program.called(instruction):
+            for called in program.called_computations(instruction):
                 yield from _walk(program, called, inner, in_loop or is_loop, unknown_trips)
 
 

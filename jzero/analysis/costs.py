@@ -67,7 +67,7 @@ def flops_of(program: Program, computation: Computation, x: Instruction) -> Iter
     elif x.opcode == "convolution" or "cudnn$conv" in x.target:
         yield _convolution_flops(computation, x), computation.arrays(x.operands[0])[0].dtype, highest
     elif x.opcode.startswith(("fusion", "async")):
-        for called in program.called(x):
+        for called in program.called_computations(x):
             for inner in called.instructions:
                 yield from flops_of(program, called, inner)
 
@@ -129,17 +129,19 @@ def _bytes(program: Program, computation: Computation, x: Instruction) -> float:
         return float(sum(read) + (read[0] if x.opcode.endswith("-start") else written))
     if base != "fusion":
         return float(sum(read) + written)
-    called = next(program.called(x), None)
+    called = next(program.called_computations(x), None)
     if called is None:
         return float(sum(read) + written)
-    return float(sum(_read(program, called, i, size) for i, size in enumerate(read)) + _written(program, called, x))
+    return float(
+        sum(_bytes_read(program, called, i, size) for i, size in enumerate(read)) + _bytes_written(program, called, x)
+    )
 
 
 def _in_memory(arrays: Sequence[Array]) -> int:
     return sum(x.num_bytes for x in arrays if not x.memory_space)
 
 
-def _read(program: Program, called: Computation, index: int, size: int) -> int:
+def _bytes_read(program: Program, called: Computation, index: int, size: int) -> int:
     """Bytes that a fusion reads of one parameter; only the slices if it, or a fusion in it, only slices it."""
     parameter = next((x for x in called.instructions if x.opcode == "parameter" and x.operands == (str(index),)), None)
     if parameter is None or not size:
@@ -154,14 +156,14 @@ def _read(program: Program, called: Computation, index: int, size: int) -> int:
                 pending.append(user.name)
             elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
                 sliced += user.results[0].num_bytes
-            elif user.opcode == "fusion" and (inner := next(program.called(user), None)) is not None:
-                sliced += sum(_read(program, inner, i, size) for i, x in enumerate(user.operands) if x == name)
+            elif user.opcode == "fusion" and (inner := next(program.called_computations(user), None)) is not None:
+                sliced += sum(_bytes_read(program, inner, i, size) for i, x in enumerate(user.operands) if x == name)
             elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
                 return size
     return min(size, sliced)
 
 
-def _written(program: Program, called: Computation, x: Instruction) -> int:
+def _bytes_written(program: Program, called: Computation, x: Instruction) -> int:
     """Bytes that a fusion writes; only the update if it, or a fusion in it, updates an array in place."""
     root = called.root
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
@@ -172,8 +174,12 @@ def _written(program: Program, called: Computation, x: Instruction) -> int:
             made = called.by_name.get(made.operands[0])
         if made is not None and made.opcode == "dynamic-update-slice":
             total += sum(array.num_bytes for array in called.arrays(made.operands[1]))
-        elif made is not None and made.opcode == "fusion" and (inner := next(program.called(made), None)) is not None:
-            total += _written(program, inner, made)
+        elif (
+            made is not None
+            and made.opcode == "fusion"
+            and (inner := next(program.called_computations(made), None)) is not None
+        ):
+            total += _bytes_written(program, inner, made)
         else:
             total += sum(array.num_bytes for array in called.arrays(name) if not array.memory_space)
     if all(array.memory_space for array in x.results):

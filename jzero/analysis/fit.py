@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero.analysis.analyze import this_machine
-from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judged, recomputed
+from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judge, recomputation_rank
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.memory import memory_of
-from jzero.analysis.placing import abstract_mesh, plan_of_argument, relaid
+from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.config.zero import ZeroConfig
@@ -126,16 +126,16 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         stages=tuple(stages),
         max_steps=max_accumulate_steps,
     )
-    tried = search.reckoned(remat)
+    tried = search.estimate(remat)
     if devices is not None and confirm:
-        tried = search.confirmed(tried)
+        tried = search.confirm(tried)
     chosen = next((x for x in tried if x.fits(limit)), None)
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     if chosen is not None and not chosen.is_compiled and chosen.peak > NEAR * limit:
         notes.append(CLOSE.format(share=chosen.peak / limit))
     if chosen is not None:
         notes += gathers_more(chosen.memory.gathered_bytes, chosen.memory.planned_bytes)
-    found = tuple(judged(tried, chosen, limit))
+    found = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in found if x.fits(limit)), None)
     return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
 
@@ -190,7 +190,7 @@ def _order(x: Candidate) -> tuple[int, ...]:
         _steps(x.cost()),
         _steps(x.memory.flops),
         x.accumulate_steps,
-        recomputed(x),
+        recomputation_rank(x),
         x.config.stage,
         -x.config.persistence_threshold,
     )
@@ -218,7 +218,7 @@ class _Search:
     stages: tuple[Stage, ...]
     max_steps: int
 
-    def reckoned(self, remat: Sequence[Remat | None]) -> list[Candidate]:
+    def estimate(self, remat: Sequence[Remat | None]) -> list[Candidate]:
         """Returns every layout, in order, with as many micro-batches as the estimates need."""
         remats = self._remats(remat)
         found = [
@@ -231,7 +231,7 @@ class _Search:
             found += self._cut_further(found)
         return sorted(found, key=_order)
 
-    def confirmed(self, tried: list[Candidate]) -> list[Candidate]:
+    def confirm(self, tried: list[Candidate]) -> list[Candidate]:
         """Compiles the first that fits and the one before it, until the compiler agrees with both."""
         while True:
             chosen = next((i for i, x in enumerate(tried) if x.fits(self.limit)), None)
@@ -246,7 +246,7 @@ class _Search:
             i = next((i for i in asked if not tried[i].is_compiled), None)
             if i is None:
                 return tried
-            tried[i] = self._compiled(tried[i])
+            tried[i] = self._compile(tried[i])
             if tried[i].memory.peak <= self.limit and not tried[i].fits(self.limit):  # more micro-batches, then
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
@@ -314,7 +314,7 @@ class _Search:
             for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, recompute)
         ]
 
-    def _compiled(self, x: Candidate) -> Candidate:
+    def _compile(self, x: Candidate) -> Candidate:
         assert self.devices is not None
         mesh = make_mesh(devices=self.devices, **x.mesh_shape)
         placed = relaid(self.state, mesh=mesh, config=x.config)

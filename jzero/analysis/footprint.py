@@ -36,7 +36,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     """
     bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
-    kept = _kept(program, last)
+    kept = _find_residuals(program, last)
     kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]
     sizes = [x.num_bytes for x in program.buffers]
     for i in () if gpu else (*program.regathered, *program.copies.values()):
@@ -48,7 +48,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     best, at_peak = -1, _no_bytes()
     for t, op in enumerate(program.operations):
         if op.in_place:
-            live -= _taken_over(op, live, sizes, last, t)
+            live -= _find_reused(op, live, sizes, last, t)
         live |= set(op.writes)
         found = _no_bytes()
         found["working"] = reduced.get(t, 0)
@@ -91,7 +91,7 @@ def _last_uses(program: TracedProgram, *, gpu: bool) -> dict[int, int]:
     return last
 
 
-def _taken_over(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
+def _find_reused(op: Operation, live: set[int], sizes: list[int], last: Mapping[int, int], t: int) -> set[int]:
     """Returns the buffers that an operation reads last and whose memory its outputs of equal size take over."""
     dying = [i for i in op.reads if i in live and last[i] <= t]
     taken: set[int] = set()
@@ -102,7 +102,7 @@ def _taken_over(op: Operation, live: set[int], sizes: list[int], last: Mapping[i
     return taken
 
 
-def _kept(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
+def _find_residuals(program: TracedProgram, last: Mapping[int, int]) -> set[int]:
     """Returns the buffers that the forward pass writes and the backward pass reads."""
     operations = program.operations
     start = next((t for t, op in enumerate(operations) if op.backward), len(operations))

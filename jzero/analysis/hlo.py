@@ -134,7 +134,7 @@ class Program:
     entry: str
     num_devices: int
 
-    def called(self, instruction: Instruction) -> Iterator[Computation]:
+    def called_computations(self, instruction: Instruction) -> Iterator[Computation]:
         """The computations that an instruction runs."""
         for name in instruction.called:
             if name in self.computations:
@@ -200,7 +200,7 @@ def _instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.match(line, end)
     if opcode is None:
         return None
-    close = _closing(line, opcode.end())
+    close = _find_closing(line, opcode.end())
     inside, attributes = line[opcode.end() : close], line[close + 1 :]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or tuple(x.strip() for x in inside.split(",") if x.strip())
     called = tuple(n for _, names in _CALLED.findall(attributes) for n in re.findall(r"[\w.\-]+", names))
@@ -227,7 +227,7 @@ def _type(line: str, at: int) -> tuple[Any, int]:
     return tuple(items), at + 1
 
 
-def _closing(line: str, at: int) -> int:
+def _find_closing(line: str, at: int) -> int:
     """Position of the parenthesis that closes the one before `at`."""
     depth = 1
     for i in range(at, len(line)):

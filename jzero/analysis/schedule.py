@@ -131,7 +131,7 @@ class _Run:
         elif x.opcode == "while":
             self.loop(x)
         elif x.opcode in ("call", "conditional"):
-            for called in self.program.called(x):
+            for called in self.program.called_computations(x):
                 self.computation(called)
         elif x.opcode.endswith("-start"):
             self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine), x.opcode)

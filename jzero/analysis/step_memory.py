@@ -17,7 +17,7 @@ from jzero import _compat
 from jzero._text import format_rows
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
-from jzero.analysis.placing import plan_of_argument, relaid
+from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
 from jzero.analysis.traced import Buffer, Transfer, trace_program
 from jzero.config.zero import ZeroConfig

@@ -35,15 +35,15 @@ import jax
 
 from jzero import _compat
 from jzero.analysis.sizes import bytes_of, product_flops
-from jzero.jaxpr.liveness import needed
-from jzero.jaxpr.primitives import RUNS, Trait, called, named
+from jzero.jaxpr.liveness import find_needed
+from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 
 __all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
-FUSIBLE = named(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
-REDUCTIONS = named(Trait.REDUCTION) | {"gather"}
+FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
+REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
 TRANSFERS = {
     "all_gather": "all-gather",
@@ -182,7 +182,7 @@ class TracedProgram:
 
         used = used or [True] * len(jaxpr.outvars)
         wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
-        for eqn, is_read in needed(jaxpr, wanted).equations:
+        for eqn, is_read in find_needed(jaxpr, wanted).equations:
             stack = str(eqn.source_info.name_stack)
             path = "/".join(filter(None, [name, stack]))
             visitor = _Visitor(self, eqn, is_read, path, backward or "transpose(" in stack)
@@ -257,10 +257,10 @@ class _Visitor:
         kind = self.eqn.primitive.name
         if kind == "optimization_barrier":
             return [self._write(x) for x in inputs]
-        if kind in named(Trait.ALIAS):
-            return [self._resharded(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
+        if kind in primitives_with(Trait.ALIAS):
+            return [self._reshard(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
         if kind in RUNS:
-            return self.program.run(called(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+            return self.program.run(called_jaxpr(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
         if kind in FUSIBLE:
@@ -278,7 +278,7 @@ class _Visitor:
     def _write(self, x: _Value) -> _Value:
         return self.program.write(x, backward=self.backward)
 
-    def _resharded(self, x: _Value) -> _Value:
+    def _reshard(self, x: _Value) -> _Value:
         """Adds the all-gather of a value that a sharding constraint splits less than before, outside `shard_map`."""
         sharding = self.eqn.params["sharding"]
         names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
@@ -321,7 +321,7 @@ class _Visitor:
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
         whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
-        copies = [self._transposed(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
+        copies = [self._transpose_stack(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
         made = self._operation(inputs, [*whole, *copies], in_place=True, inner=body, kind=kind)
         for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
             assert x.buffer is not None
@@ -329,7 +329,7 @@ class _Visitor:
             self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
         return made
 
-    def _transposed(self, stack: _Value) -> _Value:
+    def _transpose_stack(self, stack: _Value) -> _Value:
         """Returns the copy of a stack in another layout, which every loop over it reads."""
         program = self.program
         assert stack.buffer is not None
@@ -358,7 +358,12 @@ class _Visitor:
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         return self._operation(
-            inputs, whole, in_place=kind in named(Trait.IN_PLACE), inner=largest, kind=made, moves=kind in TRANSFERS
+            inputs,
+            whole,
+            in_place=kind in primitives_with(Trait.IN_PLACE),
+            inner=largest,
+            kind=made,
+            moves=kind in TRANSFERS,
         )
 
     def _body(self, jaxpr: Any) -> TracedProgram:

@@ -74,7 +74,7 @@ def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list
     names = _Names(plan)
     violations: list[str] = []
     notes: list[str] = []
-    for check in (_wide_gathers, _all_reduces, _undivided, _hoisted_stacks, _surviving_gathers, _lost_donation):
+    for check in (_wide_gathers, _all_reduces, _find_undivided, _hoisted_stacks, _surviving_gathers, _lost_donation):
         for is_violation, text in check(compiled, plan, names):
             (violations if is_violation else notes).append(text)
     return list(dict.fromkeys(violations)), list(dict.fromkeys(notes))
@@ -145,13 +145,13 @@ def _paths(leaves: Sequence[LeafPlan]) -> str:
     return which if len(leaves) == 1 else f"one of {which}"
 
 
-def _of_zero(compiled: Compiled, plan: ZeroPlan, kind: str) -> list[Collective]:
+def _zero_collectives(compiled: Compiled, plan: ZeroPlan, kind: str) -> list[Collective]:
     """Returns the collectives of a kind over the ZeRO axis."""
     return [c for c in compiled.collectives if c.kind == kind and plan.config.axis in axes_of(c.group, plan.mesh)]
 
 
 def _wide_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    gathers = [(x, c.op_name) for c in _of_zero(compiled, plan, "all-gather") for x in c.results]
+    gathers = [(x, c.op_name) for c in _zero_collectives(compiled, plan, "all-gather") for x in c.results]
     if compiled.platform == "cpu" and any(_bits(leaf) < 32 for leaf in plan.leaves):
         yield False, "The CPU compiler widens 16-bit collectives: dtypes of gathers were read from the lowered program."
         gathers = [(x, "zero_gather") for x in _lowered_gathers(compiled.lowered)]
@@ -186,7 +186,7 @@ def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[
     if plan.config.stage == 0 or not plan.config.reduce_scatter:
         return
     explicit = "stablehlo.reduce_scatter" in compiled.lowered
-    for c in _of_zero(compiled, plan, "all-reduce"):
+    for c in _zero_collectives(compiled, plan, "all-reduce"):
         for x in c.results:
             leaves = [leaf for leaf in names.of(x.shape) if leaf.trained]
             if x.size <= SMALL or not leaves or any(leaf.grad.cut is None for leaf in leaves):
@@ -200,15 +200,15 @@ def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[
                 yield True, text + "a reduce-scatter was planned."
 
 
-def _undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
+def _find_undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
     """Finds parameters that other mesh axes cut, and that are gathered over those axes to be exchanged."""
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _exchanged(leaf, kind, plan.mesh)]
+        exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _result_shapes(leaf, kind, plan.mesh)]
         right = {sizes_of(part) for _, _, part in exchanged}
         # A constraint of the loss may cut arrays that the plan does not.
         right |= {sizes_of(y) for leaf, x, _ in exchanged if not any(leaf.param.base) for y in _cut_once(x, plan)}
         wrong = {sizes_of(shape): leaf for leaf, shape, _ in exchanged if any(leaf.param.base)}
-        for c in _of_zero(compiled, plan, kind):
+        for c in _zero_collectives(compiled, plan, kind):
             for x in c.results:
                 leaf = wrong.get(sizes_of(x.shape))
                 if leaf and x.size > SMALL and sizes_of(x.shape) not in right:
@@ -224,7 +224,7 @@ def _cut_once(shape: tuple[int, ...], plan: ZeroPlan) -> Iterator[tuple[int, ...
         yield (*shape[:d], shape[d] // n, *shape[d + 1 :])
 
 
-def _exchanged(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _result_shapes(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Returns the possible shapes of a collective's result for a leaf or its slice: whole, and one device's part."""
     shapes = {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}
     if kind == "reduce-scatter":
@@ -237,15 +237,15 @@ def _exchanged(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple
 
 
 def _hoisted_stacks(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    sliced = {key for computation in _in_loops(compiled.program) for key in _sliced(computation)}
-    for c in _of_zero(compiled, plan, "all-gather"):
+    sliced = {key for computation in _find_in_loops(compiled.program) for key in _sliced_sizes(computation)}
+    for c in _zero_collectives(compiled, plan, "all-gather"):
         for x in c.results:
             leaves = [leaf for leaf in names.whole.get(sizes_of(x.shape), ()) if leaf.param.cut]
             if leaves and x.size > SMALL and sizes_of(x.shape) in sliced:
                 yield True, f"A gather of the whole stack {_say(x)} ({_paths(leaves)}), outside of the loop over it."
 
 
-def _in_loops(program: Program) -> list[Computation]:
+def _find_in_loops(program: Program) -> list[Computation]:
     """Returns every computation that runs in a loop."""
     bodies = [
         x.called for c in program.computations.values() for x in c.instructions if x.opcode == "while" and x.called
@@ -259,7 +259,7 @@ def _in_loops(program: Program) -> list[Computation]:
     return [program.computations[name] for name in seen]
 
 
-def _sliced(computation: Computation) -> Iterator[tuple[int, ...]]:
+def _sliced_sizes(computation: Computation) -> Iterator[tuple[int, ...]]:
     """Returns the sizes of arrays from which the program takes one slice of the leading dimension."""
     for x in computation.instructions:
         if x.opcode == "dynamic-slice":
@@ -316,7 +316,7 @@ def _users(program: Program, computation: Computation, name: str) -> Iterator[tu
 
 
 def _only_moves(program: Program, instruction: Instruction) -> bool:
-    inner = [x for called in program.called(instruction) for x in called.instructions]
+    inner = [x for called in program.called_computations(instruction) for x in called.instructions]
     return instruction.opcode == "fusion" and all(x.opcode in (*TRIVIAL, "parameter") for x in inner)
 
 
@@ -325,7 +325,7 @@ def _stacks(program: Program, computation: Computation, user: Instruction, opera
     if user.opcode == "dynamic-update-slice":
         return user.operands[1] == operand
     index = user.operands.index(operand)
-    for called in program.called(user) if user.opcode.startswith("fusion") else ():
+    for called in program.called_computations(user) if user.opcode.startswith("fusion") else ():
         for x in called.instructions:
             if x.opcode == "dynamic-update-slice":
                 update = called.source(x.operands[1])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["holds", "round_stochastically", "round_to", "round_without_derivative", "with_edits"]
+__all__ = ["apply_edits", "holds", "round_stochastically", "round_to", "round_without_derivative"]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -52,7 +52,7 @@ def _same_bits(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit  # traced once per shape; uses `lax`, which traces several times as fast as `jnp`
-def with_edits(master: jax.Array, param: jax.Array) -> jax.Array:
+def apply_edits(master: jax.Array, param: jax.Array) -> jax.Array:
     """Returns `master`, with the elements of `param` that differ from the rounded master."""
     edited = lax.convert_element_type(param, master.dtype)
     return lax.select(_same_bits(round_without_derivative(master, param.dtype), param), master, edited)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Chunk", "Pieces", "for_each_chunk", "index_in", "read_chunk", "split", "write_chunk"]
+__all__ = ["Chunk", "Pieces", "chunk_index", "for_each_chunk", "read_chunk", "split", "write_chunk"]
 
 LANES, SUBLANES = 128, 32
 
@@ -59,7 +59,7 @@ def split(shape: Sequence[int], bytes_per_element: int, chunk_bytes: int, *, til
     size = math.prod(shape) * bytes_per_element
     if size <= chunk_bytes or not shape:
         return Pieces(shape or (1,), 0, (shape or (1,))[0])
-    ways = list(_ways_tiled(shape) if tiled else _ways(shape))
+    ways = list(_tiled_ways(shape) if tiled else _ways(shape))
 
     def least(way: tuple[tuple[int, ...], int, int]) -> int:
         view, dim, tile = way
@@ -82,7 +82,7 @@ def _ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
         yield (math.prod(shape[: dim + 1]), *shape[dim + 1 :]), 0, 1
 
 
-def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
+def _tiled_ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, int]]:
     if len(shape) == 1:
         if shape[0] % LANES == 0:
             yield shape, 0, 8 * LANES
@@ -92,7 +92,7 @@ def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
     *leading, rows, columns = shape
     if len(shape) > 2 and rows % SUBLANES == 0 and columns % LANES == 0:
         yield (math.prod(leading) * rows, columns), 0, SUBLANES
-    is_transposed = _padded(columns, rows) < _padded(rows, columns)
+    is_transposed = _round_up_to_tile(columns, rows) < _round_up_to_tile(rows, columns)
     sublanes, lanes = (len(shape) - 1, len(shape) - 2) if is_transposed else (len(shape) - 2, len(shape) - 1)
     if shape[sublanes] % 8 == 0 or shape[lanes] > LANES:  # otherwise the last chunk could not be sliced
         yield shape, sublanes, SUBLANES
@@ -100,7 +100,7 @@ def _ways_tiled(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
         yield shape, lanes, LANES
 
 
-def _padded(sublanes: int, lanes: int) -> int:
+def _round_up_to_tile(sublanes: int, lanes: int) -> int:
     return -(-sublanes // 8) * 8 * (-(-lanes // LANES) * LANES)
 
 
@@ -137,7 +137,7 @@ def write_chunk(x: jax.Array, new: jax.Array, chunk: Chunk, pieces: Pieces) -> j
     return lax.dynamic_update_slice_in_dim(x, new, chunk.start, pieces.dim)
 
 
-def index_in(dim: int, shape: Sequence[int], chunk: Chunk, pieces: Pieces) -> jax.Array:
+def chunk_index(dim: int, shape: Sequence[int], chunk: Chunk, pieces: Pieces) -> jax.Array:
     """Returns for each element of a chunk its index in a dimension of the array, int32, in the chunk's shape.
 
     Args:

@@ -83,7 +83,7 @@ def gather_param(shard: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
     with jax.named_scope("zero_gather"):
         # Collectives do not support booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
-        whole = _on_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
+        whole = _apply_to_parts(lambda x: lax.all_gather(x, wire.axis, axis=cut.dim, tiled=True), bits, cut)
         return to_natural(whole.astype(shard.dtype), cut)
 
 
@@ -92,7 +92,9 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
     with jax.named_scope("zero_reduce"):
         x = to_stored(wire.to_reduce(x), cut)
         if wire.reduce_scatter:
-            shard = _on_parts(lambda x: lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
+            shard = _apply_to_parts(
+                lambda x: lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True), x, cut
+            )
         else:
             size = cut.stored_size // cut.num_shards
             whole = sum_along(x, wire.axis)
@@ -100,7 +102,7 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
         return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)
 
 
-def _on_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
+def _apply_to_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
     """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
     if not cut.other_axes:
         return collective(x)
@@ -123,24 +125,24 @@ def sum_over(x: jax.Array, wire: Wire) -> jax.Array:
 def mean(x: jax.Array, wire: Wire) -> jax.Array:
     """Averages `x` over all devices that hold a part of the batch."""
     with jax.named_scope("zero_reduce"):
-        axes = _shared(wire.batch_axes)
+        axes = _shared_axes(wire.batch_axes)
         return jnp.asarray(lax.pmean(wire.summable(x), axes), x.dtype) if axes else x
 
 
 def max_over(x: jax.Array, wire: Wire) -> jax.Array:
     """Returns the largest `x` of all devices; for values equal on all of them, so that the program shows it."""
     with jax.named_scope("zero_reduce"):
-        axes = _shared(wire.batch_axes)
+        axes = _shared_axes(wire.batch_axes)
         return lax.pmax(x, axes) if axes else x
 
 
 def sum_along(x: PyTree, *axes: str) -> PyTree:
     """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
-    shared = _shared(axes)
+    shared = _shared_axes(axes)
     return lax.psum(x, shared) if shared else x
 
 
-def _shared(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _shared_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the axes with more than one device."""
     return tuple(axis for axis in axes if lax.axis_size(axis) > 1)
 

@@ -20,7 +20,7 @@ from jzero._text import path_str
 from jzero._version import __version__
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_value", "name_of"]
+__all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_value", "function_name"]
 
 PyTree = Any
 
@@ -47,13 +47,13 @@ def describe_plan(plan: ZeroPlan) -> str:
 def describe_inputs(batch: PyTree, rng: Any) -> str:
     """Describes a batch and a key: shapes, dtypes, and the values that every device stores whole."""
     lines = [
-        _described(f"batch[{path_str(path)!r}]", x, has_value=getattr(x, "shape", None) == ())
+        _describe(f"batch[{path_str(path)!r}]", x, has_value=getattr(x, "shape", None) == ())
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
-    return "\n".join([*lines, "rng: None" if rng is None else _described("rng", rng, has_value=True)])
+    return "\n".join([*lines, "rng: None" if rng is None else _describe("rng", rng, has_value=True)])
 
 
-def _described(name: str, x: Any, *, has_value: bool) -> str:
+def _describe(name: str, x: Any, *, has_value: bool) -> str:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return f"{name}: {type(x).__name__}"
     is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
@@ -86,6 +86,6 @@ def describe_program(lowered: Any) -> str:
     return "\n".join(OPAQUE.sub('"..."', line) if "custom_call" in line else line for line in lines)
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Returns a function's qualified name, or the type's name of a callable without one."""
     return getattr(function, "__qualname__", type(function).__name__)

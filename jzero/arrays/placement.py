@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.casts import with_edits
-from jzero.arrays.fits import misfit
+from jzero.arrays.casts import apply_edits
+from jzero.arrays.misfits import describe_misfit
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
@@ -25,15 +25,15 @@ __all__ = [
     "check_leaf_shape",
     "check_names_host_memory",
     "device_sharding",
-    "edited_master",
+    "edit_master",
     "gather_leaves",
     "is_on_host",
+    "make_strongly_typed",
     "natural_leaf",
     "on_device",
     "place_array",
     "place_leaf",
     "stored_leaf",
-    "strongly_typed",
 ]
 
 Look: TypeAlias = Callable[[np.ndarray], None]
@@ -108,7 +108,7 @@ def device_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def strongly_typed(x: Any, dtype: Any) -> jax.Array:
+def make_strongly_typed(x: Any, dtype: Any) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
     is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
     return x if is_plain else lax.convert_element_type(x, dtype)
@@ -126,7 +126,7 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = N
     """
     check_names_host_memory(plan)
     is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
-    if is_whole and (why := misfit(np.asarray(x), leaf.dtype)):
+    if is_whole and (why := describe_misfit(np.asarray(x), leaf.dtype)):
         raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
@@ -143,7 +143,7 @@ def place_array(
         data = place_array(jax.random.key_data(x), np.dtype(np.uint32), sharding, look=look)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array):
-        x = strongly_typed(x, dtype)
+        x = make_strongly_typed(x, dtype)
         if not x.is_fully_addressable:
             near = _relayout(on_device(x), device_sharding(sharding), cut)
             return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near
@@ -201,8 +201,8 @@ def _gather(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], sharding: Nam
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array, master: jax.Array) -> jax.Array:
+def edit_master(leaf: LeafPlan, plan: ZeroPlan, param: jax.Array, master: jax.Array) -> jax.Array:
     """Returns a stored master with the edits of its parameter, see [Note: Masters]."""
     assert leaf.master is not None
     cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
-    return stored_leaf(with_edits(natural_leaf(master, leaf.grad, plan), cut), leaf.master, plan)
+    return stored_leaf(apply_edits(natural_leaf(master, leaf.grad, plan), cut), leaf.master, plan)

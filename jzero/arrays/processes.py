@@ -97,7 +97,7 @@ def agree(
         logging.getLogger("jzero").warning("Processes are not compared: call `jax.distributed.initialize` first.")
         return make()
     assert isinstance(mesh, Mesh)
-    talk = _Talk(where, _group(mesh), wait_s)
+    talk = _Exchange(where, _group(mesh), wait_s)
     try:
         made = make()
         parts = describe(made)
@@ -151,7 +151,7 @@ class _Word:
     failure: str | None = None
 
 
-class _Talk:
+class _Exchange:
     """One comparison of a group of processes."""
 
     def __init__(self, where: str, group: tuple[int, ...], wait_s: float) -> None:
@@ -172,7 +172,7 @@ class _Talk:
         mine = _Word(self.where, {}, text[:MAX_COLUMNS])
         self._say(f"word/{self.me}", dataclasses.asdict(mine))
         if self.me == self.group[0]:
-            self._say("verdict", str(_failed({self.me: mine})))
+            self._say("verdict", str(_describe_failed({self.me: mine})))
             words = self._hear({i: f"word/{i}" for i in self.group[1:]}, time.monotonic() + QUIET_S)
             self._linger([i for i, word in words.items() if not word["failure"]])
 
@@ -187,7 +187,7 @@ class _Talk:
         verdict = self._hear(keys, deadline + QUIET_S).get(first)  # the first waits as long, and knows more
         if isinstance(verdict, list):
             if self.me in verdict:
-                self._say(f"parts/{self.me}", _packed(parts))
+                self._say(f"parts/{self.me}", _pack(parts))
             verdict = self._hear({first: "complaint"}, time.monotonic() + self.wait_s).get(first)
         if verdict:
             self._say(f"heard/{self.me}", True)
@@ -201,24 +201,24 @@ class _Talk:
             opinions.setdefault(json.dumps(word.digests), []).append(i)
         key, complaint = "verdict", ""
         if any(word.failure for word in words.values()):
-            complaint = str(_failed(words))
+            complaint = str(_describe_failed(words))
         elif any(word.where != self.where for word in words.values()):
-            complaint = str(_elsewhere(words))
+            complaint = str(_describe_elsewhere(words))
         elif len(words) < len(self.group):
             complaint = str(self._missing([i for i in self.group if i not in words]))
         elif len(opinions) > 1:
-            key, complaint = "complaint", self._explained(parts, list(opinions.values())[:3])
+            key, complaint = "complaint", self._explain(parts, list(opinions.values())[:3])
         self._say(key, complaint)
         if complaint:
             self._linger([i for i, word in words.items() if i != self.me and not word.failure])
         return complaint
 
-    def _explained(self, parts: Parts, opinions: list[list[int]]) -> str:
+    def _explain(self, parts: Parts, opinions: list[list[int]]) -> str:
         """Returns the differences between processes with different digests, this one first."""
         asked = [processes[0] for processes in opinions]
         self._say("verdict", asked)
         told = self._hear({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
-        known = {self.me: parts} | {i: _unpacked(text) for i, text in told.items()}
+        known = {self.me: parts} | {i: _unpack(text) for i, text in told.items()}
         return str(_disagreement([(who, known.get(who[0], {})) for who in opinions]))
 
     def _linger(self, processes: Sequence[int]) -> None:
@@ -251,7 +251,7 @@ class _Talk:
                 logging.getLogger("jzero").warning("Waiting for %s. %s", _names(missing), self._here())
 
     def _gone(self, processes: Sequence[int]) -> list[int]:
-        return [i for i in processes if _compat.stored(self.client, _ended(i)) is not None]
+        return [i for i in processes if _compat.stored(self.client, _describe_ended(i)) is not None]
 
     def _here(self) -> str:
         return f"Process {self.me} is at {self.where}; before that all processes were at {self.before}."
@@ -266,22 +266,22 @@ class _Talk:
         )
 
 
-def _ended(process: int) -> str:
+def _describe_ended(process: int) -> str:
     return f"jzero/ended/{process}"
 
 
 def _say_ended(client: Any, process: int) -> None:
     if client is _compat.distributed_client():  # otherwise it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _compat.store(client, _ended(process), "")
+            _compat.store(client, _describe_ended(process), "")
 
 
-def _failed(words: Mapping[int, _Word]) -> ValueError:
+def _describe_failed(words: Mapping[int, _Word]) -> ValueError:
     failed = [f"  process {i}: {word.failure} (in {word.where})" for i, word in words.items() if word.failure]
     return ValueError("Other processes failed, so this one does not go on either:\n" + "\n".join(failed[:3]))
 
 
-def _elsewhere(words: Mapping[int, _Word]) -> ValueError:
+def _describe_elsewhere(words: Mapping[int, _Word]) -> ValueError:
     places = [f"  process {i}: {word.where}" for i, word in words.items()]
     return ValueError(
         "The processes are not at the same place of the program, so they would wait for each other for ever:\n"
@@ -314,19 +314,19 @@ def _disagreement(told: Sequence[tuple[list[int], Parts]]) -> ValueError:
 
 def _own_lines(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     """Returns the lines of each text that the others lack, or have less often."""
-    counts = [collections.Counter(map(_unnumbered, row)) for row in rows]
+    counts = [collections.Counter(map(_strip_numbers, row)) for row in rows]
     own: list[list[str]] = []
     for row in rows:
         common = functools.reduce(operator.and_, counts)
         own.append([])
         for line in row:
-            common[_unnumbered(line)] -= 1
-            if common[_unnumbered(line)] < 0:
+            common[_strip_numbers(line)] -= 1
+            if common[_strip_numbers(line)] < 0:
                 own[-1].append(line)
     return own
 
 
-def _unnumbered(line: str) -> str:
+def _strip_numbers(line: str) -> str:
     """Returns a line of a program without the numbers of its values, which all change if one is added."""
     return re.sub(r"%\w+", "%", line)
 
@@ -336,9 +336,9 @@ def _names(processes: Sequence[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes[:8]))}{more}"
 
 
-def _packed(parts: Parts) -> str:
+def _pack(parts: Parts) -> str:
     return base64.b85encode(zlib.compress(json.dumps(dict(parts)).encode(), 1)).decode()
 
 
-def _unpacked(text: str) -> dict[str, str]:
+def _unpack(text: str) -> dict[str, str]:
     return dict(json.loads(zlib.decompress(base64.b85decode(text))))

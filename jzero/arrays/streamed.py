@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero.arrays.chunks import Chunk, Pieces, for_each_chunk, index_in, read_chunk, split, write_chunk
+from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.plan.leaves import StateLeaf
@@ -38,9 +38,9 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 
 __all__ = [
-    "Streamed",
+    "StreamedValue",
     "Update",
-    "applied",
+    "apply",
     "constant",
     "same_layout",
     "source",
@@ -51,7 +51,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Streamed:
+class StreamedValue:
     """A value in a parameter's natural shape that is not computed yet: a source, a constant or a function of others.
 
     Attributes:
@@ -81,12 +81,12 @@ class Streamed:
 
         return jax.ShapeDtypeStruct(self.shape, jax.eval_shape(value, *one).dtype)
 
-    def map(self, fn: Callable[..., Any], *others: Any) -> Streamed:
+    def map(self, fn: Callable[..., Any], *others: Any) -> StreamedValue:
         """Returns `fn(self, *others)`; `fn` must be elementwise."""
-        return applied(fn, (self, *others))
+        return apply(fn, (self, *others))
 
 
-def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> Streamed:
+def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> StreamedValue:
     """Returns a stored array, on the host or on the devices, as a streamed value.
 
     Args:
@@ -94,30 +94,30 @@ def source(array: jax.Array, leaf: StateLeaf, shape: tuple[int, ...]) -> Streame
       leaf: Its layout.
       shape: Its natural shape.
     """
-    return Streamed(shape, leaf, array, on_host=is_on_host(array))
+    return StreamedValue(shape, leaf, array, on_host=is_on_host(array))
 
 
-def constant(value: Any, shape: tuple[int, ...]) -> Streamed:
+def constant(value: Any, shape: tuple[int, ...]) -> StreamedValue:
     """Returns a streamed value whose elements all equal a number."""
-    return Streamed(shape, None, value)
+    return StreamedValue(shape, None, value)
 
 
-def applied(fn: Callable[..., Any], operands: Sequence[Any]) -> Streamed:
+def apply(fn: Callable[..., Any], operands: Sequence[Any]) -> StreamedValue:
     """Returns an elementwise function, applied to numbers and to streamed values of one layout."""
-    streamed = [x for x in operands if isinstance(x, Streamed)]
+    streamed = [x for x in operands if isinstance(x, StreamedValue)]
     leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
-    return Streamed(streamed[0].shape, leaf, None, fn, tuple(operands), any(x.on_host for x in streamed))
+    return StreamedValue(streamed[0].shape, leaf, None, fn, tuple(operands), any(x.on_host for x in streamed))
 
 
-def same_layout(values: Iterable[Streamed]) -> bool:
+def same_layout(values: Iterable[StreamedValue]) -> bool:
     """Whether one loop can compute these streamed values."""
     leaves = [x.leaf for x in values if x.leaf is not None]
     return all((x.cut, x.base) == (leaves[0].cut, leaves[0].base) for x in leaves)
 
 
-def sources_of(values: Iterable[Streamed]) -> tuple[list[Streamed], list[Any]]:
+def sources_of(values: Iterable[StreamedValue]) -> tuple[list[StreamedValue], list[Any]]:
     """Returns the distinct sources of values, and their distinct numbers."""
-    sources: dict[int, Streamed] = {}
+    sources: dict[int, StreamedValue] = {}
     numbers: dict[int, Any] = {}
     seen: set[int] = set()
     waiting = list(values)
@@ -126,7 +126,7 @@ def sources_of(values: Iterable[Streamed]) -> tuple[list[Streamed], list[Any]]:
         if id(x) in seen:
             continue
         seen.add(id(x))
-        if not isinstance(x, Streamed):
+        if not isinstance(x, StreamedValue):
             numbers[id(x)] = x
         elif x.fn is not None:
             waiting += x.operands
@@ -137,7 +137,7 @@ def sources_of(values: Iterable[Streamed]) -> tuple[list[Streamed], list[Any]]:
     return list(sources.values()), list(numbers.values())
 
 
-def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int, ...]) -> list[Any]:
+def compute(values: Sequence[StreamedValue], arrays: dict[int, Any], shape: tuple[int, ...]) -> list[Any]:
     """Returns values as arrays of one shape.
 
     Args:
@@ -148,7 +148,7 @@ def compute(values: Sequence[Streamed], arrays: dict[int, Any], shape: tuple[int
     done: dict[int, Any] = {}
 
     def value(x: Any) -> Any:
-        if not isinstance(x, Streamed):
+        if not isinstance(x, StreamedValue):
             return arrays.get(id(x), x)
         if id(x) not in done:
             if x.fn is not None:
@@ -176,7 +176,7 @@ class _Inputs(NamedTuple):
     leaf: StateLeaf | None
 
 
-def _inputs_of(values: Sequence[Streamed]) -> _Inputs:
+def _inputs_of(values: Sequence[StreamedValue]) -> _Inputs:
     sources, numbers = sources_of(values)
     traced = [x for x in numbers if isinstance(x, jax.Array)]
     return _Inputs([x.array for x in sources], traced, sources[0].leaf if sources else None)
@@ -199,7 +199,7 @@ class Update:
     """
 
     leaf: StateLeaf
-    values: Sequence[Streamed]
+    values: Sequence[StreamedValue]
     old: Sequence[jax.Array]
     body: Callable[..., tuple[list[jax.Array], jax.Array | None]]
     out: Any = None
@@ -230,7 +230,7 @@ class Update:
         spec, whole = plan.device_sharding(self.leaf).spec, PartitionSpec()
         return [spec] * len(self.old), [spec] * len(self.given), [spec] * len(self.others), whole, whole
 
-    def _computed(self, arrays: Sequence[Any], used: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
+    def _compute(self, arrays: Sequence[Any], used: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
         names = map(id, (*self.old, *self.given, *self.others, *self.inputs.numbers))
         return compute(self.values, dict(zip(names, [*arrays, *used], strict=True)), shape)
 
@@ -250,9 +250,9 @@ class Update:
             old, results = carry
             before = [on_device(read_chunk(x, chunk, pieces)) for x in old]
             here = [*before, *(on_device(read_chunk(x, chunk, pieces)) for x in (*results[: len(given)], *read))]
-            values = self._computed(here, used, here[0].shape)
+            values = self._compute(here, used, here[0].shape)
             made = self.body((device, chunk.number), values, before, *numbers)
-            new, result = _without_padding(made, self.leaf, first, shape, chunk, pieces)
+            new, result = _zero_padding(made, self.leaf, first, shape, chunk, pieces)
             if plan.names_host_memory:
                 new = [jax.device_put(x, jax.memory.Space.Host) for x in new]
             old = [write_chunk(x, y, chunk, pieces) for x, y in zip(old, new, strict=True)]
@@ -269,8 +269,8 @@ class Update:
         """Computes one device's part at once, for `_on_cpu`; `here` is the result of `_place_of`."""
         arrays = [*old, *given, *read]
         shape, (device, first) = arrays[0].shape, here
-        made = self.body((device, 0), self._computed(arrays, used, shape), old, *numbers)
-        new, result = _without_padding(made, self.leaf, first, shape, *_all_of(shape))
+        made = self.body((device, 0), self._compute(arrays, used, shape), old, *numbers)
+        new, result = _zero_padding(made, self.leaf, first, shape, *_single_chunk(shape))
         return new, [] if result is None else [result]
 
 
@@ -299,12 +299,12 @@ def stream(plan: ZeroPlan, update: Update) -> tuple[list[jax.Array], jax.Array |
 
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
     """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
-    down = jax.tree.map(functools.partial(_down, plan), args)
+    down = jax.tree.map(functools.partial(_to_host, plan), args)
     kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
     return _compat.compute_on_host(fn, down, (kept, jax.memory.Space.Device))
 
 
-def _down(plan: ZeroPlan, x: jax.Array) -> jax.Array:
+def _to_host(plan: ZeroPlan, x: jax.Array) -> jax.Array:
     """Returns an array in host memory; leaves numbers and keys in place."""
     if not x.ndim or is_on_host(x) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -314,7 +314,7 @@ def _down(plan: ZeroPlan, x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host) if plan.names_host_memory else x
 
 
-def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
+def streamed_sum(plan: ZeroPlan, x: StreamedValue) -> jax.Array:
     """Sums all elements of a value, chunk by chunk or on the host, to a 0-d array; call it inside `jit`."""
     inputs, dtype = _inputs_of([x]), x.aval().dtype
     leaf = inputs.leaf
@@ -333,7 +333,7 @@ def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in read]
             values = compute([x], dict(zip(names, [*here, *used_here], strict=True)), here[0].shape)[0]
-            values = _without_padding(values, leaf, first, shape, chunk, pieces)
+            values = _zero_padding(values, leaf, first, shape, chunk, pieces)
             return total + jnp.sum(values, dtype=dtype)
 
         return over_devices(for_each_chunk(step, jnp.zeros((), dtype), pieces))
@@ -344,7 +344,7 @@ def streamed_sum(plan: ZeroPlan, x: Streamed) -> jax.Array:
 
         def on_cpu(first: Any, read: list[Any], used: list[Any]) -> Any:
             values = compute([x], dict(zip(names, [*read, *used], strict=True)), shape)[0]
-            values = _without_padding(values, leaf, first, shape, *_all_of(shape))
+            values = _zero_padding(values, leaf, first, shape, *_single_chunk(shape))
             return (), jnp.sum(values, dtype=dtype)
 
         return over_devices(_on_cpu(plan, on_cpu, (first, read, used_here))[1])
@@ -372,7 +372,7 @@ def _place_of(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> tuple[
     return index, _first_row(leaf, shape, plan.config.axis)
 
 
-def _all_of(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
+def _single_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
     """Returns the only chunk of an array that is not split, and its pieces."""
     return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
 
@@ -383,12 +383,10 @@ def _first_row(leaf: StateLeaf, shape: tuple[int, ...], axis: str) -> Any:
     return jnp.zeros((), jnp.int32) if cut is None else lax.axis_index(axis) * shape[cut.dim]
 
 
-def _without_padding(
-    tree: Any, leaf: StateLeaf, first: Any, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces
-) -> Any:
+def _zero_padding(tree: Any, leaf: StateLeaf, first: Any, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces) -> Any:
     """Returns chunks of a device's part, of this shape, with zeros in place of padding."""
     cut = leaf.cut
     if cut is None or not cut.is_padded:
         return tree
-    index = first + index_in(cut.dim, shape, chunk, pieces)
+    index = first + chunk_index(cut.dim, shape, chunk, pieces)
     return jax.tree.map(lambda x: jnp.where(index < cut.natural_size, x, jnp.zeros((), x.dtype)), tree)

@@ -81,7 +81,7 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
         per_item = math.prod(words.shape[part.ndim :])
         words = words.reshape(*part.shape, per_item)
         item = lax.broadcasted_iota(jnp.uint32, words.shape, part.ndim)
-        mixed = _mixed(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
+        mixed = _mix(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
         total = jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(dtype=jnp.uint32)
         is_first = jnp.ones((), jnp.bool_)
         for name in names:
@@ -93,7 +93,7 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     )(x)
 
 
-def _mixed(words: Any) -> Any:
+def _mix(words: Any) -> Any:
     """Returns 32-bit words, of NumPy or jax, after the finalizer of MurmurHash3 (A. Appleby)."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
@@ -131,6 +131,6 @@ def host_checksum(x: np.ndarray) -> int:
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK].astype(np.uint32) & np.uint32((1 << bits) - 1)
         positions = np.arange(start, start + len(part), dtype=np.uint64)
-        mixed = _mixed(part ^ (positions * np.uint64(FACTOR)).astype(np.uint32))
+        mixed = _mix(part ^ (positions * np.uint64(FACTOR)).astype(np.uint32))
         total += mixed.sum(dtype=np.uint32, keepdims=True)
     return int(total[0])

@@ -20,7 +20,7 @@ from jzero.checkpoint.damage import REMEDY, CheckpointError, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
-__all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "signed"]
+__all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "sign"]
 
 FORMAT = 1
 """Version of jzero's notes. A reader rejects later versions."""
@@ -206,7 +206,7 @@ def _items_of(directory: epath.Path) -> Mapping[str, Any]:
     return handlers if isinstance(handlers, dict) else {}
 
 
-def signed(notes: dict[str, Any]) -> dict[str, Any]:
+def sign(notes: dict[str, Any]) -> dict[str, Any]:
     """Returns notes with their digest, which shows damage."""
     return {**notes, DIGEST: digest(notes)}
 

@@ -16,13 +16,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero.arrays.casts import round_to
-from jzero.arrays.fits import misfit
+from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import gather_leaves, on_device
 from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf, absolute, read_contents
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.leaves import Keys, Wanted, natural_state
+from jzero.checkpoint.leaves import Keys, WantedLeaf, natural_state
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, warn_unless_complete
 from jzero.checkpoint.safetensors_files import (
@@ -140,7 +140,7 @@ def export_checkpoint(
     wanted = None if dtype is None else as_dtype(dtype)
     specs, renamed = _specs([(leaf.keys, leaf.shape, leaf.dtype) for leaf in chosen], wanted, paths)
     read = ((read_whole(contents, leaf), spec) for leaf, spec in zip(chosen, specs, strict=True))
-    whole = (_fitting(x, spec).astype(spec.dtype, copy=False) for x, spec in read)
+    whole = (_check_fits(x, spec).astype(spec.dtype, copy=False) for x, spec in read)
     notes = {"format": "flax", **contents.notes.get("ties", {}), **renamed}
     return write_tensors(absolute(path), specs, whole, max_file_bytes, notes)
 
@@ -206,7 +206,7 @@ def load_params(
     if donate:
         target.free(found)
     read = everywhere(lambda: {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()})
-    loaded = target.filled(read, None, dataclasses.replace(choice, donate=True))  # shares the other arrays
+    loaded = target.fill(read, None, dataclasses.replace(choice, donate=True))  # shares the other arrays
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
     return loaded
 
@@ -264,16 +264,16 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _fitting(x: Any, spec: TensorSpec) -> Any:
+def _check_fits(x: Any, spec: TensorSpec) -> Any:
     """Returns an array as it is; raises if it has numbers that the dtype of the export cannot hold."""
-    if why := misfit(x, spec.dtype):
+    if why := describe_misfit(x, spec.dtype):
         raise ValueError(f"{spec.name} cannot be exported: it holds {why}. Pass a wider `dtype`.")
     return x
 
 
-def _whole(x: jax.Array, wanted: Wanted, spec: TensorSpec, mesh: Any) -> np.ndarray:
+def _whole(x: jax.Array, wanted: WantedLeaf, spec: TensorSpec, mesh: Any) -> np.ndarray:
     """Returns a leaf on the host, in its natural shape; caches nothing in `x`."""
-    x = _cast_copy(_fitting(on_device(x), spec), spec.dtype)
+    x = _cast_copy(_check_fits(on_device(x), spec), spec.dtype)
     if not x.is_fully_addressable:
         (whole,) = gather_leaves([x], [dataclasses.replace(wanted.leaf, cut=wanted.cut)], mesh)
         return np.asarray(whole.addressable_data(0))
@@ -339,7 +339,7 @@ def _as_contents(
     return Contents(directory, directory, leaves, None, {}), sources
 
 
-def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
+def _place(tensors: Sequence[TensorFile], wanted: WantedLeaf) -> jax.Array:
     """Reads a tensor into this process's shards. Tied tensors must be equal."""
     tensor = tensors[0]
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
@@ -352,7 +352,7 @@ def _place(tensors: Sequence[TensorFile], wanted: Wanted) -> jax.Array:
                     f"{tensor.name!r} and {other.name!r} are one parameter of the state, {wanted.path}, but not the "
                     f"same in {tensor.path}: take one of them out of the file, or untie the parameter."
                 )
-        if why := misfit(found, dtype):
+        if why := describe_misfit(found, dtype):
             raise ValueError(
                 f"{tensor.name!r} in {tensor.path}, read into {wanted.path}, holds {why}: enable wider numbers, "
                 "`jax.config.update('jax_enable_x64', True)`."

@@ -23,10 +23,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jzero._text import key_names
-from jzero.arrays.casts import round_to, with_edits
+from jzero.arrays.casts import apply_edits, round_to
 from jzero.arrays.placement import (
     device_sharding,
-    edited_master,
+    edit_master,
     is_on_host,
     natural_leaf,
     on_device,
@@ -40,13 +40,13 @@ from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
 
-__all__ = ["Keys", "Number", "Wanted", "natural_state", "numbered", "stored_from", "wanted_leaves"]
+__all__ = ["Keys", "Number", "WantedLeaf", "natural_state", "number_leaves", "stored_from", "wanted_leaves"]
 
 Keys = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class WantedLeaf:
     """One leaf of a state on disk.
 
     Attributes:
@@ -72,7 +72,7 @@ class Wanted:
         return self.leaf.shape if self.cut is None else self.cut.stored_shape
 
 
-def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[Wanted]:
+def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
     """Returns the leaves of a plain state, concrete or abstract, in the order of `map_state`.
 
     Args:
@@ -83,9 +83,9 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[Wanted]:
     found: list[StateLeaf] = []
     map_state(lambda x, leaf: found.append(leaf), layout, plain)
     keys: dict[int, Keys] = {}
-    for path, number in jax.tree_util.tree_leaves_with_path(numbered(plain, plan)):
+    for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
-    leaves = [_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
+    leaves = [_make_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
     _check_paths(leaves)
     return leaves
 
@@ -97,13 +97,13 @@ class Number:
     index: int
 
 
-def numbered(plain: Any, plan: ZeroPlan) -> Any:
+def number_leaves(plain: Any, plan: ZeroPlan) -> Any:
     """Returns a plain state with numbers instead of leaves, in the order of `map_state`."""
     numbers = itertools.count()
     return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain)
 
 
-def _check_paths(leaves: Sequence[Wanted]) -> None:
+def _check_paths(leaves: Sequence[WantedLeaf]) -> None:
     """Raises if two leaves would have one name on disk, or could not be told apart by their paths."""
     for separator in ("/", "."):
         names = collections.Counter(separator.join(leaf.keys) for leaf in leaves)
@@ -115,12 +115,12 @@ def _check_paths(leaves: Sequence[Wanted]) -> None:
             )
 
 
-def _wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> Wanted:
+def _make_wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> WantedLeaf:
     cut = leaf.cut
     if cut is None or cut.is_stored_naturally:
-        return Wanted(keys, leaf, None, plan.sharding(leaf))
+        return WantedLeaf(keys, leaf, None, plan.sharding(leaf))
     cut = along_one_dim(leaf, cut) if cut.flat else cut
-    return Wanted(keys, leaf, cut, plan.sharding(dataclasses.replace(leaf, cut=cut)))
+    return WantedLeaf(keys, leaf, cut, plan.sharding(dataclasses.replace(leaf, cut=cut)))
 
 
 def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
@@ -129,7 +129,7 @@ def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
     return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
 
 
-def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[jax.Array]]:
+def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], list[jax.Array]]:
     """Returns the plain state, a description of its leaves, and the arrays to write.
 
     Copies edits of 16-bit parameters to the masters, as the optimizer would.
@@ -138,7 +138,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
       state: A sharded train state.
       plan: Its plan.
     """
-    state = map_state(functools.partial(_settled, plan=plan), plan, state)
+    state = map_state(functools.partial(_move_to_plan, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
     leaves = wanted_leaves(plain, plan)
     arrays: list[jax.Array] = []
@@ -148,14 +148,14 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[Wanted], list[j
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
         near = on_device(arrays[i]), on_device(params[i])
         if bool(_is_edited(*near, plan.leaves[i], plan)):
-            arrays[i] = edited_master(plan.leaves[i], plan, params[i], arrays[i])
+            arrays[i] = edit_master(plan.leaves[i], plan, params[i], arrays[i])
     arrays = [
-        _as_written(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
+        _relayout(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
     ]
     return plain, leaves, arrays
 
 
-def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
+def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf in the plan's place, even if the user replaced it by one elsewhere."""
     sharding = plan.sharding(leaf)
     if isinstance(x, jax.Array) and (is_on_host(x) or x.sharding == sharding):
@@ -167,7 +167,7 @@ def _settled(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
-def _as_written(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
+def _relayout(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
     """Returns a stored array in another stored shape of the same leaf; itself if the shapes are equal."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
     return x if same else _back(_relaid(on_device(x), cut, new, device_sharding(sharding)), sharding)
@@ -187,7 +187,7 @@ def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedShard
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
     param = stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
-    return jnp.any(with_edits(master, param) != master)
+    return jnp.any(apply_edits(master, param) != master)
 
 
 def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:

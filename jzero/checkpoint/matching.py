@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jzero.checkpoint.contents import Contents, StoredLeaf
-from jzero.checkpoint.leaves import Wanted
+from jzero.checkpoint.leaves import WantedLeaf
 from jzero.plan.leaves import StateLeaf
 
 __all__ = ["RestoreReport", "match", "renamed_paths"]
@@ -50,15 +50,15 @@ class RestoreReport:
 
     def __str__(self) -> str:
         lines = [f"Restored {len(self.restored)} leaves from {self.directory}"]
-        lines += _listed("missing in the checkpoint, kept as they were", self.missing)
-        lines += _listed("only in the checkpoint, not read", self.unexpected)
-        lines += _listed("not asked for, kept as they were", self.skipped)
-        lines += _listed("renamed", [f"{old} → {new}" for old, new in self.renamed])
-        lines += _listed("cast", [f"{path}: {old} → {new}" for path, old, new in self.cast])
+        lines += _format_list("missing in the checkpoint, kept as they were", self.missing)
+        lines += _format_list("only in the checkpoint, not read", self.unexpected)
+        lines += _format_list("not asked for, kept as they were", self.skipped)
+        lines += _format_list("renamed", [f"{old} → {new}" for old, new in self.renamed])
+        lines += _format_list("cast", [f"{path}: {old} → {new}" for path, old, new in self.cast])
         return "\n".join(lines)
 
 
-def _listed(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str]:
+def _format_list(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str]:
     if not entries:
         return []
     more = [f"    ... {len(entries) - max_lines} more"] if len(entries) > max_lines else []
@@ -66,10 +66,10 @@ def _listed(title: str, entries: Sequence[str], max_lines: int = 20) -> list[str
 
 
 def match(
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedLeaf],
     contents: Contents,
     *,
-    chosen: Callable[[Wanted], bool],
+    chosen: Callable[[WantedLeaf], bool],
     rename: Rename,
     strict: bool,
 ) -> tuple[dict[int, StoredLeaf], RestoreReport]:
@@ -107,8 +107,8 @@ def match(
         )
     everything = len(asked) == len(wanted)
     if strict and (missing or (unexpected and everything)):
-        lines = _listed("missing in the checkpoint", missing)
-        lines += _listed("only in the checkpoint", unexpected)  # a missing leaf may have another name there
+        lines = _format_list("missing in the checkpoint", missing)
+        lines += _format_list("only in the checkpoint", unexpected)  # a missing leaf may have another name there
         raise ValueError(
             f"The checkpoint at {contents.directory} and the state do not have the same leaves:\n"
             + "\n".join(lines)
@@ -165,7 +165,7 @@ def renamed_paths(paths: Iterable[str], rename: Rename) -> dict[str, str]:
     return old_of
 
 
-def _misfit(wanted: Wanted, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
+def _misfit(wanted: WantedLeaf, stored: StoredLeaf, keys: Sequence[str] | None) -> str:
     """Returns why a stored leaf does not fit; an empty string if it does.
 
     Args:

@@ -21,21 +21,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.fits import misfit
+from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import on_device, place_array, place_leaf
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError, reading, wrong_checksums
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
-from jzero.checkpoint.leaves import Keys, Number, Wanted, numbered, stored_from, wanted_leaves
+from jzero.checkpoint.leaves import Keys, Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import Adapted, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero.state.train_state import AdaptedState, adapt_sharded, check_alive, map_state, plain_state, stored_state
 
 __all__ = [
     "PARAMS",
@@ -65,7 +65,7 @@ class Choice:
         """Whether the user chose only a part of the state."""
         return self.paths is not None or self.params_only
 
-    def selector(self, state: Any) -> Callable[[Wanted], bool]:
+    def selector(self, state: Any) -> Callable[[WantedLeaf], bool]:
         """Returns a function that says whether the user asked for a leaf."""
         fields = {PARAMS, *getattr(state, "frozen_fields", ())}
         pattern = None
@@ -75,7 +75,7 @@ class Choice:
             except re.error as error:
                 raise ValueError(f"`paths` {self.paths!r} is not a regular expression: {error}.") from error
 
-        def chosen(leaf: Wanted) -> bool:
+        def chosen(leaf: WantedLeaf) -> bool:
             if self.params_only and leaf.keys[0] not in fields:
                 return False
             return pattern is None or pattern.fullmatch(leaf.path) is not None
@@ -145,7 +145,7 @@ def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
 
 
 def restore_from(
-    contents: Contents, adapted: Adapted, choice: Choice, *, data_iterator: Any = None
+    contents: Contents, adapted: AdaptedState, choice: Choice, *, data_iterator: Any = None
 ) -> tuple[Any, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = Target(adapted)
@@ -159,7 +159,7 @@ def restore_from(
     wanted = target.wanted
     read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in found.items()}))
     _verify(contents, read, wanted, found)
-    state = target.filled(read, _own_state(contents, target) if target.takes_opt_state(choice) else None, choice)
+    state = target.fill(read, _own_state(contents, target) if target.takes_opt_state(choice) else None, choice)
     if move is not None:
         everywhere(move)
     return state, report
@@ -176,7 +176,7 @@ def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
 class Target:
     """A state to restore into: its leaves on disk, and their way to the stored arrays in memory."""
 
-    def __init__(self, adapted: Adapted) -> None:
+    def __init__(self, adapted: AdaptedState) -> None:
         self.adapted = adapted
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)
@@ -191,7 +191,7 @@ class Target:
 
     def _sources(self, own: ZeroOptState | None) -> tuple[Any, list[tuple[Any, StateLeaf]]]:
         """Returns the stored state with sources as leaves, and each source with its layout, in `map_state`'s order."""
-        tree = stored_state(numbered(self._plain, self.plan), self.plan, own)
+        tree = stored_state(number_leaves(self._plain, self.plan), self.plan, own)
         sources: list[tuple[Any, StateLeaf]] = []
         map_state(lambda source, leaf: sources.append((source, leaf)), self.plan, tree)
         return tree, sources
@@ -226,7 +226,7 @@ class Target:
             if go and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
                 x.delete()
 
-    def filled(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
+    def fill(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
@@ -242,7 +242,7 @@ class Target:
         values = []
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
             if isinstance(source, Number) and source.index in read:
-                values.append(_finished(read[source.index], self.wanted[source.index], leaf, self.plan))
+                values.append(_finish(read[source.index], self.wanted[source.index], leaf, self.plan))
                 if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
@@ -255,10 +255,10 @@ class Target:
         return self.adapted.rebuild(state.replace(tx=self.adapted.state.tx))
 
 
-def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[Wanted]) -> None:
+def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf]) -> None:
     """Raises if a cast to the state's dtypes would change numbers by more than rounding."""
     cast = [(wanted[i], x) for i, x in read.items() if x.dtype != wanted[i].leaf.dtype]
-    bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := misfit(on_device(x), leaf.leaf.dtype))]
+    bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := describe_misfit(on_device(x), leaf.leaf.dtype))]
     if bad:
         raise ValueError(
             "These leaves cannot be read into the state, which does not hold their numbers:\n"
@@ -309,7 +309,7 @@ def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
     return ZeroOptState(inner=None, masters=None, loss_scale=loss_scale, num_updates=count)
 
 
-def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -> dict[int, jax.Array]:
+def _read(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
     """Reads leaves from disk into the stored shapes of a plan."""
     how: dict[Keys, Any] = {}
     for wanted, stored in leaves.values():
@@ -326,7 +326,7 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[Wanted, StoredLeaf]]) -
         )
     read = contents.read(how)
     return {
-        i: _narrowed(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
+        i: _narrow(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
         for i, (wanted, stored) in leaves.items()
     }
 
@@ -336,7 +336,7 @@ def _is_too_wide(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def _narrowed(x: np.ndarray, wanted: Wanted) -> jax.Array:
+def _narrow(x: np.ndarray, wanted: WantedLeaf) -> jax.Array:
     narrow = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
     if (narrow != x).any():
         raise ValueError(
@@ -347,7 +347,7 @@ def _narrowed(x: np.ndarray, wanted: Wanted) -> jax.Array:
 
 
 def _verify(
-    contents: Contents, read: Mapping[int, jax.Array], wanted: Sequence[Wanted], found: Mapping[int, StoredLeaf]
+    contents: Contents, read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf], found: Mapping[int, StoredLeaf]
 ) -> None:
     """Raises if checksums differ; leaves without a checksum pass."""
     known = [
@@ -361,13 +361,13 @@ def _verify(
         raise wrong_checksums(contents.state_directory, wrong)
 
 
-def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns an array from disk as a leaf of the state, in its own buffer."""
     sharding = plan.sharding(leaf)
     if (
         x.dtype == leaf.dtype
         and x.shape == leaf.stored_shape
-        and wanted.cut == _padded(leaf)
+        and wanted.cut == _find_padded(leaf)
         and x.sharding == sharding
     ):
         # On CPUs the array may use the reader's memory, which cannot be donated.
@@ -375,5 +375,5 @@ def _finished(x: jax.Array, wanted: Wanted, leaf: StateLeaf, plan: ZeroPlan) -> 
     return stored_from(x, wanted.cut, leaf, sharding)
 
 
-def _padded(leaf: StateLeaf) -> Any:
+def _find_padded(leaf: StateLeaf) -> Any:
     return None if leaf.cut is None or leaf.cut.is_stored_naturally else leaf.cut

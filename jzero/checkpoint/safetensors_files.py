@@ -235,7 +235,7 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     notes: dict[str, str] = {}
     for file, names in _files(given).items():
         try:
-            header, data = _opened(file)
+            header, data = _open(file)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{file} cannot be read as safetensors: it is damaged, or cut short ({error})."
@@ -251,7 +251,7 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     return tensors, notes
 
 
-def _opened(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
+def _open(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the header of a file, and a memory map of the bytes after it."""
     with safe_open(str(path), framework="np"):  # checks the file
         pass

@@ -15,10 +15,10 @@ from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
-from jzero.checkpoint.contents import FORMAT, absolute, digest, signed
+from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
-from jzero.checkpoint.leaves import Wanted, natural_state
+from jzero.checkpoint.leaves import WantedLeaf, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
@@ -71,10 +71,10 @@ def save_checkpoint(
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
             checkpointer.save(directory, args=items)
     except Exception as error:
-        raise saving_failed(directory, error) from error
+        raise save_error(directory, error) from error
 
 
-def saving_failed(directory: Any, error: BaseException) -> CheckpointError:
+def save_error(directory: Any, error: BaseException) -> CheckpointError:
     """Returns the error about a checkpoint that could not be written."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     return CheckpointError(
@@ -95,7 +95,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     check_alive(train_state)
     same = {"the training state": describe_plan(plan)}
     agree("save_checkpoint", plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)  # others may be far behind
-    items: dict[str, Any] = everywhere(lambda: _beside(data_iterator, extra))
+    items: dict[str, Any] = everywhere(lambda: _extra_items(data_iterator, extra))
     if ITERATOR in items:
         items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
@@ -110,7 +110,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
         "keys": [leaf.path for leaf in leaves if jax.dtypes.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key)],
         "param_fields": ["params", *getattr(train_state, "frozen_fields", ())],
     }
-    items[NOTES] = signed(notes)
+    items[NOTES] = sign(notes)
     written = iter(x if leaf.cut is None else CutArray(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True))
     items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain)
     trees = (STATE, EXTRA_ARRAYS)
@@ -119,7 +119,7 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     )
 
 
-def _check_storable(leaves: Sequence[Wanted]) -> None:
+def _check_storable(leaves: Sequence[WantedLeaf]) -> None:
     """Raises if Orbax cannot write some leaves."""
     empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
     if empty:
@@ -131,7 +131,7 @@ def _check_storable(leaves: Sequence[Wanted]) -> None:
         )
 
 
-def _beside(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def _extra_items(data_iterator: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the items to save beside the state."""
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"`extra` must be a dict: got {type(extra).__name__}.")

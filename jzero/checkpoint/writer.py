@@ -20,7 +20,7 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
-from jzero.checkpoint.saving import saving_failed
+from jzero.checkpoint.saving import save_error
 
 __all__ = ["Writer"]
 
@@ -73,7 +73,7 @@ class Writer:
             raise
         except Exception as error:
             self._give_up(step)
-            raise saving_failed(self._directory / str(step), error) from error
+            raise save_error(self._directory / str(step), error) from error
 
     def wait(self) -> None:
         """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
@@ -84,7 +84,7 @@ class Writer:
             self._orbax.wait_until_finished()
         except Exception as error:
             self._give_up(step)
-            raise saving_failed(self._directory / str(step), error) from error
+            raise save_error(self._directory / str(step), error) from error
 
     def close(self) -> None:
         """Waits for the current save, and lets other programs write to the directory."""

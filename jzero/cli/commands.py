@@ -85,7 +85,7 @@ def estimate(
 ) -> None:
     """Prints the memory that model states need by DeepSpeed's formulas, under each choice of options."""
     with _messages(traceback):
-        counted = _counted(model, params, largest_layer, stage)
+        counted = _count(model, params, largest_layer, stage)
         how = "cold" if model is None else "live"
         function = getattr(jzero, f"estimate_zero{stage}_model_states_mem_needs_all_{how}")
         result = function(
@@ -114,7 +114,7 @@ def plan(
     with _messages(traceback):
         mesh = None
         if devices is not None:
-            from jzero.analysis.placing import abstract_mesh
+            from jzero.analysis.relocation import abstract_mesh
 
             _use_cpu(None)
             mesh = abstract_mesh(devices, {"data": devices})
@@ -324,7 +324,7 @@ def _load(name: str) -> UserModel:
     return load_model(name)
 
 
-def _counted(model: str | None, params: float | None, largest_layer: float | None, stage: int) -> list[Any]:
+def _count(model: str | None, params: float | None, largest_layer: float | None, stage: int) -> list[Any]:
     """Returns what an estimator takes first: a model, or one number, or at stage 3 two."""
     if (model is None) == (params is None):
         raise ValueError("Name a model (`module:function`) or give `--params`, one of the two.")

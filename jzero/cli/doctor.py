@@ -171,7 +171,7 @@ def _collectives(mesh: Mesh) -> str:
 
     cut = PartitionSpec(AXIS)
     exchange = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
-    received = jax.device_get(exchange(_placed(sent.astype(np.float32), mesh)))
+    received = jax.device_get(exchange(_place(sent.astype(np.float32), mesh)))
     total = sent.sum(axis=0)
     expected = {
         "all-gather": np.broadcast_to(sent, (count, count, count)),
@@ -185,7 +185,7 @@ def _collectives(mesh: Mesh) -> str:
 
 
 def _donation(mesh: Mesh) -> str:
-    x = _placed(np.arange(1024.0 * mesh.size, dtype=np.float32), mesh)
+    x = _place(np.arange(1024.0 * mesh.size, dtype=np.float32), mesh)
     expected = np.asarray(x) + 1
     compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
     stats = compiled.memory_analysis()
@@ -202,7 +202,7 @@ def _donation(mesh: Mesh) -> str:
 def _host_memory(mesh: Mesh) -> str:
     _need_host_memory(mesh)
     values = np.random.default_rng(0).normal(size=(mesh.size, 2**18)).astype(np.float32)
-    x = _placed(values, mesh)
+    x = _place(values, mesh)
     before = _bytes_in_use(mesh)
     away = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
     after = _bytes_in_use(mesh)
@@ -275,7 +275,7 @@ CHECKS: dict[str, Callable[[Mesh], str]] = {
 }
 
 
-def _placed(x: np.ndarray, mesh: Mesh) -> jax.Array:
+def _place(x: np.ndarray, mesh: Mesh) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(AXIS)))
 
 

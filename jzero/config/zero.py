@@ -348,7 +348,7 @@ class ZeroConfig:
           DeepSpeed 0.19's configuration. Missing keys have its defaults; for example, gradients are clipped to a norm
           of 1.
         """
-        from jzero.deepspeed.importing import import_config  # noqa: PLC0415  # which builds on all of jzero
+        from jzero.deepspeed.conversion import import_config  # noqa: PLC0415  # which builds on all of jzero
 
         fields, report = import_config(
             source, num_devices, batch_size=batch_size, optimizer=optimizer, precision=precision, auto=auto

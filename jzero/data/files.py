@@ -73,7 +73,7 @@ class FileSource:
                 raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
         self.sequential = read is not None
         self._open_file, self._count_file = _reader(open_file, read)
-        self.paths = _united([os.fspath(path) for path in paths])
+        self.paths = _unite([os.fspath(path) for path in paths])
         self.counts = self._count(counts or {})
         if not sum(self.counts):
             raise ValueError(f"The {len(self.paths)} files hold no examples: the first is {self.paths[0]!r}.")
@@ -141,7 +141,7 @@ def _reader(
     raise ValueError("Say how to read a file: either `open_file` (random access) or `read` (from its start).")
 
 
-def _united(paths: list[str]) -> tuple[str, ...]:
+def _unite(paths: list[str]) -> tuple[str, ...]:
     """Returns the files of all processes; in the given order, if all processes gave the same."""
     digests = exchange(lambda: hashlib.sha256(json.dumps(paths).encode()).hexdigest())
     if any(digest != digests[0] for digest in digests):

@@ -38,23 +38,23 @@ class Order:
         if not self.shuffle:
             return place
         if self.window is None or self.window >= self.num_examples:
-            return _permuted(place, self.num_examples, (self.seed, epoch))
+            return _permute(place, self.num_examples, (self.seed, epoch))
         number, offset = divmod(place, self.window)
         num_whole, size = self.num_examples // self.window, self.window
         if number < num_whole:
-            number = _permuted(number, num_whole, (self.seed, epoch))
+            number = _permute(number, num_whole, (self.seed, epoch))
         else:
             size = self.num_examples % self.window
-        return number * self.window + _permuted(offset, size, (self.seed, epoch, number))
+        return number * self.window + _permute(offset, size, (self.seed, epoch, number))
 
 
 # Grain is slower the fewer numbers it permutes, milliseconds for a few windows, and these are needed again and again.
 @functools.lru_cache(maxsize=4096)
-def _permuted(place: int, size: int, seeds: tuple[int, ...]) -> int:
-    return int(grain.experimental.index_shuffle(place, max_index=size - 1, seed=_mixed(seeds), rounds=4))
+def _permute(place: int, size: int, seeds: tuple[int, ...]) -> int:
+    return int(grain.experimental.index_shuffle(place, max_index=size - 1, seed=_mix(seeds), rounds=4))
 
 
 @functools.lru_cache(maxsize=4096)
-def _mixed(seeds: tuple[int, ...]) -> int:
+def _mix(seeds: tuple[int, ...]) -> int:
     # Mixed, not added: with Grain's own seed + epoch, runs with the seeds 0 and 1 would share all epochs but one.
     return int(np.random.SeedSequence(seeds).generate_state(1)[0])

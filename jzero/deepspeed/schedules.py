@@ -59,7 +59,9 @@ _WARMUP_TYPE = Key("warmup_type", "string", "log", "honoured", '`report.schedule
 def _warmup_lr(params: Params, lr: float | None) -> Schedule | None:
     """WarmupLR, whose upper rate is the optimizer's unless it is given."""
     high = lr if params["warmup_max_lr"] is None else params["warmup_max_lr"]
-    return None if high is None else _between(params["warmup_min_lr"], high, lambda last: _warmed(params, last, 1.0))
+    return (
+        None if high is None else _between(params["warmup_min_lr"], high, lambda last: _warmup_share(params, last, 1.0))
+    )
 
 
 def _warmup_decay_lr(params: Params, lr: float | None) -> Schedule:
@@ -67,7 +69,7 @@ def _warmup_decay_lr(params: Params, lr: float | None) -> Schedule:
     end, warm = params["total_num_steps"], max(2, params["warmup_num_steps"])
 
     def share(last: jax.Array) -> jax.Array:
-        return _warmed(params, last, jnp.maximum(0, end - last) / max(1, end - warm))
+        return _warmup_share(params, last, jnp.maximum(0, end - last) / max(1, end - warm))
 
     return _between(params["warmup_min_lr"], params["warmup_max_lr"], share)
 
@@ -84,7 +86,7 @@ def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
         # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², with nothing to cancel where x, what is left, is small.
         left = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
         decayed = floor + (1 - floor) * jnp.sin(jnp.pi / 2 * left) ** 2
-        warming = first + (1 - first) * _warmed(params, last, 1.0)
+        warming = first + (1 - first) * _warmup_share(params, last, 1.0)
         return jnp.where(jnp.asarray(step) == 0, 0.0, lr * jnp.where(last < warm, warming, decayed))
 
     return schedule
@@ -159,7 +161,7 @@ def _between(low: float, high: float, share: Callable[[jax.Array], jax.Array]) -
     return lambda step: low + (high - low) * share(_last(step))
 
 
-def _warmed(params: Params, last: jax.Array, after: Any) -> jax.Array:
+def _warmup_share(params: Params, last: jax.Array, after: Any) -> jax.Array:
     """Returns the share of the warm-up that is done, and `after` once it all is."""
     warm = max(2, params["warmup_num_steps"])
     share = last / warm if params["warmup_type"] == "linear" else jnp.log(last + 1.0) / math.log(warm)

@@ -11,11 +11,11 @@ Read the files in the order of the passes:
 Then, by topic:
 
   * `roles`: how the stages differ;
-  * `lazy`, `bundles`, `on_shard`: partitioned parameters;
-  * `rules`, `loops`, `ahead`, `meshes`: equations that contain jaxprs, and sharding constraints;
-  * `leaving`, `gradient_rules`: how gradients are reduced;
+  * `lazy`, `bundles`, `shard_rules`: partitioned parameters;
+  * `rules`, `loops`, `prefetch`, `meshes`: equations that contain jaxprs, and sharding constraints;
+  * `gradient_exits`, `gradient_rules`: how gradients are reduced;
   * `order`: what a gather waits for;
-  * `outputs`, `written`: values that a loss returns, and changes to a model's variables;
+  * `outputs`, `written_variables`: values that a loss returns, and changes to a model's variables;
   * `norms`: the global norm;
   * `gradients`: runs all passes, inside `shard_map`.
 

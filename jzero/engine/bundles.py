@@ -18,7 +18,7 @@ import numpy as np
 from jzero import _compat
 from jzero.engine.lazy import Deferred, Operation, is_lazy
 
-__all__ = ["Bundle", "Rows", "is_unmade"]
+__all__ = ["Bundle", "Rows", "is_deferred"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -62,14 +62,14 @@ class Bundle:
 
     def values(self) -> list[Any]:
         """Returns the values; equal values are one object."""
-        return self._made(lambda operation, inputs: Deferred(tuple(inputs), operation))
+        return self._make(lambda operation, inputs: Deferred(tuple(inputs), operation))
 
-    def computed(self) -> list[Any]:
+    def compute(self) -> list[Any]:
         """Returns the values as arrays, if all leaves are arrays; equal values are computed once."""
         with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns if they become infinite
-            return self._made(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
+            return self._make(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
 
-    def _made(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
+    def _make(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
         made: dict[Any, Any] = {}
 
         def value(x: Any) -> Any:
@@ -107,6 +107,6 @@ class Rows:
         return Bundle(leaves, (self.template,)).values()[0]
 
 
-def is_unmade(x: Any) -> bool:
+def is_deferred(x: Any) -> bool:
     """Whether `x` is a lazy value, or rows of them."""
     return is_lazy(x) or isinstance(x, Rows)

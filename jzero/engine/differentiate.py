@@ -33,7 +33,7 @@ from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
 from jzero.engine.trace import TracedLoss
 
-__all__ = ["Joint", "differentiated"]
+__all__ = ["Joint", "differentiate"]
 
 PyTree = Any
 Note = Callable[[bool], None]
@@ -54,7 +54,7 @@ class Joint:
     moving: tuple[int, ...]
 
 
-def differentiated(
+def differentiate(
     traced: TracedLoss,
     moving: Sequence[int],
     *,
@@ -78,11 +78,11 @@ def differentiated(
 
     Example:
       >>> from jzero.arrays.collectives import Wire
-      >>> from jzero.engine.differentiate import differentiated
+      >>> from jzero.engine.differentiate import differentiate
       >>> from jzero.engine.trace import TracedLoss
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
       >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
-      >>> joint = differentiated(traced, [0], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[])
+      >>> joint = differentiate(traced, [0], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[])
       >>> [tuple(x.shape) for x in joint.jaxpr.out_avals]  # the loss, its weight, the divisor, the gradient of w
       [(), (), (), (8, 4)]
     """
@@ -159,7 +159,7 @@ class _Objective:
         loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
         total = objective = widen(loss.sum if isinstance(loss, Weighted) else loss)  # fp32 or wider
         weight = (loss.weight if isinstance(loss, Weighted) else jnp.ones(())).astype(total.dtype)
-        fixed = lax.stop_gradient(weight if note is None else _noting(weight, note))
+        fixed = lax.stop_gradient(weight if note is None else _note_derivative(weight, note))
         # The weight depends on parameters: its derivative takes the loss of the whole batch.
         if note is None and moving:
             objective = total - _global_loss(total, fixed, wire) * weight
@@ -178,7 +178,7 @@ def _global_loss(total: jax.Array, weight: jax.Array, wire: Wire) -> jax.Array:
     return sum_over(lax.stop_gradient(total), wire) / jnp.where(weight == 0, 1, weight)
 
 
-def _noting(x: jax.Array, note: Note) -> jax.Array:
+def _note_derivative(x: jax.Array, note: Note) -> jax.Array:
     """Returns `x` without a derivative, and calls `note` with whether it had one."""
 
     @jax.custom_jvp

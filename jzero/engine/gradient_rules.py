@@ -1,7 +1,7 @@
 """Equations that run on shards of reduced gradients: they add, place or relabel.
 
 In: an equation whose result is a gradient with a `Reduction`. Out: the reductions of its inputs, and a function that
-makes the shard of the result. The equations are the transposes of those that `on_shard` applies to parameters. For a
+makes the shard of the result. The equations are the transposes of those that `shard_rules` apply to parameters. For a
 slice `w[i]`, [L, D, F] -> [D, F], the gradient is
 
     d:f32[L,D,F] = dynamic_update_slice zeros c i
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jzero.engine.leaving import OnShards, Part, Reduction
-from jzero.engine.on_shard import widens
+from jzero.engine.gradient_exits import OnShards, Part, Reduction
+from jzero.engine.shard_rules import widens
 from jzero.jaxpr.primitives import CALLS, REMAT
 
 if TYPE_CHECKING:
@@ -51,20 +51,20 @@ def _constraint(search: Search, eqn: Equation, leaving: Reduction) -> OnShards |
     if not isinstance(sharding, NamedSharding) or not set(jax.tree.leaves(tuple(sharding.spec))) <= set(mesh):
         return None
     axes = {n: 1 if n in leaving.wire.batch_axes else size for n, size in mesh.items()}  # ZeRO's are manual here
-    cut = leaving.cut.beside(sharding.spec, axes)
+    cut = leaving.cut.with_other_axes(sharding.spec, axes)
     return _same(search, eqn, dataclasses.replace(leaving, cut=cut) if cut.other_axes else leaving)
 
 
 def _transpose(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     (x,), order = eqn.invars, tuple(eqn.params["permutation"])
-    maker = search.maker(x)
+    maker = search.find_maker(x)
     # A transpose right after a product belongs to it: reducing before it would change the layout of a loop's stacks.
     is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
     # A flat cut runs over several dimensions, which a transpose would interleave.
     if not search.is_free(x) or leaving.cut.flat or not is_apart:
         return None
     inverse = [order.index(d) for d in range(len(order))]  # where each dimension of `x` is in the result
-    return OnShards({0: leaving.of(x.aval.shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
+    return OnShards({0: leaving.for_shape(x.aval.shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
 
 
 def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
@@ -79,7 +79,7 @@ def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
         return None
     if leaving.cut.flat and any(d > leaving.cut.dim for d in added):
         return None
-    return OnShards({0: leaving.of(x.aval.shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
+    return OnShards({0: leaving.for_shape(x.aval.shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
 
 
 def _pad(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
@@ -88,8 +88,8 @@ def _pad(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     fits = grows and leaving.leaves_alone([not any(w) for w in widths])
     if not search.is_free(x) or not search.is_zero(value) or not fits:
         return None
-    own = leaving.own(widths, (0, 0, 0))  # the cut dimension is not padded
-    return OnShards({0: leaving.of(x.aval.shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own))
+    own = leaving.shard_values(widths, (0, 0, 0))  # the cut dimension is not padded
+    return OnShards({0: leaving.for_shape(x.aval.shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own))
 
 
 def _update(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
@@ -101,9 +101,9 @@ def _update(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | Non
     def apply(inputs: list[Any]) -> jax.Array:
         _, shard, *index = inputs  # [1, D/N, F], then the indices
         # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
-        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.own(index, jnp.zeros_like(index[0])))
+        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.shard_values(index, jnp.zeros_like(index[0])))
 
-    return OnShards({1: leaving.of(x.aval.shape)}, apply)
+    return OnShards({1: leaving.for_shape(x.aval.shape)}, apply)
 
 
 def _add(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
@@ -114,7 +114,7 @@ def _add(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
         return None
     are_parts = search.is_part(x, leaving) or search.is_part(y, leaving)
     # Each summand is reduced by itself; then shards are added, [D/N, F].
-    if given or are_parts or (leaving.by_use and search.have_loop_between(x, y)):
+    if given or are_parts or (leaving.by_use and search.is_loop_between(x, y)):
         return OnShards({0: leaving, 1: leaving}, lambda xs: lax.add(*xs))
     search.leaving |= dict.fromkeys((x, y), Part(leaving.is_awaited))  # whole, until their sum is reduced
     return None

@@ -21,12 +21,12 @@ from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, batch_index, sum_over
 from jzero.arrays.placement import is_on_host
 from jzero.config.precision import cast_dtype, scale_by, widen
-from jzero.engine.differentiate import Joint, differentiated
+from jzero.engine.differentiate import Joint, differentiate
 from jzero.engine.lazy import Lazy, is_lazy
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
-from jzero.engine.recompute import recomputed
+from jzero.engine.recompute import recompute
 from jzero.engine.roles import Parameter
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.walk import Walk
@@ -122,8 +122,8 @@ def _run(
     ]
     axis, whole = plan.config.axis, PartitionSpec()
     in_specs = (
-        [_manual(leaf.param, axis) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
-        [whole if leaf is None else _manual(leaf, axis) for leaf in carried],
+        [_manual_spec(leaf.param, axis) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
+        [whole if leaf is None else _manual_spec(leaf, axis) for leaf in carried],
         traced.batch_specs,  # this device's rows
         [whole] * len(leaves[3]),  # the key
         [whole] * len(leaves[4]),  # the loss scale
@@ -142,7 +142,7 @@ def _run(
     return LossResult(**mapped(*leaves))
 
 
-def _manual(leaf: StateLeaf, axis: str) -> PartitionSpec:
+def _manual_spec(leaf: StateLeaf, axis: str) -> PartitionSpec:
     """Returns the spec of a stored array over ZeRO's axis alone; GSPMD handles the other axes."""
     if leaf.cut is None:
         return PartitionSpec()
@@ -193,7 +193,7 @@ class _LocalStep:
     def out_specs(self) -> dict[str, Any]:
         """Returns the specs of the result's fields."""
         axis, whole = self.plan.config.axis, PartitionSpec()
-        grads = [_manual(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
+        grads = [_manual_spec(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
             "aux": aux_specs(self.traced.out_shape[1], PartitionSpec(batch_axes(self.plan.config))),
@@ -206,8 +206,8 @@ class _LocalStep:
         moving = [i for i, param in enumerate(self.params) if self.differentiates and param.moves]
         names = axis_env(self.plan)
         remat = self.traced.remat if self.differentiates else "as_written"  # no backward pass to recompute for
-        traced = dataclasses.replace(self.traced, jaxpr=recomputed(self.traced.jaxpr, remat, names))
-        return differentiated(
+        traced = dataclasses.replace(self.traced, jaxpr=recompute(self.traced.jaxpr, remat, names))
+        return differentiate(
             traced, moving, wire=self.wire, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )
 
@@ -217,12 +217,12 @@ class _LocalStep:
         index = batch_index(wire, dict(plan.mesh.shape))
         key = [jax.random.fold_in(k, index) for k in key]  # dropout differs between devices
         params = [param.value(x) for param, x in zip(self.params, stored, strict=True)]  # [D/N, F] becomes lazy
-        others = [self._frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
+        others = [self._wrap_frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
 
         def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array) -> Any:
-            return self._walked(joint, (params, others, batch, key, divisor, loss_scale))
+            return self._walk(joint, (params, others, batch, key, divisor, loss_scale))
 
-        ((total, weight), divisor, aux), local = self._accumulated(joint, evaluate, batch, key)
+        ((total, weight), divisor, aux), local = self._accumulate(joint, evaluate, batch, key)
         if isinstance(self.traced.out_shape[0], Weighted):
             weight = sum_over(weight, wire)  # of the global batch
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
@@ -244,14 +244,14 @@ class _LocalStep:
         aux = reduce_aux(aux, wire, self.micro.steps)
         return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
 
-    def _frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
+    def _wrap_frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
         """Returns a carried array as an input of the walk: lazy if it is a partitioned parameter."""
         if leaf is None:
             return x
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
         return round_without_derivative(x, dtype) if cut is None else Lazy(x, None, cut, self.wire, dtype, dtype)
 
-    def _walked(self, joint: Joint, inputs: Any) -> Any:
+    def _walk(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         num_values = joint.out.num_leaves - len(joint.moving)  # gradients come last
@@ -261,10 +261,10 @@ class _LocalStep:
         walk = Walk.start(frozenset(self.wire.batch_axes), order, keeps=keeps)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
-            outputs = walk.whole(walk(joint.jaxpr, leaves, wanted))
+            outputs = walk.gather(walk(joint.jaxpr, leaves, wanted))
         return joint.out.unflatten([x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs])
 
-    def _accumulated(
+    def _accumulate(
         self, joint: Joint, evaluate: Callable[..., Any], batch: list[jax.Array], key: list[jax.Array]
     ) -> tuple[Any, dict[int, jax.Array]]:
         """Sums loss, weight and gradients over micro-batches.

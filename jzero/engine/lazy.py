@@ -2,7 +2,7 @@
 
 In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], gathered where an equation reads
 it. The result of an equation over parameters alone stays lazy if possible: either the equation slices or casts the
-shard itself (`on_shard`), or it is repeated at each use (`Deferred`). So in
+shard itself (`shard_rules`), or it is repeated at each use (`Deferred`). So in
 
     { lambda ; w:f32[512,64] x:f32[8,512]. let
         a:bf16[512,64] = convert_element_type[new_dtype=bfloat16] w
@@ -106,7 +106,7 @@ class Lazy:
         """Returns it with the layout of one slice; a scan has already sliced the arrays."""
         return dataclasses.replace(self, cut=self.cut.drop_leading())  # natural shape [L, D, F] -> [D, F]
 
-    def gathered(self) -> jax.Array:
+    def gather(self) -> jax.Array:
         """Returns the whole parameter, in `wire_dtype`. [..., P/N] -> [..., D]."""
         if not is_cut(self):
             assert self.whole is not None

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _compat
-from jzero.engine.ahead import chosen_ahead
-from jzero.engine.bundles import Bundle, Rows, is_unmade
+from jzero.engine.bundles import Bundle, Rows, is_deferred
+from jzero.engine.gradient_exits import Reduction
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
-from jzero.engine.leaving import Reduction
+from jzero.engine.prefetch import choose_prefetched
 from jzero.jaxpr.primitives import CALLS, REMAT
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], want
     results = [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
     for i, (how, done) in enumerate(zip(wanted, loop.leaving, strict=True)):
         if isinstance(how, Reduction) and done is not None:
-            results[i] = how.placed(results[i])  # the turns reduced it: [L, D/N, F]
+            results[i] = how.place(results[i])  # the turns reduced it: [L, D/N, F]
             walk.note([results[i]], [how])
         else:
             results[i] = walk.leave(results[i], how)  # a gradient that is still whole, [L, D, F]
@@ -79,7 +79,7 @@ class _Loop:
         end = first + num_carry
         self.num_consts, self.num_carry, self.length = first, num_carry, int(eqn.params["length"])
         self.fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
-        outside = _before_loop(walk, body, inputs[:end], [*[True] * first, *self.fixed])
+        outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *self.fixed])
         self.consts = outside[:first]
         self.init = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
         # Gradients that arrive as shards, [L, D/N, F]: turns add shards to them.
@@ -88,47 +88,52 @@ class _Loop:
             how.on_device() if added is not None and isinstance(how, Reduction) else None
             for added, how in zip(self.added, wanted, strict=False)
         ]
-        self.leaving = [*carried, *(how.row() if isinstance(how, Reduction) else None for how in wanted[num_carry:])]
-        xs = [x if isinstance(x, Rows) else _sliceable(walk, x) for x in inputs[end:]]
+        self.leaving = [
+            *carried,
+            *(how.for_row() if isinstance(how, Reduction) else None for how in wanted[num_carry:]),
+        ]
+        xs = [x if isinstance(x, Rows) else _make_sliceable(walk, x) for x in inputs[end:]]
         self.values = [x if isinstance(x, Rows) else Rows((x,), (), ((False, 0),), 0) for x in xs]
-        self.stacks = [walk.held.filled(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
+        self.stacks = [walk.held.fill(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
         self.restored: list[Callable[[Any], Any]] = []
 
     def turn(self, carry: list[Any], rows: list[Any]) -> tuple[list[Any], Any]:
         """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep."""
-        inner = self.walk.inside(of_loop=True)  # keeps what it gathers to the end of the turn
+        inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the turn
         left, values = iter(rows), []
         for x in self.values:
             values.append(x.row([next(left) for _ in x.stacks]))
         carried = [x if same else y for x, y, same in zip(self.init, carry, self.fixed, strict=True)]
         given = [*[None] * self.num_consts, *self.leaving[: self.num_carry]]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values], self.leaving, given)
-        self.found = inner.found  # what the turn gathered, for `_ahead`
+        self.found = inner.found  # what the turn gathered, for `_choose_prefetched`
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
-        new = inner.whole([None if same else y for y, same in zip(outputs, self.fixed, strict=False)])
+        new = inner.gather([None if same else y for y, same in zip(outputs, self.fixed, strict=False)])
         kept: dict[int, jax.Array] = {}
         if self.walk.keeps_passes:
-            whole = {j: inner.held.whole_of(row) for j, row in enumerate(rows)}
+            whole = {j: inner.held.get(row) for j, row in enumerate(rows)}
             kept = {j: x for j, x in whole.items() if x is not None}  # [D, F] each; the scan stacks them
-        results = [self._result(inner, y, rows, kept) for y in outputs[self.num_carry :]]
+        results = [self._split_result(inner, y, rows, kept) for y in outputs[self.num_carry :]]
         self.restored = [restore for _, restore in results]
         return new, ([arrays for arrays, _ in results], kept)
 
     def run(self) -> tuple[list[Any], Any]:
         """Returns the final carry, and the stacked outputs of the turns."""
-        init = self.walk.order.before_loop([None if same else x for x, same in zip(self.init, self.fixed, strict=True)])
+        init = self.walk.order.order_loop([None if same else x for x, same in zip(self.init, self.fixed, strict=True)])
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
-        ahead = self._ahead(init)
+        ahead = self._choose_prefetched(init)
         step = -1 if self.eqn.params["reverse"] else 1
         start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first turn's row
 
         def gathered(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
             # [D/N, F] -> [D, F]
-            return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gathered() for j, x in rows.items()}
+            return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
             carry, whole, at = state  # whole: rows of this turn, [D, F]
-            following = gathered({j: _row(self.stacks[j], at + step) for j in ahead})  # the last turn's are unused
+            following = gathered(
+                {j: _slice_row(self.stacks[j], at + step) for j in ahead}
+            )  # the last turn's are unused
             carry, results = self.turn(carry, self._rows(stacks, whole))
             return (carry, following, at + step), results
 
@@ -137,8 +142,8 @@ class _Loop:
 
         if not ahead:
             return lax.scan(plain, init, self.stacks, **options)
-        rows = {j: _row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
-        rows = self.walk.order.before_turns(self.stacks, rows, init)
+        rows = {j: _slice_row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
+        rows = self.walk.order.order_first_rows(self.stacks, rows, init)
         (end, _, _), results = lax.scan(body, (init, gathered(rows), start), self.stacks, **options)
         return end, results
 
@@ -156,20 +161,22 @@ class _Loop:
                 rows.append(x)
         return rows
 
-    def _ahead(self, init: list[Any]) -> dict[int, Any]:
+    def _choose_prefetched(self, init: list[Any]) -> dict[int, Any]:
         """Returns the stacks to gather one turn ahead, with the dtype of each gather."""
         limit = self.walk.order.ahead
         if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
             return {}
         # A first trace shows what a turn gathers.
-        jax.eval_shape(lambda init, stacks: self.turn(init, self._rows(_rows_at(stacks, 0), {}))[1], init, self.stacks)
+        jax.eval_shape(
+            lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}))[1], init, self.stacks
+        )
         first: dict[int, tuple[int, Any]] = {}  # by shard; a turn may gather a row more than once
         for row_of, dtype in self.found:
             if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
                 first.setdefault(id(self.stacks[row_of.stack].shard), (row_of.stack, dtype))
-        return chosen_ahead({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
+        return choose_prefetched({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
-    def _result(
+    def _split_result(
         self, inner: Walk, x: Any, rows: list[Any], kept: Mapping[int, Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
@@ -181,7 +188,7 @@ class _Loop:
         # If whole rows are kept, all other values made of parameters are kept whole, too.
         is_kept = all(number.get(id(getattr(y, "shard", None))) in kept for y in bundle.leaves)
         if not is_lazy(x) or (self.walk.keeps_passes and not is_kept):
-            return [jnp.asarray(inner.whole([x])[0])], lambda ys: ys[0]
+            return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = {id(y) for y in jax.tree.leaves(self.consts)}  # the same in all turns, so not stacked
         arrays: list[Any] = []
         parts: list[Callable[[list[Any]], Any]] = []
@@ -195,9 +202,9 @@ class _Loop:
                 continue
             places.append((False, len(parts)))
             if id(array) in number:
-                parts.append(_as_scanned(leaf, self.stacks[number[id(array)]]))  # the stack that came in: no copy
+                parts.append(_restore_scanned(leaf, self.stacks[number[id(array)]]))  # the stack that came in: no copy
             else:
-                parts.append(_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
+                parts.append(_restore_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
                 arrays.append(array)
         (template,) = bundle.template
 
@@ -209,13 +216,13 @@ class _Loop:
         return arrays, restore
 
 
-def _as_scanned(row: Lazy, stack: Lazy) -> Callable[[list[Any]], Any]:
+def _restore_scanned(row: Lazy, stack: Lazy) -> Callable[[list[Any]], Any]:
     """Returns a function that makes a result from the stack that the loop scanned."""
     dtypes = {"wire_dtype": row.wire_dtype, "dtype": row.dtype}
     return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, **dtypes)
 
 
-def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
+def _restore_stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
     """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
     if not isinstance(row, Lazy):
         return lambda ys: ys[index]
@@ -224,20 +231,20 @@ def _stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
     return lambda ys: dataclasses.replace(like, shard=ys[index], cut=like.cut.add_leading(len(ys[index])))
 
 
-def _before_loop(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) -> list[Any]:
+def _prepare_inputs(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) -> list[Any]:
     """Returns a loop's constants and initial carry, with parameters whole, except those that the turns only index."""
     lazily = [
-        is_lazy(x) and ((same and is_constant(x)) or _only_indexed(body, v))
+        is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
         for x, v, same in zip(inputs, body.invars, fixed, strict=False)
     ]
-    whole = walk.whole([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])
+    whole = walk.gather([None if lazy else x for x, lazy in zip(inputs, lazily, strict=True)])
     return [x if lazy else y for x, y, lazy in zip(inputs, whole, lazily, strict=True)]
 
 
-def _sliceable(walk: Walk, x: Any) -> Any:
+def _make_sliceable(walk: Walk, x: Any) -> Any:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
     # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
-    if not is_unmade(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+    if not is_deferred(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
         return x
     if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # warns once for the loop and its backward loop
         walk.cache["sliced", x.shape] = True
@@ -248,20 +255,20 @@ def _sliceable(walk: Walk, x: Any) -> Any:
             '`ZeroConfig(rules={"path/of/the/stack/.*": LeafRule(scan_dim=0)})`.',
             stacklevel=2,
         )
-    return walk.whole([x])[0]  # [L, D, F], whole
+    return walk.gather([x])[0]  # [L, D, F], whole
 
 
-def _row(stack: Lazy, at: Any) -> Lazy:
+def _slice_row(stack: Lazy, at: Any) -> Lazy:
     """Returns one row of a lazy stack."""
-    return _rows_at([stack], at)[0].drop_leading()  # [L, D/N, F] -> [D/N, F]
+    return _slice_rows([stack], at)[0].drop_leading()  # [L, D/N, F] -> [D/N, F]
 
 
-def _rows_at(stacks: list[Any], at: Any) -> list[Any]:
+def _slice_rows(stacks: list[Any], at: Any) -> list[Any]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # and of `whole`, if any
 
 
-def _only_indexed(jaxpr: Any, var: Any) -> bool:
+def _is_only_indexed(jaxpr: Any, var: Any) -> bool:
     """Whether a loop's body reads constant `var` one slice at a time."""
     uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
     return bool(uses) and all(_indexes(eqn, var) for eqn in uses) and var not in jaxpr.outvars
@@ -272,4 +279,4 @@ def _indexes(eqn: Equation, var: Any) -> bool:
     if eqn.primitive.name not in REMAT | CALLS:
         return eqn.primitive.name == "dynamic_slice"  # `w[i]`, and `i` is traced
     body = next(_compat.contained_jaxprs(eqn))
-    return all(_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)
+    return all(_is_only_indexed(body, v) for x, v in zip(eqn.invars, body.invars, strict=True) if x is var)

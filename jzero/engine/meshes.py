@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero.engine.bundles import Rows
 from jzero.engine.lazy import is_lazy
-from jzero.engine.on_shard import constrained
+from jzero.engine.shard_rules import constrain_lazy
 
 __all__ = ["MeshFacts", "Meshes", "constrain", "names_mesh"]
 
@@ -85,7 +85,7 @@ def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
         return x
     spec = _drop_axes(sharding.spec, axes)
     # The constraint of a lazy parameter applies to its shard, [D/N, F].
-    return constrained(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
+    return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)
 
 
 def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:

@@ -8,8 +8,8 @@ gathers a parameter twice, forward and backward, and a compiler would merge the 
 So the second gather waits for the other operands of its use: `w, g = optimization_barrier(w, g)`.
 
 [Note: Barriers and selects]
-`_fenced` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
-shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. `delayed` makes a
+`_fence` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
+shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. `delay` makes a
 value depend on others: it selects the value by a comparison whose result is always the same, which no compiler finds
 out. That works everywhere, and costs a pass over the value.
 
@@ -48,7 +48,7 @@ from jzero.engine.lazy import Lazy, is_cut, num_bytes
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import Fence, platform_facts
 
-__all__ = ["Order", "delayed", "first_elements"]
+__all__ = ["Order", "delay", "first_elements"]
 
 
 @dataclasses.dataclass
@@ -85,26 +85,26 @@ class Order:
         limit = config.prefetch_bytes if plan.regathers else None
         return cls(fence, waits=platform.postpones and differentiates, limit=limit, ahead=ahead)
 
-    def inside(self) -> Order:
+    def enter_block(self) -> Order:
         """Returns the order of a loop body or a recomputed block: a separate program, which gathers only once."""
         return Order(ahead=self.ahead)
 
-    def in_call(self, gathered: Iterable[Lazy]) -> Order:
+    def enter_call(self, gathered: Iterable[Lazy]) -> Order:
         """Returns the order of a called function, given those of its inputs that were gathered before."""
         order = Order(self.fence, self.waits, None, self.ahead)
-        order.gathers(gathered)
+        order.note_gathered(gathered)
         return order
 
     # What happens.
 
-    def turns(self, *, is_backward: bool) -> bool:
+    def enter_pass(self, *, is_backward: bool) -> bool:
         """Records the pass of the next equation; returns whether the backward pass begins with it."""
         if self._is_backward or not is_backward:
             return False
         self._is_backward, self._turned_at = True, len(self._uses)
         return True
 
-    def gathers(self, params: Iterable[Lazy]) -> None:
+    def note_gathered(self, params: Iterable[Lazy]) -> None:
         """Records that parameters are gathered. Keeps their shards, so that no other array gets their `id`."""
         self._gathered |= {id(x.shard): x.shard for x in params}
 
@@ -112,77 +112,77 @@ class Order:
         """Whether a parameter has been gathered before."""
         return isinstance(x, Lazy) and id(x.shard) in self._gathered
 
-    def reduced(self, grads: Iterable[jax.Array]) -> None:
+    def note_reduced(self, grads: Iterable[jax.Array]) -> None:
         """Records gradients that were reduced, or summands of gradients that will be."""
         self._reduced += [x for x in grads if not is_on_host(x)]
 
-    def used(self, results: Sequence[Any]) -> None:
+    def note_used(self, results: Sequence[Any]) -> None:
         """Records a result computed from the parameters that were gathered last."""
         if self._uses and not self._uses[-1][1]:
             self._uses[-1][1].extend([x for x in results if _is_number(x)][:1])
 
     # What is about to happen.
 
-    def before_use(self, leaves: list[Any]) -> list[Any]:
+    def order_use(self, leaves: list[Any]) -> list[Any]:
         """Returns arrays and lazy parameters that one equation uses, with the parameters waiting as needed.
 
         A parameter that was gathered before waits for the arrays. With a limit, all parameters wait for earlier uses.
         """
-        again = {i: x for i, x in _cut(leaves).items() if self.was_gathered(x)}
-        leaves, waits = self._within_limit(leaves)
+        again = {i: x for i, x in _find_cut(leaves).items() if self.was_gathered(x)}
+        leaves, waits = self._limit_prefetch(leaves)
         arrays = {i: x for i, x in enumerate(leaves) if _is_activation(x)}
         if not again or not arrays or self.fence is None or waits:
             return leaves
         again = {i: leaves[i] for i in again}
         if self.fence == "data":
-            return _replaced(leaves, delayed(again, [*arrays.values()]))
+            return _replace(leaves, delay(again, [*arrays.values()]))
         if self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values()):
-            again, _ = _fenced(again, first_elements([*arrays.values()]))
+            again, _ = _fence(again, first_elements([*arrays.values()]))
         else:
-            again, behind = _fenced(again, [*arrays.values()])
-            leaves = _replaced(leaves, dict(zip(arrays, behind, strict=True)))
-        return _replaced(leaves, again)
+            again, behind = _fence(again, [*arrays.values()])
+            leaves = _replace(leaves, dict(zip(arrays, behind, strict=True)))
+        return _replace(leaves, again)
 
-    def before_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
+    def order_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
         """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
-        again = [i for i, x in _cut(operands).items() if self.was_gathered(x)]
-        operands, may_be_ahead = self._within_limit(operands)
+        again = [i for i, x in _find_cut(operands).items() if self.was_gathered(x)]
+        operands, may_be_ahead = self._limit_prefetch(operands)
         if not self._in_blocks:
             self._in_blocks, due, self._last, self._reduced = True, self._reduced, [], []
         else:
             due, self._last, self._reduced = self._last, self._reduced, []
         cotangent = [i for i, x in enumerate(operands) if _is_activation(x)][-1:]  # jax puts it last
-        operands = self._after(due, operands, cotangent)
+        operands = self._wait_for(due, operands, cotangent)
         if self.fence == "data" and not may_be_ahead:
-            held = delayed({i: operands[i] for i in again}, [operands[i] for i in cotangent])
-            operands = _replaced(operands, held)
+            held = delay({i: operands[i] for i in again}, [operands[i] for i in cotangent])
+            operands = _replace(operands, held)
         return operands, may_be_ahead
 
-    def before_loop(self, carry: list[Any]) -> list[Any]:
+    def order_loop(self, carry: list[Any]) -> list[Any]:
         """Returns the initial carry of a loop, waiting for reduced gradients."""
         due, self._in_blocks, self._last, self._reduced = self._last + self._reduced, False, [], []
-        return self._after(due, carry, [i for i, x in enumerate(carry) if _is_activation(x)])
+        return self._wait_for(due, carry, [i for i, x in enumerate(carry) if _is_activation(x)])
 
-    def before_turns(self, stacks: Sequence[Any], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
+    def order_first_rows(self, stacks: Sequence[Any], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
         """Returns the rows of stacks that are gathered before the first turn of a loop.
 
         If a stack was gathered before, its row waits for the initial carry.
         """
         again = {i: x for i, x in rows.items() if self.was_gathered(stacks[i])}
-        self.gathers(_cut(stacks).values())
-        return {**rows, **delayed(again, [x for x in carry if _is_number(x)])}
+        self.note_gathered(_find_cut(stacks).values())
+        return {**rows, **delay(again, [x for x in carry if _is_number(x)])}
 
-    def _after(self, due: list[jax.Array], values: list[Any], which: list[int]) -> list[Any]:
-        return _replaced(values, delayed({i: values[i] for i in which}, due)) if self.waits else values
+    def _wait_for(self, due: list[jax.Array], values: list[Any], which: list[int]) -> list[Any]:
+        return _replace(values, delay({i: values[i] for i in which}, due)) if self.waits else values
 
-    def _within_limit(self, leaves: list[Any]) -> tuple[list[Any], bool]:
+    def _limit_prefetch(self, leaves: list[Any]) -> tuple[list[Any], bool]:
         """Records a use; with a limit, its gathers wait until enough earlier uses are done.
 
         Returns:
           The values, and whether they wait and may be gathered ahead: more bytes than the limit may not.
         """
-        cut = _cut(leaves)
-        self.gathers(cut.values())
+        cut = _find_cut(leaves)
+        self.note_gathered(cut.values())
         if self.limit is None or not cut:
             return leaves, False
         ahead = size = num_bytes(cut.values())
@@ -193,17 +193,17 @@ class Order:
                 waits_for = results
                 break
         self._uses.append((size, []))
-        return _replaced(leaves, delayed(cut, waits_for)), bool(waits_for) and size <= self.limit
+        return _replace(leaves, delay(cut, waits_for)), bool(waits_for) and size <= self.limit
 
 
-def _fenced(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[int, Lazy], list[jax.Array]]:
+def _fence(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[int, Lazy], list[jax.Array]]:
     """Returns lazy parameters and values behind one barrier, see [Note: Barriers and selects]."""
     shards, behind = lax.optimization_barrier(([on_device(x.shard) for x in params.values()], list(values)))
     pairs = zip(params.items(), shards, strict=True)
     return {i: dataclasses.replace(x, shard=shard) for (i, x), shard in pairs}, behind
 
 
-def delayed(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
+def delay(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
     """Returns arrays, and parameters, that do not exist before others do: see [Note: Barriers and selects]."""
     firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]  # scalars
     if not firsts:
@@ -231,7 +231,7 @@ def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
     return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
 
 
-def _cut(leaves: Sequence[Any]) -> dict[int, Lazy]:
+def _find_cut(leaves: Sequence[Any]) -> dict[int, Lazy]:
     return {i: x for i, x in enumerate(leaves) if is_cut(x)}
 
 
@@ -243,5 +243,5 @@ def _is_activation(x: Any) -> bool:
     return _is_number(x) and x.ndim > 0
 
 
-def _replaced(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
+def _replace(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
     return [new.get(i, x) for i, x in enumerate(values)]

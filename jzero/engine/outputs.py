@@ -28,9 +28,9 @@ __all__ = [
     "Weighted",
     "aux_specs",
     "check_aux",
-    "marked_leaves",
     "reduce_aux",
     "split_mutable",
+    "spread_marks",
 ]
 
 PyTree = Any
@@ -109,7 +109,7 @@ def _is_marked(x: Any) -> bool:
     return isinstance(x, Summed | PerExample | Synced)
 
 
-def marked_leaves(aux: PyTree) -> PyTree:
+def spread_marks(aux: PyTree) -> PyTree:
     """Returns `aux` with each mark around a tree moved to the leaves of the tree."""
 
     def spread(x: Any) -> Any:

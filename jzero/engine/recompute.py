@@ -33,16 +33,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jzero import _compat
-from jzero.jaxpr.primitives import CALLS, REMAT, called
-from jzero.jaxpr.repeats import keeps_heavy, parts_of
-from jzero.jaxpr.structure import Common, Structures, is_worth_a_call
+from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
+from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
+from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.plan.mesh import HOST_MEMORY
 
 __all__ = [
     "Remat",
     "has_parts_to_recompute",
     "offload_activations",
-    "recomputed",
+    "recompute",
     "recomputes",
 ]
 
@@ -97,7 +97,7 @@ def recomputes(eqn: Any) -> bool:
     )
 
 
-def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> Any:
+def recompute(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> Any:
     """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
     Enters `jit`, `cond`, `scan` and `jax.checkpoint`; other equations with jaxprs stay as they are.
@@ -112,12 +112,12 @@ def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) ->
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Example:
-      >>> from jzero.engine.recompute import recomputed
+      >>> from jzero.engine.recompute import recompute
       >>> scanned = lambda w, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0].sum()
       >>> jaxpr = jax.make_jaxpr(scanned)(jnp.ones((3, 8, 8)), jnp.ones((2, 8)))
       >>> "remat" in str(jaxpr) or "checkpoint" in str(jaxpr)
       False
-      >>> new = str(recomputed(jaxpr, "cheap", axis_env=[]))
+      >>> new = str(recompute(jaxpr, "cheap", axis_env=[]))
       >>> "remat" in new or "checkpoint" in new
       True
     """
@@ -128,11 +128,11 @@ def recomputed(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) ->
 def has_parts_to_recompute(jaxpr: Any) -> bool:
     """Whether `remat="cheap"` changes anything: whether some scan or repeated block has no checkpoint of its own."""
     opened, _ = _compat.open_jaxpr(jaxpr)
-    parts = parts_of(opened)
+    parts = split_into_parts(opened)
     if any(part.is_block and _is_free(part.eqns) for part in parts):
         return True
     return any(
-        _is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _entered(eqn)))
+        _is_free([eqn]) if eqn.primitive.name == "scan" else any(map(has_parts_to_recompute, _rewritten_jaxprs(eqn)))
         for part in parts
         for eqn in part.eqns
     )
@@ -143,15 +143,15 @@ def _is_free(eqns: Sequence[Any]) -> bool:
     return not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
 
 
-def _entered(eqn: Any) -> Sequence[Any]:
+def _rewritten_jaxprs(eqn: Any) -> Sequence[Any]:
     """Returns the jaxprs of an equation that the rewrite enters."""
     kind = eqn.primitive.name
-    return eqn.params["branches"] if kind == "cond" else [called(eqn)] if kind in CALLS else []
+    return eqn.params["branches"] if kind == "cond" else [called_jaxpr(eqn)] if kind in CALLS else []
 
 
 @dataclasses.dataclass
 class _Rewrite:
-    """Evaluates jaxprs, changed as `recomputed` says.
+    """Evaluates jaxprs, changed as `recompute` says.
 
     Attributes:
       remat: The option.
@@ -171,9 +171,9 @@ class _Rewrite:
         if self.in_loop and self.remat != "cheap":
             return _compat.evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
-        parts, is_cheap = parts_of(jaxpr), self.remat == "cheap"
+        parts, is_cheap = split_into_parts(jaxpr), self.remat == "cheap"
         wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
-        layers = {i: Common.of(x) for i, x in enumerate(parts) if x.is_block and _is_free(x.eqns)}
+        layers = {i: CanonicalJaxpr.of(x) for i, x in enumerate(parts) if x.is_block and _is_free(x.eqns)}
         shared = {} if self.in_loop else {i: x for i, x in layers.items() if is_cheap or is_worth_a_call(x)}
         numbers = {i: self.structures(x) for i, x in shared.items()}
         times = collections.Counter(numbers.values())
@@ -181,7 +181,7 @@ class _Rewrite:
         for i, part in enumerate(parts):
             values = [env[v] for v in part.invars]
             if i in numbers and times[numbers[i]] > 1:  # a layer that occurs once stays in place
-                outputs = self._shared(layers[i], values, _compat.bind, wrap)
+                outputs = self._call_shared(layers[i], values, _compat.bind, wrap)
             elif is_cheap and i in layers:
                 outputs = wrap(functools.partial(_compat.evaluate, part, apply=_compat.bind))(values)
             else:
@@ -189,8 +189,8 @@ class _Rewrite:
             env.update(zip(part.outvars, outputs, strict=True))
         return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
 
-    def _shared(
-        self, common: Common, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
+    def _call_shared(
+        self, common: CanonicalJaxpr, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
     ) -> list[Any]:
         """Calls the function that all equal jaxprs share."""
         key = self.remat, key, self.structures(common)
@@ -224,7 +224,7 @@ class _Rewrite:
         return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
     def _call(self, eqn: Any) -> Callable[..., Any]:
-        jaxpr, either = called(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
+        jaxpr, either = called_jaxpr(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
         given, returned = (  # other calls than those of `jit` say nothing about shardings
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
             for name, variables in either
@@ -250,8 +250,8 @@ class _Rewrite:
 
         if self.in_loop:
             return list(wrap(functools.partial(_compat.evaluate, eqn.params["jaxpr"], apply=apply))(inputs))
-        common = Common.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
-        return self._shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
+        common = CanonicalJaxpr.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
+        return self._call_shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
 
     def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         num_consts, num_carry = _compat.scan_groups(eqn)

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import Wire, reduce_shard, reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
+from jzero.engine.gradient_exits import GradientExit, Part, Reduction
 from jzero.engine.lazy import Lazy
-from jzero.engine.leaving import Leaving, Part, Reduction
 from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
 
@@ -76,7 +76,7 @@ class Parameter:
         return self.leaf.trained and jnp.issubdtype(self.leaf.param.dtype, jnp.inexact)
 
     @property
-    def leaving(self) -> Leaving | None:
+    def leaving(self) -> GradientExit | None:
         """How the walk handles its gradient; `None` if it is all-reduced after the walk."""
         is_held_cut, is_cut, as_made = self.role.value
         cut = self.leaf.grad.for_collectives(self.mesh)

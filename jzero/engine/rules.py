@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.placement import is_on_host, on_device
-from jzero.engine.bundles import Bundle, is_unmade
+from jzero.engine.bundles import Bundle, is_deferred
+from jzero.engine.gradient_exits import Part, Reduction
 from jzero.engine.lazy import Lazy, defer, is_lazy
-from jzero.engine.leaving import Part, Reduction
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
-from jzero.engine.on_shard import on_shard
-from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called
+from jzero.engine.shard_rules import apply_on_shard
+from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
 
 if TYPE_CHECKING:
@@ -49,31 +49,31 @@ _EMPTY = object()
 
 def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Applies an equation to whole values."""
-    name, meshes, inputs = eqn.primitive.name, walk.meshes.in_equation(eqn), walk.whole(inputs)
+    name, meshes, inputs = eqn.primitive.name, walk.meshes.in_equation(eqn), walk.gather(inputs)
     anew: dict[str, Any] = {}
     if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
-        inner = walk.inside()
-        anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.all_whole, jaxpr))
+        inner = walk.enter_block()
+        anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
     elif meshes.named:
         raise ValueError(
             f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "
             "cannot look into. Move it out of that function."
         )
     outputs = _compat.bind(eqn, inputs, **anew)
-    walk.order.used(outputs)
+    walk.order.note_used(outputs)
     return outputs
 
 
 def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
     """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
-    jaxpr = called(eqn)
+    jaxpr = called_jaxpr(eqn)
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
     returned = eqn.params.get("out_shardings") or [None] * len(wanted)
     inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
     # A function cannot keep whole parameters for later equations, nor count the bytes gathered before it.
     stays = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
     if stays and is_worth_a_call(jaxpr):
-        outputs = _called(walk, eqn, jaxpr, inputs, tuple(wanted))
+        outputs = _call_function(walk, eqn, jaxpr, inputs, tuple(wanted))
     else:
         outputs = walk(jaxpr, inputs, wanted)
     return [
@@ -90,21 +90,21 @@ class _Static:
     value: Any
 
 
-def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
+def _call_function(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
     """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
     bundle = Bundle.of(inputs)
     is_block = any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns)
     if is_block:
-        leaves, _ = walk.order.before_block(list(bundle.leaves))
+        leaves, _ = walk.order.order_block(list(bundle.leaves))
         bundle = Bundle(tuple(leaves), bundle.template)
     # Parameters that were gathered before the call are gathered behind a barrier inside it, as elsewhere.
     again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
     inside = tuple(None if isinstance(how, Part) else how for how in wanted)
     key = id(jaxpr), again, inside
     if key not in walk.cache:
-        walk.cache[key] = _function(walk, eqn, jaxpr, again, inside)
+        walk.cache[key] = _make_function(walk, eqn, jaxpr, again, inside)
     outputs, gathered = walk.cache[key](bundle)
-    walk.order.gathers(bundle.leaves[i] for i in gathered.value)
+    walk.order.note_gathered(bundle.leaves[i] for i in gathered.value)
     # If the function returns one of its input shards, the result is that input itself, so that the walk recognizes it.
     arrays = jax.tree.leaves(bundle)
     places = jax.tree.map(
@@ -115,12 +115,12 @@ def _called(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tu
     return results
 
 
-def _function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
+def _make_function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
     """Returns a jaxpr's function, from a bundle to a bundle and the indices of the leaves that it gathers."""
-    anew = walk.in_call([])  # the function outlives this walk, so it must not hold the walk's tracers
+    anew = walk.enter_call([])  # the function outlives this walk, so it must not hold the walk's tracers
 
     def call(bundle: Bundle) -> Any:
-        inner = anew.in_call([bundle.leaves[i] for i in again])
+        inner = anew.enter_call([bundle.leaves[i] for i in again])
         outputs = Bundle.of(inner(jaxpr, bundle.values(), wanted))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
         place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}  # to recognize inputs that it returns
@@ -143,21 +143,21 @@ def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any
     given = eqn.params["prevent_cse"]
     if _is_recomputed(eqn):
         bundle = Bundle.of(inputs)
-        leaves, may_be_ahead = walk.order.before_block(list(bundle.leaves))
+        leaves, may_be_ahead = walk.order.order_block(list(bundle.leaves))
         if given if isinstance(given, bool) else any(given):
             # Parameters that are kept from the forward pass, or that already wait, stay as they are.
             stays = walk.keeps_passes or may_be_ahead
-            leaves = _behind_a_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
+            leaves = _put_behind_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
         inputs = Bundle(tuple(leaves), bundle.template).values()
     if walk.keeps_passes:  # what the block gathers stays whole after it
         return walk(eqn.params["jaxpr"], inputs, wanted)
-    outputs = walk.inside()(eqn.params["jaxpr"], inputs, wanted)
+    outputs = walk.enter_block()(eqn.params["jaxpr"], inputs, wanted)
     walk.note(outputs, wanted, of_block=True)
-    walk.order.used(outputs)
+    walk.order.note_used(outputs)
     return outputs
 
 
-def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
+def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
     """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
     def near(x: Any) -> Any:
@@ -175,8 +175,8 @@ def _behind_a_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
 
 def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
-    done = iter(_compat.bind(eqn, [x for x in inputs if not is_unmade(x)]))  # lazy values pass beside it
-    return [x if is_unmade(x) else next(done) for x in inputs]
+    done = iter(_compat.bind(eqn, [x for x in inputs if not is_deferred(x)]))  # lazy values pass beside it
+    return [x if is_deferred(x) else next(done) for x in inputs]
 
 
 def _constraint(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
@@ -187,21 +187,23 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
     """Evaluates a `cond`, whose branches return each other's residuals as empty values. Parameters stay lazy."""
     lazily: list[Any] = [None] * len(eqn.outvars)
     if any(map(is_lazy, inputs)):
-        by_branch = [_of_parameters(branch, inputs[1:]) for branch in eqn.params["branches"]]
+        by_branch = [_lazy_outputs(branch, inputs[1:]) for branch in eqn.params["branches"]]
         returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
         lazily = [x[0] if len(x) == 1 else None for x in returned]  # one branch alone fills it
     if all(x is None for x in lazily):
         return bind_whole(walk, eqn, inputs)
 
     def others(branch: Any, *operands: Any) -> list[Any]:
-        return [x for x, y in zip(walk.inside().all_whole(branch, *operands), lazily, strict=True) if y is None]
+        return [
+            x for x, y in zip(walk.enter_block().evaluate_whole(branch, *operands), lazily, strict=True) if y is None
+        ]
 
     anew = _compat.jaxprs_retraced(eqn, lambda branch: functools.partial(others, branch))
-    outputs = iter(_compat.bind(eqn, walk.whole(inputs), **anew))  # see [Note: Branches and loops]
+    outputs = iter(_compat.bind(eqn, walk.gather(inputs), **anew))  # see [Note: Branches and loops]
     return [next(outputs) if y is None else y for y in lazily]
 
 
-def _of_parameters(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+def _lazy_outputs(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Returns, for each output of a branch, its lazy value, `_EMPTY` if the branch leaves it empty, else `None`."""
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
     known = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if is_lazy(x)}
@@ -210,7 +212,7 @@ def _of_parameters(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
             known[eqn.outvars[0]] = _EMPTY
         elif any(map(is_lazy, values)) and all(x is not None for x in values):
-            kept = on_shard(eqn, values) or defer(eqn, values)
+            kept = apply_on_shard(eqn, values) or defer(eqn, values)
             known |= {} if kept is None else {eqn.outvars[0]: kept}
     return [None if _compat.is_literal(v) else known.get(v) for v in jaxpr.outvars]
 
@@ -234,10 +236,10 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
             "mesh with ZeRO's axes first, e.g. `jzero.make_mesh(data=…, model=…)`."
         )
     lazily = _cast_to_varying(eqn, inputs)
-    inner = walk.inside()
+    inner = walk.enter_block()
 
     def body(*xs: Any) -> tuple[Any, ...]:
-        outputs = inner.all_whole(eqn.params["jaxpr"], *xs)
+        outputs = inner.evaluate_whole(eqn.params["jaxpr"], *xs)
         return tuple(x for x, y in zip(outputs, lazily, strict=True) if y is None)
 
     fn = jax.shard_map(
@@ -247,9 +249,9 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
         axis_names=set(axes),
         check_vma=eqn.params["check_vma"],
     )
-    outputs = iter(fn(*walk.whole(inputs)))  # parameters: [D, F], whole
+    outputs = iter(fn(*walk.gather(inputs)))  # parameters: [D, F], whole
     results = [next(outputs) if y is None else y for y in lazily]
-    walk.order.used(results)
+    walk.order.note_used(results)
     return results
 
 
@@ -278,7 +280,7 @@ def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     return [copies(v, spec) for v, spec in zip(jaxpr.outvars, eqn.params["out_specs"], strict=True)]
 
 
-def _leaving(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
+def _reduce_after(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
     """Returns a rule that reduces gradients after the equation."""
 
     def whole_rule(walk: Walk, eqn: Equation, inputs: list[Any], _: list[Any], wanted: list[Any]) -> list[Any]:
@@ -291,10 +293,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(RUNS - REMAT, _call),
     **dict.fromkeys(REMAT, _checkpoint),
     "scan": scan,
-    "cond": _leaving(_cond),
-    "optimization_barrier": _leaving(_barrier),
+    "cond": _reduce_after(_cond),
+    "optimization_barrier": _reduce_after(_barrier),
     # jax adds it if a mesh is set; here it changes nothing, since no axis is explicit.
-    "reshard": _leaving(lambda walk, eqn, inputs: inputs[:1]),
-    "shard_map": _leaving(_shard_map),
-    "sharding_constraint": _leaving(_constraint),
+    "reshard": _reduce_after(lambda walk, eqn, inputs: inputs[:1]),
+    "shard_map": _reduce_after(_shard_map),
+    "sharding_constraint": _reduce_after(_constraint),
 }

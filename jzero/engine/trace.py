@@ -24,7 +24,7 @@ from jzero import _compat
 from jzero.engine.recompute import Remat, has_parts_to_recompute
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
-from jzero.plan.padded import is_padded, unboxed
+from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 
 __all__ = [
@@ -108,7 +108,7 @@ def trace_loss(
     def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
         return loss_fn(params, batch, *key, **carried)
 
-    jaxpr, out_shape = _jaxpr_of(call, plan, (params, carried, local, key))
+    jaxpr, out_shape = _make_jaxpr(call, plan, (params, carried, local, key))
     ordered = _compat.ordered_effects(jaxpr)
     if ordered:
         raise ValueError(
@@ -117,10 +117,10 @@ def trace_loss(
         )
     specs = [PartitionSpec(batch_axes(plan.config)) if x.ndim else PartitionSpec() for x in jax.tree.leaves(batch)]
     sizes = (len(shapes), len(jax.tree.leaves(carried)), len(specs), len(key))
-    return TracedLoss(jaxpr, out_shape, sizes, specs, _chosen_remat(remat, plan, jaxpr))
+    return TracedLoss(jaxpr, out_shape, sizes, specs, _resolve_remat(remat, plan, jaxpr))
 
 
-def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -> tuple[Any, PyTree]:
+def _make_jaxpr(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -> tuple[Any, PyTree]:
     """Returns a function's jaxpr, and the shapes of its results."""
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
@@ -152,7 +152,7 @@ def _jaxpr_of(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -
     return jaxpr, out_shape
 
 
-def _chosen_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
+def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
     """Returns `remat` with the default resolved: "cheap" if parameters are gathered again, else "as_written"."""
     if remat is None and not plan.regathers:
         return "as_written"
@@ -179,7 +179,7 @@ def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf
 
 def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
     """Returns the shapes of the carried state as the loss sees it."""
-    frozen = {name: jax.tree.map(unboxed, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
+    frozen = {name: jax.tree.map(unbox, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
     leaves, treedef = jax.tree.flatten({**carried, **frozen})
     shapes = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) if leaf is None else jax.ShapeDtypeStruct(leaf.shape, leaf.compute_dtype)

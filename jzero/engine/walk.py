@@ -34,22 +34,22 @@ from typing import Any
 import jax
 
 from jzero import _compat
-from jzero.engine.bundles import Bundle, Rows, is_unmade
+from jzero.engine.bundles import Bundle, Rows, is_deferred
+from jzero.engine.gradient_exits import GradientExit, Reduction
 from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
-from jzero.engine.leaving import Leaving, Reduction
 from jzero.engine.meshes import MeshFacts, names_mesh
-from jzero.engine.on_shard import on_shard
 from jzero.engine.order import Order
-from jzero.engine.reductions import reductions
+from jzero.engine.reductions import find_reductions
 from jzero.engine.rules import RULES, bind_whole
+from jzero.engine.shard_rules import apply_on_shard
 
-__all__ = ["Held", "Walk"]
+__all__ = ["HeldParameters", "Walk"]
 
 Equation = Any
-Wanted = Sequence[Leaving | None]
+Wanted = Sequence[GradientExit | None]
 
 
-class Held:
+class HeldParameters:
     """Whole parameters kept for later equations, see [Note: Short reuse].
 
     Attributes:
@@ -61,7 +61,7 @@ class Held:
         self._whole: dict[Any, dict[Any, jax.Array]] = {}  # by parameter and the dtype of the gather
         self._alive: dict[Any, Any] = {}  # keeps shards alive, since their identities are keys
 
-    def filled(self, x: Any) -> Any:
+    def fill(self, x: Any) -> Any:
         """Returns `x`, with the whole array if it is a kept parameter."""
         if not isinstance(x, Lazy) or not is_cut(x):
             return x
@@ -69,7 +69,7 @@ class Held:
         whole = found.get(x.wire_dtype, next(iter(found.values()), None))
         return x if whole is None else dataclasses.replace(x, whole=whole)
 
-    def whole_of(self, x: Any) -> jax.Array | None:
+    def get(self, x: Any) -> jax.Array | None:
         """Returns the kept array of a parameter, if any."""
         return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, Lazy) else None
 
@@ -107,7 +107,7 @@ class Walk:
 
     axes: frozenset[str]
     order: Order
-    held: Held
+    held: HeldParameters
     keeps_passes: bool = False
     depth: int = 0
     found: list[tuple[RowOf, Any]] = dataclasses.field(default_factory=list)
@@ -117,16 +117,18 @@ class Walk:
     @classmethod
     def start(cls, axes: frozenset[str], order: Order | None = None, *, keeps: bool = False) -> Walk:
         """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
-        return cls(axes, order or Order(), Held(keeps=keeps), keeps_passes=keeps)
+        return cls(axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps)
 
-    def inside(self, *, of_loop: bool = False) -> Walk:
+    def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
-        of_body = dataclasses.replace(self, order=self.order.inside(), held=Held(keeps=True), keeps_passes=False)
+        of_body = dataclasses.replace(
+            self, order=self.order.enter_block(), held=HeldParameters(keeps=True), keeps_passes=False
+        )
         return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
 
-    def in_call(self, gathered: Sequence[Lazy]) -> Walk:
+    def enter_call(self, gathered: Sequence[Lazy]) -> Walk:
         """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
-        return dataclasses.replace(self, order=self.order.in_call(gathered), held=Held(keeps=False))
+        return dataclasses.replace(self, order=self.order.enter_call(gathered), held=HeldParameters(keeps=False))
 
     def __call__(
         self, jaxpr: Any, inputs: Sequence[Any], wanted: Wanted = (), given: Sequence[Reduction | None] = ()
@@ -144,17 +146,17 @@ class Walk:
         """
         closed, (jaxpr, _) = jaxpr, _compat.open_jaxpr(jaxpr)
         shards = {v: x for v, x in zip(jaxpr.invars, given, strict=False) if x is not None}  # [D/N, F]
-        leaving, on_shards = reductions(jaxpr, wanted, shards)
+        leaving, on_shards = find_reductions(jaxpr, wanted, shards)
         numbers = itertools.count()  # `evaluate` visits equations in order, as `on_shards` numbers them
 
-        def how(atom: Any) -> Leaving | None:
+        def how(atom: Any) -> GradientExit | None:
             return None if not leaving or _compat.is_literal(atom) else leaving.get(atom)
 
         def apply(eqn: Equation, inputs: list[Any]) -> list[Any]:
             done = on_shards.get(next(numbers))
             if done is not None:
                 # Indices and zeros may be deferred; the gradients beside them are shards, [D/N, F].
-                return [done.apply([self.whole([x])[0] if is_lazy(x) and not x.shape else x for x in inputs])]
+                return [done.apply([self.gather([x])[0] if is_lazy(x) and not x.shape else x for x in inputs])]
             return self._apply(eqn, inputs, list(map(how, eqn.invars)), list(map(how, eqn.outvars)))
 
         outputs = _compat.evaluate(closed, inputs, apply)
@@ -162,10 +164,10 @@ class Walk:
         return [x if how(v) is not None else self.leave(x, w) for x, v, w in pairs]
 
     def _apply(self, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-        if self.order.turns(is_backward=_compat.is_transposed(eqn)):
+        if self.order.enter_pass(is_backward=_compat.is_transposed(eqn)):
             self.held.drop()  # the largest activations are near, see [Note: Short reuse]
         name = eqn.primitive.name
-        lazy = any(map(is_unmade, inputs))
+        lazy = any(map(is_deferred, inputs))
         rule = RULES.get(name)
         if rule is not None:
             # Meshes are to be adjusted even if nothing is lazy, see [Note: Meshes in types].
@@ -174,16 +176,16 @@ class Walk:
                 return rule(self, eqn, inputs, arriving, wanted)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
         elif (lazy and not any(isinstance(x, Rows) for x in inputs)) or all(map(is_constant, inputs)):
-            kept = on_shard(eqn, inputs) or defer(eqn, inputs)  # `on_shard` first: its gather moves less
+            kept = apply_on_shard(eqn, inputs) or defer(eqn, inputs)  # on the shard first: its gather moves less
             if kept is not None:
                 return [self.leave(kept, w) for w in wanted]
         return [self.leave(x, w) for x, w in zip(bind_whole(self, eqn, inputs), wanted, strict=True)]
 
-    def leave(self, x: Any, how: Leaving | None) -> Any:
+    def leave(self, x: Any, how: GradientExit | None) -> Any:
         """Reduces a gradient if `how` is a reduction; returns other values as they are."""
         if how is None:
             return x
-        (x,) = self.whole([x])  # [D, F]
+        (x,) = self.gather([x])  # [D, F]
         reduced = how(x) if isinstance(how, Reduction) else x  # [D/N, F], or [D, F] for a `Part`
         self.note([reduced], [how])
         return reduced
@@ -191,34 +193,34 @@ class Walk:
     def note(self, grads: Sequence[Any], wanted: Wanted, *, of_block: bool = False) -> None:
         """Records gradients for the passes that wait for them: the awaited ones, or all of a block's."""
         awaited = [x for x, how in zip(grads, wanted, strict=True) if how is not None and (of_block or how.is_awaited)]
-        self.order.reduced(awaited)
+        self.order.note_reduced(awaited)
 
-    def all_whole(self, jaxpr: Any, *inputs: Any) -> list[Any]:
+    def evaluate_whole(self, jaxpr: Any, *inputs: Any) -> list[Any]:
         """Evaluates a jaxpr to whole values."""
-        return self.whole(self(jaxpr, inputs))
+        return self.gather(self(jaxpr, inputs))
 
-    def whole(self, values: Sequence[Any]) -> list[Any]:
+    def gather(self, values: Sequence[Any]) -> list[Any]:
         """Returns values that are used together, whole. This is the only place where parameters are gathered."""
-        values = [self._all_rows(x) if isinstance(x, Rows) else x for x in values]
+        values = [self._gather_rows(x) if isinstance(x, Rows) else x for x in values]
         if not any(map(is_lazy, values)):
             return values
         bundle = Bundle.of(values)
-        leaves = list(map(self.held.filled, bundle.leaves))  # [D/N, F], and [D, F] if still held
+        leaves = list(map(self.held.fill, bundle.leaves))  # [D/N, F], and [D, F] if still held
         self.found += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, Lazy)]
         made: dict[Any, jax.Array] = {}  # shared by parameters that differ only in their final dtype
-        for i, x in enumerate(self.order.before_use(leaves)):
+        for i, x in enumerate(self.order.order_use(leaves)):
             if not isinstance(x, Lazy):
                 leaves[i] = x
                 continue
             key = leaves[i].key, x.wire_dtype  # a shard that waits is another object: the old one is the key
-            whole = made[key] if key in made else made.setdefault(key, x.gathered())  # [D, F]
+            whole = made[key] if key in made else made.setdefault(key, x.gather())  # [D, F]
             leaves[i] = whole.astype(x.dtype)  # widening casts follow the gather
         self.held.keep([dataclasses.replace(x, whole=made[x.key, x.wire_dtype]) for x in params])
-        return Bundle(tuple(leaves), bundle.template).computed()
+        return Bundle(tuple(leaves), bundle.template).compute()
 
-    def _all_rows(self, x: Rows) -> jax.Array:
+    def _gather_rows(self, x: Rows) -> jax.Array:
         """Returns all rows of a loop's result, whole."""
-        stacks, shared = self.whole(x.stacks), self.whole(x.shared)  # stacks: [L, D, F]
+        stacks, shared = self.gather(x.stacks), self.gather(x.shared)  # stacks: [L, D, F]
         of_whole = dataclasses.replace(x, shared=tuple(shared))
-        return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).computed()[0])(stacks)  # [L, ...]
+        return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).compute()[0])(stacks)  # [L, ...]

@@ -13,12 +13,12 @@ from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
 from jzero._text import path_str
-from jzero.arrays.casts import with_edits
-from jzero.arrays.placement import stored_leaf, strongly_typed
+from jzero.arrays.casts import apply_edits
+from jzero.arrays.placement import make_strongly_typed, stored_leaf
 from jzero.engine.trace import FROZEN
-from jzero.integrations.nnx_changes import by_path, check_attributes, python_attributes, written
+from jzero.integrations.nnx_changes import by_path, check_attributes, find_written, python_attributes
 from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import Adapted, TrainState, map_state, plan_if_sharded, register_adapter
+from jzero.state.train_state import AdaptedState, TrainState, map_state, plan_if_sharded, register_adapter
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
@@ -72,8 +72,8 @@ class NnxTrainState:
         Args:
           loss_fn: A function of a model, a batch and perhaps a key.
           axes: The mesh axes over which the batch is split.
-          keeps: Whether to keep changes of the model: they are returned as `Written` values by field and path, and
-            changes that a step cannot keep raise an error.
+          keeps: Whether to keep changes of the model: they are returned as `WrittenVariable`s by field and path;
+            those that a step cannot keep raise an error.
         """
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
@@ -85,7 +85,7 @@ class NnxTrainState:
                 return result, {}
             parts: Any = nnx.split(model, self.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
-            changed = written({"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes())
+            changed = find_written({"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes())
             check_attributes(attributes, python_attributes(model))
             return result, changed
 
@@ -125,20 +125,20 @@ class NnxTrainState:
         def new(name: str) -> PyTree:
             values = changed.get(name, {})
             return jax.tree_util.tree_map_with_path(
-                lambda path, x: _overwritten(x, values[path_str(path)]) if path_str(path) in values else x,
+                lambda path, x: _overwrite(x, values[path_str(path)]) if path_str(path) in values else x,
                 getattr(self, name),
             )
 
         return self.replace(**{name: new(name) for name in WRITABLE})
 
 
-def _overwritten(x: jax.Array, new: jax.Array) -> jax.Array:
+def _overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
     """Returns `new` in the dtype of `x`; if the loss saw fewer bits, takes only the elements that it changed."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x  # the state does not keep the devices' keys, see `_fold`
     if x.dtype == new.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(new.dtype, jnp.floating):
-        return strongly_typed(new, x.dtype)
-    return with_edits(x, new)
+        return make_strongly_typed(new, x.dtype)
+    return apply_edits(x, new)
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -150,7 +150,7 @@ def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return flat.reshape(x.shape)
 
 
-def adapt_nnx(state: Any) -> Adapted | None:
+def adapt_nnx(state: Any) -> AdaptedState | None:
     """Adapts an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair; returns `None` for anything else."""
     if isinstance(state, nnx.Module):
         raise TypeError(
@@ -205,7 +205,7 @@ def adapt_nnx(state: Any) -> Adapted | None:
             found[kept] = tuple(name for name in names if name != kept)
         return found
 
-    return Adapted(train_state, rebuild, wrap_grads, absorb, ties)
+    return AdaptedState(train_state, rebuild, wrap_grads, absorb, ties)
 
 
 def _parts(state: Any) -> tuple[Any, Any]:
@@ -234,7 +234,7 @@ def view_nnx(model: Any) -> Params | None:
         flat = nnx.to_flat_state(model)
         return _by_name({path: x for path, x in flat if isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable)})
     if isinstance(model, nnx.Module):
-        return _by_name(_owned(model, nnx.Param))
+        return _by_name(_own_variables(model, nnx.Param))
     module, optimizer = _parts(model)
     if optimizer is None:
         return None
@@ -242,10 +242,10 @@ def view_nnx(model: Any) -> Params | None:
         adapted = adapt_nnx(model)
         assert adapted is not None
         return state_params(adapted.state)
-    return _by_name(_owned(module, nnx.Any(optimizer.wrt, nnx.Param)))
+    return _by_name(_own_variables(module, nnx.Any(optimizer.wrt, nnx.Param)))
 
 
-def _owned(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
+def _own_variables(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the variables of a module by path; a shared variable is under the path of each of its modules."""
     found = dict(nnx.to_flat_state(nnx.state(module, wanted)))
     for paths in nnx.find_duplicates(module, only=wanted):

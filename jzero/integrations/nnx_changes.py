@@ -16,9 +16,9 @@ from jax.tree_util import SequenceKey
 
 from jzero._text import path_str
 from jzero.arrays.casts import holds
-from jzero.engine.written import Written
+from jzero.engine.written_variables import WrittenVariable
 
-__all__ = ["by_path", "check_attributes", "python_attributes", "written"]
+__all__ = ["by_path", "check_attributes", "find_written", "python_attributes"]
 
 PyTree = Any
 
@@ -61,9 +61,9 @@ def _same(x: Any, y: Any) -> bool:
         return False
 
 
-def written(
+def find_written(
     before: Mapping[str, PyTree], after: Mapping[str, PyTree], dtypes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Written]]:
+) -> dict[str, dict[str, WrittenVariable]]:
     """Returns the variables that the loss may have written, by field and path.
 
     The loss can read what it appends to a tuple, as `sow` does, but the state does not keep it.
@@ -77,7 +77,7 @@ def written(
       ValueError: Variables were added or deleted, or changed shape or dtype; the message names them.
     """
     bad: list[str] = []
-    found: dict[str, dict[str, Written]] = {}
+    found: dict[str, dict[str, WrittenVariable]] = {}
     for name, tree in before.items():
         old, new = by_path(tree), by_path(after[name])
         appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[name]) if _in_tuple(p)}
@@ -91,7 +91,7 @@ def written(
             if value.shape != old[path].shape or not holds(dtypes[name][path], value.dtype):
                 kept = jax.ShapeDtypeStruct(old[path].shape, dtypes[name][path])
                 bad.append(f"  {path}: {_kind(kept)}, then {_kind(value)}")
-            found[name][path] = Written(value, old[path])
+            found[name][path] = WrittenVariable(value, old[path])
     if bad:
         raise ValueError(
             "The loss changes which variables the model has, or their shape or dtype. A step keeps the values of the "

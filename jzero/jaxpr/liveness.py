@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jzero import _compat
 
-__all__ = ["Needed", "needed"]
+__all__ = ["Needed", "find_needed"]
 
 Equation = Any
 Atom = Any
@@ -31,7 +31,7 @@ class Needed(NamedTuple):
     variables: set[Any]
 
 
-def needed(jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True) -> Needed:
+def find_needed(jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True) -> Needed:
     """Returns the equations and variables that some variables of an open jaxpr depend on.
 
     Args:

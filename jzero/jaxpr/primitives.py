@@ -3,8 +3,8 @@
 In: the name of a primitive. Out: its `Trait`s. A name that is not in the table has none, so jzero assumes that the
 operation needs whole arrays, is expensive, and mixes elements. Query the table for the set of names with a trait:
 
-    >>> from jzero.jaxpr.primitives import Trait, named
-    >>> "tanh" in named(Trait.ELEMENTWISE), "tanh" in named(Trait.MIXING)
+    >>> from jzero.jaxpr.primitives import Trait, primitives_with
+    >>> "tanh" in primitives_with(Trait.ELEMENTWISE), "tanh" in primitives_with(Trait.MIXING)
     (True, False)
 """
 
@@ -14,7 +14,7 @@ import enum
 import functools
 from typing import Any
 
-__all__ = ["CALLS", "CHEAP", "LIGHT", "REMAT", "RUNS", "Trait", "called", "named"]
+__all__ = ["CALLS", "CHEAP", "LIGHT", "REMAT", "RUNS", "Trait", "called_jaxpr", "primitives_with"]
 
 
 class Trait(enum.Flag):
@@ -91,25 +91,25 @@ TRAITS = {name: traits for traits, names in _ROWS for name in names.split()}
 
 
 @functools.cache
-def named(traits: Trait) -> frozenset[str]:
+def primitives_with(traits: Trait) -> frozenset[str]:
     """Returns the names of the primitives that have any of the given traits."""
     return frozenset(name for name, found in TRAITS.items() if found & traits)
 
 
-def called(eqn: Any) -> Any:
+def called_jaxpr(eqn: Any) -> Any:
     """Returns the jaxpr, closed or open, that an equation with the trait `CALL`, `CUSTOM` or `REMAT` runs."""
     return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
 
 
-CALLS = named(Trait.CALL)
-REMAT = named(Trait.REMAT)
-RUNS = named(Trait.CALL | Trait.CUSTOM | Trait.REMAT)
+CALLS = primitives_with(Trait.CALL)
+REMAT = primitives_with(Trait.REMAT)
+RUNS = primitives_with(Trait.CALL | Trait.CUSTOM | Trait.REMAT)
 
-CHEAP = named(Trait.ELEMENTWISE | Trait.LAYOUT)
+CHEAP = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT)
 """Operations that cost little compared with gathering their operands. If their operands are all parameters, jzero
 repeats them at each use, since saving the result would save an array of whole size."""
 
-LIGHT = CHEAP | named(Trait.REDUCTION | Trait.BOOKKEEPING) | {"custom_jvp_call"}
+LIGHT = CHEAP | primitives_with(Trait.REDUCTION | Trait.BOOKKEEPING) | {"custom_jvp_call"}
 """Operations that take little more time than reading their operands, so the backward pass recomputes them. All others
 are heavy, unknown ones included. Fetches from host memory are light: the backward pass fetches again, as it gathers
 again."""

@@ -31,7 +31,7 @@ import numpy as np
 from jzero import _compat
 from jzero.jaxpr.primitives import LIGHT
 
-__all__ = ["Part", "keeps_heavy", "parts_of"]
+__all__ = ["Part", "keeps_heavy", "split_into_parts"]
 
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
@@ -90,7 +90,7 @@ def _num_bytes(aval: Any) -> int:
     return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 4))
 
 
-def parts_of(jaxpr: Any) -> list[Part]:
+def split_into_parts(jaxpr: Any) -> list[Part]:
     """Splits the equations of a jaxpr into parts: the repeated blocks, and the equations before, between and after."""
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}

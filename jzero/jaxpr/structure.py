@@ -19,7 +19,7 @@ import numpy as np
 
 from jzero import _compat
 
-__all__ = ["Common", "Structures", "is_worth_a_call"]
+__all__ = ["CanonicalJaxpr", "Structures", "is_worth_a_call"]
 
 FEWEST = 16
 """Fewest equations of a layer that becomes a call without being recomputed; with fewer, a call takes as long."""
@@ -35,7 +35,7 @@ def _num_equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(inner)
 
 
-class Common(NamedTuple):
+class CanonicalJaxpr(NamedTuple):
     """An open jaxpr with scopes and fold-in constants factored out, so that repeated layers compare equal.
 
     Attributes:
@@ -55,7 +55,7 @@ class Common(NamedTuple):
     numbers: Sequence[Any]
 
     @classmethod
-    def of(cls, jaxpr: Any) -> Common:
+    def of(cls, jaxpr: Any) -> CanonicalJaxpr:
         """Splits an open jaxpr."""
         levels = zip(*map(_compat.names_of, jaxpr.eqns), strict=False)
         names = tuple(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels))

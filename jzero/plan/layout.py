@@ -106,7 +106,7 @@ class Cut:
         other_axes = (None, *self.other_axes) if self.other_axes else ()
         return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), other_axes=other_axes)
 
-    def beside(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
+    def with_other_axes(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that other mesh axes shard, too.
 
         Args:

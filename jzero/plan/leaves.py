@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
-from jzero.plan.padded import boxed
+from jzero.plan.padded import box
 
 __all__ = ["LeafPlan", "StateLeaf", "itemsize"]
 
@@ -73,13 +73,13 @@ class StateLeaf:
         """Spec of the stored array."""
         return self.base if self.cut is None else self.cut.spec(self.base, axis)
 
-    def boxed(self, x: Any) -> Any:
+    def box(self, x: Any) -> Any:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
-        return boxed(x, self.path, self.shape, self.cut)
+        return box(x, self.path, self.shape, self.cut)
 
     def for_collectives(self, mesh: AnyMesh) -> Cut | None:
         """Returns its cut for collectives, see [Note: Collectives beside other mesh axes]."""
-        return None if self.cut is None else self.cut.beside(self.base, dict(mesh.shape))
+        return None if self.cut is None else self.cut.with_other_axes(self.base, dict(mesh.shape))
 
     def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
         """Bytes of one device's part of the stored array, padding included."""

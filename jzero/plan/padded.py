@@ -26,7 +26,7 @@ from jax import lax
 
 from jzero.plan.layout import Cut
 
-__all__ = ["Padded", "boxed", "is_padded", "to_natural", "to_stored", "unboxed"]
+__all__ = ["Padded", "box", "is_padded", "to_natural", "to_stored", "unbox"]
 
 
 def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
@@ -238,14 +238,14 @@ for (
     _forward(f"__{_name}__")
 
 
-def boxed(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
+def box(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
     """Returns a leaf as a node if it is not stored in its natural shape; anything else as it is."""
     if cut is None or cut.stored_shape == shape or getattr(x, "shape", None) != cut.stored_shape:
         return x
     return Padded(x, path, cut)
 
 
-def unboxed(x: Any) -> Any:
+def unbox(x: Any) -> Any:
     """Returns the stored array of a leaf."""
     return x.stored if isinstance(x, Padded) else x
 

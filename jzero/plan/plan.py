@@ -14,7 +14,7 @@ from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
-from jzero.plan.padded import unboxed
+from jzero.plan.padded import unbox
 from jzero.plan.table import format_plan, plan_as_dict
 
 __all__ = ["BytesPerDevice", "WholeLeaf", "ZeroPlan"]
@@ -88,11 +88,11 @@ class ZeroPlan:
 
     def flat_params(self, tree: PyTree) -> list[Any]:
         """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
-        return [unboxed(x) for x in self.params_treedef.flatten_up_to(tree)]
+        return [unbox(x) for x in self.params_treedef.flatten_up_to(tree)]
 
     def stored_params(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of parameters for a state, see [Note: Padded leaves in your own loop]."""
-        return self.params_treedef.unflatten([x.param.boxed(y) for x, y in zip(self.leaves, leaves, strict=True)])
+        return self.params_treedef.unflatten([x.param.box(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
     @property
     def num_shards(self) -> int:

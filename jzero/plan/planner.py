@@ -278,7 +278,7 @@ def _plan_params(
     rules = [config.rule_for(leaf.path) for leaf in described]
     _check_rules(config, described, rules)
     scan_dims = find_scan_dims([key_names(p) for p in paths], [leaf.shape for leaf in described], rules)
-    persistent = _persistent(described, rules, config)
+    persistent = _find_persistent(described, rules, config)
     plans = []
     for i, (leaf, rule, scan_dim, keep) in enumerate(zip(described, rules, scan_dims, persistent, strict=True)):
         if config.stage == 0 or rule.replicated or is_key(leaf.dtype):
@@ -349,7 +349,7 @@ def _check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
         )
 
 
-def _persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
+def _find_persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
     """Returns the reason why each parameter stays whole at stage 3; an empty string if it does not."""
     reasons = ["by rule" if rule.persistent else "" for rule in rules]
     kept = 0

@@ -25,8 +25,8 @@ import optax
 from jzero import _compat
 from jzero._text import path_str
 from jzero.config.precision import is_key
-from jzero.jaxpr.liveness import needed
-from jzero.jaxpr.primitives import CALLS, Trait, called, named
+from jzero.jaxpr.liveness import find_needed
+from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 
 __all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
 
@@ -47,16 +47,16 @@ class MaskedTransformation:
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the state of the inner transformation, without frozen parameters."""
-        return self._masked(params).init(params)
+        return self._mask(params).init(params)
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
         """Returns the updates of the trained parameters, zeros for the others, and the new state."""
-        updates, state = self._masked(updates).update(updates, state, params, **extra_args)
+        updates, state = self._mask(updates).update(updates, state, params, **extra_args)
         leaves, treedef = jax.tree.flatten(updates)
         leaves = [x if trained else jnp.zeros_like(x) for x, trained in zip(leaves, self.mask, strict=True)]
         return treedef.unflatten(leaves), state
 
-    def _masked(self, tree: PyTree) -> optax.GradientTransformationExtraArgs:
+    def _mask(self, tree: PyTree) -> optax.GradientTransformationExtraArgs:
         return optax.masked(self.inner, jax.tree.structure(tree).unflatten(self.mask))
 
 
@@ -163,7 +163,7 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
     others = [
         v for v, is_zero in zip(jaxpr.outvars, candidates + [False] * len(jaxpr.outvars), strict=False) if not is_zero
     ]
-    live = needed(jaxpr, others).variables
+    live = find_needed(jaxpr, others).variables
     params_start = len(jaxpr.invars) - num
     return [
         out or (zero_update and jaxpr.invars[i] not in live and jaxpr.invars[params_start + i] not in live)
@@ -182,11 +182,11 @@ def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
         name = eqn.primitive.name
         inputs = [is_zero(v) for v in eqn.invars]
         if name in CALLS:
-            inner, _ = _compat.open_jaxpr(called(eqn))
+            inner, _ = _compat.open_jaxpr(called_jaxpr(eqn))
             below = _zeros(inner, dict(zip(inner.invars, inputs, strict=True)))
             outputs = [not np.any(v.val) if _compat.is_literal(v) else v in below for v in inner.outvars]
             zero.update(v for v, z in zip(eqn.outvars, outputs, strict=True) if z)
-        elif (name in named(Trait.KEEPS_ZERO) and all(inputs[1:] if name == "select_n" else inputs)) or (
+        elif (name in primitives_with(Trait.KEEPS_ZERO) and all(inputs[1:] if name == "select_n" else inputs)) or (
             name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs)
         ):
             zero.update(eqn.outvars)

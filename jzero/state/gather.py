@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.arrays.casts import with_edits
+from jzero.arrays.casts import apply_edits
 from jzero.arrays.fingerprints import describe_value
-from jzero.arrays.placement import Look, gather_leaves, place_leaf, strongly_typed
+from jzero.arrays.placement import Look, gather_leaves, make_strongly_typed, place_leaf
 from jzero.arrays.processes import agree
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
@@ -64,11 +64,11 @@ def unshard_train_state(state: State) -> State:
     params = plan.flat_params(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
-            gathered[i] = with_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
+            gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
     whole = iter(gathered)
 
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
-        return strongly_typed(next(whole), leaf.wide or leaf.dtype)
+        return make_strongly_typed(next(whole), leaf.wide or leaf.dtype)
 
     return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
 
@@ -109,7 +109,7 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     taken = [i for i, take in enumerate(chosen) if take]
     whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
     gathered = iter(
-        with_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
+        apply_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
         if masters and plan.leaves[i].master is not None
         else x
         for i, x in zip(taken, whole, strict=True)
@@ -225,7 +225,7 @@ def natural_params(state: State) -> PyTree:
         return train_state.tx.natural_params(train_state.params)
     whole = plan.flat_params(gather_params(state))
     return plan.params_treedef.unflatten(
-        [strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+        [make_strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
     )
 
 

@@ -27,17 +27,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
-from jzero.arrays.placement import check_names_host_memory, place_array, stored_leaf, strongly_typed
+from jzero.arrays.placement import check_names_host_memory, make_strongly_typed, place_array, stored_leaf
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
-from jzero.jaxpr.liveness import needed
+from jzero.jaxpr.liveness import find_needed
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import check_arrays, make_plan
 from jzero.plan.trainable import restrict_opt_state
 from jzero.state.shard import resolve_config, resolve_mesh, restrict
-from jzero.state.train_state import Adapted, adapt, map_state, stored_state
+from jzero.state.train_state import AdaptedState, adapt, map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
 
 __all__ = ["init_train_state", "lower_init"]
@@ -132,7 +132,7 @@ def lower_init(
     Returns:
       The lowered programs, a function from their outputs to the state, and the plan.
     """
-    adapted: list[Adapted] = []
+    adapted: list[AdaptedState] = []
 
     def call(key: jax.Array) -> Any:
         adapted.append(adapt(make_state(key)))
@@ -163,7 +163,7 @@ def lower_init(
         wanted = {source for k in group if (source := made_from[k]) is not None}
         made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
         values = _values(plan, stored(treedef.unflatten(made), in_trace=True))
-        return [stored_leaf(strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
+        return [stored_leaf(make_strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
 
     def rebuild(results: list[list[jax.Array]]) -> State:
         found = dict(zip(itertools.chain(*groups), itertools.chain(*results), strict=True))
@@ -233,11 +233,11 @@ def _one_leaf_at_a_time(
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
-    for eqn, _ in needed(jaxpr, outvars, side_effects=side_effects).equations:
+    for eqn, _ in find_needed(jaxpr, outvars, side_effects=side_effects).equations:
         draws = _draws(eqn)
         inputs = [read(v) for v in eqn.invars]
         if draws and last is not None:
-            inputs = [_after(x, last) if _is_key(x) else x for x in inputs]
+            inputs = [_delay_key(x, last) if _is_key(x) else x for x in inputs]
         with _compat.equation_context(eqn):
             outputs = _compat.bind(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
@@ -257,7 +257,7 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _after(key: jax.Array, drawn: jax.Array) -> jax.Array:
+def _delay_key(key: jax.Array, drawn: jax.Array) -> jax.Array:
     """Returns `key`, which does not exist before the array `drawn` does."""
     first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
     bits = lax.bitcast_convert_type(first, jnp.uint32)

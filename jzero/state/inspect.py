@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import with_edits
-from jzero.arrays.fits import misfit
+from jzero.arrays.casts import apply_edits
+from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import gather_leaves
 from jzero.config.precision import is_key
 from jzero.plan.leaves import StateLeaf
@@ -64,7 +64,7 @@ def get_full_param(state: State, path: str) -> jax.Array:
     if leaf.master is None:
         return _gather(param, leaf.param, plan)
     master = plan.flat_params(train_state.opt_state.masters)[i]
-    return with_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
+    return apply_edits(_gather(master, leaf.master, plan), _gather(param, leaf.param, plan))
 
 
 def set_full_param(state: State, path: str, *, value: Any) -> State:
@@ -99,7 +99,7 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
         leaf = plan.other_leaves[frozen]
         leaves, treedef = jax.tree.flatten(other_fields(adapted.state), is_leaf=is_padded)
         (placed,) = place_given([(_as_leaf(value, leaf), leaf)], plan)
-        leaves[frozen] = leaf.boxed(placed)
+        leaves[frozen] = leaf.box(placed)
         return adapted.rebuild(adapted.state.replace(**treedef.unflatten(leaves)))
     i = _index(plan, path)
     check_alive(adapted.state)
@@ -290,6 +290,6 @@ def _as_leaf(value: Any, leaf: StateLeaf) -> Any:
         raise ValueError(f"`value` has shape {array.shape}, but {leaf.path!r} has shape {leaf.shape}.")
     if is_key(leaf.dtype) and array.dtype != leaf.dtype:
         raise ValueError(f"{leaf.path!r} holds random keys, {leaf.dtype}: `value` is {array.dtype}.")
-    if why := misfit(array, leaf.dtype):
+    if why := describe_misfit(array, leaf.dtype):
         raise ValueError(f"`value` cannot be written to {leaf.path!r}: it holds {why}. Cast or clip it first.")
     return array if array.dtype == leaf.dtype else array.astype(leaf.dtype)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import is_on_host, stored_leaf, strongly_typed
+from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
 from jzero.arrays.streamed import Update, source, stream
 from jzero.config.precision import scale_by
 from jzero.plan.leaves import StateLeaf
@@ -77,44 +77,44 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
       changed: The other fields of the state that the loss changed, by name.
     """
     plan = state.tx.plan
-    carried = _with_changed(state, changed)
+    carried = _write_changed(state, changed)
     if found.applied is not None and carried is not state:
         carried = keep_unless(found.applied, carried, state)
     if plan.config.offload.delay:
-        new = _with_pending(_pending_applied(carried), found)
+        new = _with_pending(_apply_to_state(carried), found)
     else:
-        new = _updated(carried, found.grads, found.applied)
+        new = _update(carried, found.grads, found.applied)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
         scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
-    return _stored(new, plan)
+    return _to_stored(new, plan)
 
 
-def _stored(state: Any, plan: ZeroPlan) -> Any:
+def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
-        return x if is_on_host(x) else stored_leaf(strongly_typed(x, leaf.dtype), leaf, plan)
+        return x if is_on_host(x) else stored_leaf(make_strongly_typed(x, leaf.dtype), leaf, plan)
 
     return map_state(stored, plan, state)
 
 
-def _with_changed(state: Any, changed: Mapping[str, Any]) -> Any:
+def _write_changed(state: Any, changed: Mapping[str, Any]) -> Any:
     if not jax.tree.leaves(changed):
         return state
     return state.absorb(state.as_stored(changed)) if hasattr(state, "absorb") else state.replace(**changed)
 
 
-def _updated(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+def _update(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if not is_plain(state):
-        return _updated_by_itself(state, grads, applied)
+        return _update_by_itself(state, grads, applied)
     params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied)
     step = state.step + 1
     step = step if applied is None else jnp.where(applied, step, state.step)
     return state.replace(step=step, params=params, opt_state=opt_state)
 
 
-def _updated_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     tx, plan = state.tx, state.tx.plan
     away = any(leaf.param.on_host for leaf in plan.leaves)
@@ -134,12 +134,12 @@ def _updated_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None)
     return new if applied is None else keep_unless(applied, new, state)
 
 
-def _pending_applied(state: Any) -> Any:
+def _apply_to_state(state: Any) -> Any:
     """Returns the state after the pending update; unchanged if none is pending."""
     plan, pending = state.tx.plan, state.opt_state.pending
     kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
     grads = [Grad(jnp.zeros((), leaf.grad.dtype) if x is None else x) for x, leaf in kept]
-    return _updated(state, grads, pending.ready)
+    return _update(state, grads, pending.ready)
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:
@@ -197,25 +197,25 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     if pending is None or not isinstance(pending.ready, jax.Array):
         return state
     if isinstance(pending.ready, jax.core.Tracer):
-        return adapted.rebuild(_settled(train_state))
+        return adapted.rebuild(_settle(train_state))
     check_alive(train_state)
     if not bool(pending.ready):
         return state
-    near = map_state(functools.partial(_in_place, plan), plan, train_state)
+    near = map_state(functools.partial(_to_planned_memory, plan), plan, train_state)
     return adapted.rebuild(_apply(plan, jax.tree.structure(near), donate)(near))
 
 
-def _in_place(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
+def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
     """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
     return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
 
 
 @jax.named_scope("zero_update")
-def _settled(state: Any) -> Any:
+def _settle(state: Any) -> Any:
     """Returns the state with its pending gradients applied, as the plan stores it; call it inside `jit`."""
-    new = _pending_applied(state)
+    new = _apply_to_state(state)
     pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
-    return _stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
+    return _to_stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
 
 
 def settled_step(state: Any) -> int:
@@ -229,4 +229,4 @@ def settled_step(state: Any) -> int:
 def _apply(plan: ZeroPlan, treedef: Any, donate: bool) -> Any:
     shapes = treedef.unflatten(range(treedef.num_leaves))
     shardings = map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes)
-    return jax.jit(_settled, donate_argnums=(0,) if donate else (), out_shardings=shardings)
+    return jax.jit(_settle, donate_argnums=(0,) if donate else (), out_shardings=shardings)

@@ -54,7 +54,7 @@ def offload_train_state(state: State, *, include: Collection[str] = ("params", "
     check_alive(train_state)
     chosen = _chosen_fields(train_state, include)
     check_host_memory(plan.mesh)
-    return adapted.rebuild(_moved(train_state, plan, chosen, HOST_MEMORY))
+    return adapted.rebuild(_move(train_state, plan, chosen, HOST_MEMORY))
 
 
 def reload_train_state(state: State) -> State:
@@ -78,7 +78,7 @@ def reload_train_state(state: State) -> State:
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
     check_alive(adapted.state)
-    return adapted.rebuild(_moved(adapted.state, plan, None, None))
+    return adapted.rebuild(_move(adapted.state, plan, None, None))
 
 
 def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]:
@@ -90,7 +90,7 @@ def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]
     return frozenset({*include, *frozen})
 
 
-def _moved(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:
+def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:
     """Moves the arrays of some fields (`None` for all) to a kind of memory (`None`: the plan's); consumes them."""
     counts = {"params": len(plan.leaves), "opt_state": len(plan.opt_leaves)}
     fields = [name for name, count in counts.items() for _ in range(count)]

@@ -69,7 +69,7 @@ def plan_train_state(
       512
     """
     config = resolve_config(stage, config, state)
-    natural, tx, _ = _natural(adapt(state).state)
+    natural, tx, _ = _natural_state(adapt(state).state)
     mesh = resolve_mesh(mesh, config, state)
     return make_plan(*restrict(natural, tx, trainable), config, mesh)
 
@@ -123,7 +123,7 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
-    natural, tx, old = _natural(adapted.state)
+    natural, tx, old = _natural_state(adapted.state)
     mesh = resolve_mesh(mesh, config, state)
     natural, new_tx = restrict(natural, tx, trainable)
     wait_s = check_wait(check_processes)
@@ -140,18 +140,18 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     placed = agree(
         "shard_train_state",
         mesh,
-        lambda: _placed(adapted.state, old, plan, new_tx, donate=donate, values=None if wait_s is None else values),
+        lambda: _place(adapted.state, old, plan, new_tx, donate=donate, values=None if wait_s is None else values),
         lambda _: {"the initial values": "\n".join(values)},
         wait_s=wait_s,
     )
     return adapted.rebuild(placed)
 
 
-def _placed(
+def _place(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
-    arrays, before = _to_place(train_state, old, plan, tx)
+    arrays, before = _arrange(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
 
     def place(x: Any, leaf: StateLeaf) -> jax.Array:
@@ -208,7 +208,7 @@ def abstract_train_state(
     """
     config = resolve_config(stage, config, state)
     adapted = adapt(state)
-    natural, tx, _ = _natural(adapted.state)
+    natural, tx, _ = _natural_state(adapted.state)
     mesh = resolve_mesh(mesh, config, state)
     natural, tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
@@ -227,7 +227,7 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
     return state.replace(opt_state=restrict_opt_state(new_tx, state.params, state.opt_state)), new_tx
 
 
-def _to_place(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
+def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
     """Returns the state in the structure that `plan` stores, and the old layouts of its leaves, in order."""
 
     def arranged(plain: Any, old_tx: Any, before: Any = None) -> Any:
@@ -293,7 +293,7 @@ def _check_concrete(train_state: Any) -> None:
         )
 
 
-def _natural(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
+def _natural_state(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
     """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
     stored = plan_if_sharded(train_state)
     if stored is None:

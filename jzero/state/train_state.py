@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jzero.arrays.placement import edited_master, is_on_host
+from jzero.arrays.placement import edit_master, is_on_host
 from jzero.config.precision import is_key
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import ZeroOptState
-from jzero.plan.padded import is_padded, unboxed
+from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state, zero_grads
 from jzero.update.transformation import ZeroTransformation
 
 __all__ = [
-    "Adapted",
+    "AdaptedState",
     "TrainState",
     "adapt",
     "adapt_sharded",
@@ -83,7 +83,7 @@ class TrainState:
     def apply_gradients(self, *, grads: PyTree) -> TrainState:
         """Returns the state after one optimizer step with `grads`."""
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params)
-        params = jax.tree.map(_moved, self.params, updates)
+        params = jax.tree.map(_add_update, self.params, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state)
 
     def replace(self, **changes: Any) -> TrainState:
@@ -91,12 +91,12 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
 
-def _moved(param: Any, update: Any) -> Any:
+def _add_update(param: Any, update: Any) -> Any:
     """Returns a parameter after its update, as optax adds the two; random keys do not change."""
     return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
 
 
-class Adapted(NamedTuple):
+class AdaptedState(NamedTuple):
     """An object of some library, presented as a train state.
 
     Attributes:
@@ -115,7 +115,7 @@ class Adapted(NamedTuple):
     ties: Callable[[], dict[str, tuple[str, ...]]] = dict
 
 
-Adapter = Callable[[Any], "Adapted | None"]
+Adapter = Callable[[Any], "AdaptedState | None"]
 _ADAPTERS: list[Adapter] = []
 _TRAIN_STATES: set[type] = set()  # dataclasses that no adapter takes, kept since each call of a step asks
 _PLAIN: set[Callable[..., Any]] = {TrainState.apply_gradients}
@@ -151,10 +151,10 @@ def load_integrations() -> None:
             importlib.import_module(module)
 
 
-def adapt(state: Any) -> Adapted:
+def adapt(state: Any) -> AdaptedState:
     """Returns any object that jzero can train as a train state."""
     if type(state) in _TRAIN_STATES:
-        return Adapted(state)
+        return AdaptedState(state)
     load_integrations()
     for adapter in _ADAPTERS:
         adapted = adapter(state)
@@ -168,7 +168,7 @@ def adapt(state: Any) -> Adapted:
             "use `jzero.TrainState.create(params=..., tx=...)`."
         )
     _TRAIN_STATES.add(type(state))
-    return Adapted(state)
+    return AdaptedState(state)
 
 
 def plan_of(state: Any) -> ZeroPlan:
@@ -195,7 +195,7 @@ def plan_if_sharded(state: Any) -> ZeroPlan | None:
     return state.tx.plan if isinstance(state.tx, ZeroTransformation) else None
 
 
-def adapt_sharded(state: Any) -> Adapted:
+def adapt_sharded(state: Any) -> AdaptedState:
     """Returns a sharded state as a train state; raises a `TypeError` if it has no plan."""
     adapted = adapt(state)
     if plan_if_sharded(adapted.state) is None:
@@ -260,7 +260,7 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     params = plan.flat_params(state.params)
     masters = plan.flat_params(own.masters)
     kept = [
-        x if leaf.master is None else edited_master(leaf, plan, x, m) if take_edits else m
+        x if leaf.master is None else edit_master(leaf, plan, x, m) if take_edits else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
     return state.replace(params=plan.stored_params(kept), opt_state=own.inner)
@@ -295,7 +295,7 @@ def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = N
     ]
     others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
     changed = treedef.unflatten(
-        [leaf.boxed(fn(unboxed(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
+        [leaf.box(fn(unbox(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
     )
     if tx is not None:
         changed["tx"] = tx

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program, name_of
+from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program, function_name
 from jzero.arrays.processes import PROGRAM, agree, are_several, check_wait
 from jzero.step.inputs import optional_rng
 
@@ -26,12 +26,12 @@ class StepAgreement:
     """
 
     def __init__(self, maker: str, fn: Any, check_processes: bool | float, settings: Mapping[str, Any]) -> None:
-        self.where = f"{maker}({name_of(fn)})"
+        self.where = f"{maker}({function_name(fn)})"
         self.settings = dict(settings)
         self._wait_s = check_wait(check_processes)
         self._agreed: set[Any] = set()
 
-    def placed(self, place: Callable[[], Placed], jitted: Any, state: Any, batch: PyTree, rng: Any) -> Placed:
+    def place(self, place: Callable[[], Placed], jitted: Any, state: Any, batch: PyTree, rng: Any) -> Placed:
         """Returns the result of `place`, once processes agree on the program that runs on it.
 
         Args:
@@ -50,7 +50,7 @@ class StepAgreement:
             return place()
         given = {
             "the training state": describe_plan(plan),
-            "the settings of the step": "\n".join(f"{name}={_listed(x)}" for name, x in self.settings.items()),
+            "the settings of the step": "\n".join(f"{name}={_list_leaves(x)}" for name, x in self.settings.items()),
             "the batch": describe_inputs(batch, rng),
         }
         agree(self.where, plan.mesh, lambda: None, lambda _: given, wait_s=self._wait_s)
@@ -75,5 +75,5 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return getattr(x, "shape", None), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
-def _listed(x: Any) -> Any:
+def _list_leaves(x: Any) -> Any:
     return sorted(x.items()) if isinstance(x, Mapping) else x

@@ -95,12 +95,12 @@ class EquivalenceReport:
     @property
     def loss(self) -> float:
         """Largest relative deviation of the loss in an applied step; infinite if no step was applied."""
-        return max((_relative(x.loss, x.reference_loss) for x in self._applied), default=math.inf)
+        return max((_relative_deviation(x.loss, x.reference_loss) for x in self._applied), default=math.inf)
 
     @property
     def grad_norm(self) -> float:
         """Largest relative deviation of the gradient norm in an applied step; infinite if no step was applied."""
-        return max((_relative(x.grad_norm, x.reference_grad_norm) for x in self._applied), default=math.inf)
+        return max((_relative_deviation(x.grad_norm, x.reference_grad_norm) for x in self._applied), default=math.inf)
 
     @property
     def params(self) -> float:
@@ -224,7 +224,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
       'w'
     """
     _check_loss(loss_fn, mutable)
-    batches = _checked(batches)
+    batches = _check_batches(batches)
     plan = plan_if_sharded(adapt(state).state)
     if plan is not None:
         config = plan.config if stage is None and config is None else config
@@ -275,7 +275,7 @@ def _check_loss(loss_fn: Any, mutable: Sequence[str]) -> None:
         )
 
 
-def _checked(batches: Any) -> list[PyTree]:
+def _check_batches(batches: Any) -> list[PyTree]:
     if isinstance(batches, Mapping) or hasattr(batches, "shape"):
         raise TypeError("`batches` must be a sequence of batches: put a single one into a list.")
     batches = list(batches)
@@ -298,7 +298,7 @@ def _values(state: Any, mutable: Sequence[str]) -> dict[str, np.ndarray]:
     return found
 
 
-def _relative(x: float, reference: float) -> float:
+def _relative_deviation(x: float, reference: float) -> float:
     return _part(abs(x - reference), abs(reference))
 
 
@@ -319,7 +319,7 @@ def _leaf_deviation(path: str, ours: np.ndarray, reference: np.ndarray, before: 
 
 def _step_cells(x: StepPair) -> tuple[str, ...]:
     pairs = ((x.loss, x.reference_loss), (x.grad_norm, x.reference_grad_norm))
-    return tuple(cell for a, b in pairs for cell in (f"{a:.7g}", f"{b:.7g}", f"{_relative(a, b):.2g}"))
+    return tuple(cell for a, b in pairs for cell in (f"{a:.7g}", f"{b:.7g}", f"{_relative_deviation(a, b):.2g}"))
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -32,8 +32,8 @@ __all__ = [
     "check_loss",
     "check_rng",
     "check_stored",
-    "closed_over",
-    "in_trace",
+    "find_closed_over",
+    "has_tracers",
     "kinds_of",
     "optional_rng",
     "place_inputs",
@@ -51,7 +51,7 @@ def optional_rng(rng: Any) -> dict[str, Any]:
     return {} if rng is None else {"rng": rng}
 
 
-def in_trace(leaves: Sequence[Any]) -> bool:
+def has_tracers(leaves: Sequence[Any]) -> bool:
     """Whether any of these is a tracer."""
     return any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
 
@@ -123,12 +123,12 @@ def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int)
     """Puts batch and rng on the mesh. Returns them, and whether all of them were already in place."""
     leaves = check_batch(batch, plan, accumulate_steps)
     split, whole = plan.batch_sharding, plan.whole_sharding
-    placed = [_placed(x, split if x.ndim else whole) for x in leaves]
+    placed = [_place(x, split if x.ndim else whole) for x in leaves]
     in_place = all(map(operator.is_, placed, leaves))
     if not in_place:
         batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
     check_rng(rng)
-    key = None if rng is None else _placed(rng, whole)
+    key = None if rng is None else _place(rng, whole)
     return batch, key, in_place and key is rng
 
 
@@ -137,7 +137,7 @@ def check_rng(rng: Any) -> None:
     check("rng", rng, optional(ONE_KEY))
 
 
-def _placed(x: Any, sharding: NamedSharding) -> jax.Array:
+def _place(x: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(x, jax.Array) and (not x.is_fully_addressable or sharding.is_fully_addressable):
         return x if x.sharding == sharding else jax.device_put(x, sharding)
     return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype, sharding)
@@ -209,7 +209,7 @@ def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
     check_aux(aux, num_rows)
 
 
-def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
+def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
     """Returns the arrays above the persistence threshold that the loss closes over."""
     _, consts = _compat.open_jaxpr(traced.jaxpr)
     return [
@@ -221,7 +221,7 @@ def closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
 
 def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
     """Warns about arrays that the loss closes over: every device holds them whole."""
-    leaves = closed_over(traced, plan)
+    leaves = find_closed_over(traced, plan)
     if leaves:
         listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
         num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)

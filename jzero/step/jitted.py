@@ -14,10 +14,10 @@ import jax
 from jzero import _compat
 from jzero.config.settings import FLAG, NAMES, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
-from jzero.engine.outputs import marked_leaves, split_mutable
+from jzero.engine.outputs import split_mutable, spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
-from jzero.engine.written import written_alone
+from jzero.engine.written_variables import drop_unwritten
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
@@ -33,8 +33,8 @@ from jzero.step.inputs import (
     check_loss,
     check_rng,
     check_stored,
-    closed_over,
-    in_trace,
+    find_closed_over,
+    has_tracers,
     kinds_of,
     optional_rng,
     place_inputs,
@@ -153,14 +153,14 @@ class Step:
             expected = _Expected()
         jitted, kinds = expected.jitted, expected.inputs
         if jitted is None or not are_like(inputs, kinds):
-            if in_trace([*leaves, *inputs]):
+            if has_tracers([*leaves, *inputs]):
                 return self._compute(state, batch, rng=rng)
             check_alive(leaves)
             if self.donated:
                 check_donated(state, leaves, batch, rng)
             jitted = jitted or self._jit(plan, state, structure)
             place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
-            batch, rng, in_place = self._agreement.placed(place, jitted, state, batch, rng)
+            batch, rng, in_place = self._agreement.place(place, jitted, state, batch, rng)
             kinds = kinds_of(inputs) if in_place else ()
         try:
             results = jitted(state, batch, **optional_rng(rng))
@@ -212,7 +212,7 @@ class Step:
         """Returns the state's plan, which also lists the arrays that the loss closes over (`plan.closed_over`)."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan = train_state.tx.plan
-        leaves = tuple(closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
+        leaves = tuple(find_closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
         return dataclasses.replace(plan, closed_over=leaves)
 
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
@@ -230,7 +230,7 @@ class Step:
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, self.micro.steps)
         traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
-        return written_alone(traced), inputs
+        return drop_unwritten(traced), inputs
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
@@ -253,11 +253,11 @@ class Step:
             loss, aux = _split_aux(result, self.has_aux)
             if self.mutable:
                 changed, aux = split_mutable(aux, carried)
-            return loss, (marked_leaves(aux), changed)
+            return loss, (spread_marks(aux), changed)
 
         return call, carried
 
-    def _traced(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+    def _trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         plan = state.tx.plan
         check_stored(state, plan)
         check_in_place(state, plan, with_opt_state=self.uses_opt_state)

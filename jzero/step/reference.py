@@ -17,7 +17,7 @@ from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
 from jzero.engine.trace import carried_leaves
 from jzero.engine.walk import Walk
-from jzero.engine.written import Written
+from jzero.engine.written_variables import WrittenVariable
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
@@ -74,7 +74,7 @@ class Reference:
         leaves, treedef = jax.tree.flatten(batch)
         kind = (treedef, *((x.shape, x.dtype) for x in leaves))
         if kind not in self._steps:
-            step = functools.partial(self._step, self._traced(state, batch))
+            step = functools.partial(self._step, self._trace_on_mesh(state, batch))
             self._steps[kind] = jax.jit(step, out_shardings=self.whole)
         with jax.set_mesh(self.mesh):
             new, loss, norm, weight = self._steps[kind](state, batch, jnp.float32(scale))
@@ -96,7 +96,7 @@ class Reference:
         params = treedef.flatten_up_to(state.params)
         seen = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
         _, carried = self._bind(state)
-        trained = self._trained(seen)
+        trained = self._select_trained(seen)
         (_, (total, weight, changed)), found = jax.shard_map(
             traced or self._loss_and_grads(state),
             mesh=self.mesh,
@@ -133,7 +133,7 @@ class Reference:
 
         return jax.value_and_grad(scaled_loss, has_aux=True)
 
-    def _traced(self, state: Any, batch: PyTree) -> Loss | None:
+    def _trace_on_mesh(self, state: Any, batch: PyTree) -> Loss | None:
         """Returns a function like `_loss_and_grads`, on the reference's mesh; `None` unless the loss names a mesh."""
         _, carried = self._bind(state)
         seen = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
@@ -141,17 +141,19 @@ class Reference:
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         names = [(name, 1) for name in self.axes]
         trace = jax.make_jaxpr(self._loss_and_grads(state), axis_env=names, return_shape=True)
-        jaxpr, out_shape = trace(self._trained(seen), seen, batch, carried, scale)
+        jaxpr, out_shape = trace(self._select_trained(seen), seen, batch, carried, scale)
         if not MeshFacts().of(jaxpr).carried:
             return None
         walk = Walk.start(frozenset(self._manual))
 
         def evaluate(*inputs: Any) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(out_shape), walk.all_whole(jaxpr, *jax.tree.leaves(inputs)))
+            return jax.tree.unflatten(
+                jax.tree.structure(out_shape), walk.evaluate_whole(jaxpr, *jax.tree.leaves(inputs))
+            )
 
         return evaluate
 
-    def _trained(self, params: list[Any]) -> dict[int, Any]:
+    def _select_trained(self, params: list[Any]) -> dict[int, Any]:
         """Returns the parameters that have gradients, by index."""
         return {
             i: x
@@ -177,7 +179,7 @@ class Reference:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result, changed = bound(*args, **kwargs)
-            return result, jax.tree.map(lambda x: x.value, changed, is_leaf=lambda x: isinstance(x, Written))
+            return result, jax.tree.map(lambda x: x.value, changed, is_leaf=lambda x: isinstance(x, WrittenVariable))
 
         return call, carried
 

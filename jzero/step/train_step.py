@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jzero.config.settings import check, number, one_of, optional
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
-from jzero.engine.outputs import PerExample, Summed, Weighted, marked_leaves
+from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
 from jzero.engine.recompute import Remat
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, scaled_grads
@@ -43,7 +43,7 @@ class ValueAndGrad(Step):
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         plan = state.tx.plan
-        traced, inputs = self._traced(state, batch, rng)
+        traced, inputs = self._trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs)
         aux, changed = result.aux
@@ -84,11 +84,11 @@ class TrainStep(Step):
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
         tx = state.tx
-        traced, inputs = self._traced(state, batch, rng)
+        traced, inputs = self._trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
         weighted = isinstance(traced.out_shape[0], Weighted)
-        new, applied = self._updated(state, result, weighted=weighted)
+        new, applied = self._update(state, result, weighted=weighted)
         applied = jnp.ones((), jnp.bool_) if applied is None else applied
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
@@ -96,7 +96,7 @@ class TrainStep(Step):
         return new, {**metrics, "aux": result.aux[0]} if self.has_aux else metrics
 
     @jax.named_scope("zero_update")
-    def _updated(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
+    def _update(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
         """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
         plan = state.tx.plan
         clip = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
@@ -127,12 +127,12 @@ class EvalStep(Step):
             metrics, _ = metric_fn(params, batch, *rng, **carried)
             ones = jnp.ones((), jnp.float32)
             # A weighted mean becomes two sums; they are divided after their reduction.
-            return ones, (marked_leaves(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
+            return ones, (spread_marks(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
 
         return call, carried
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
-        traced, inputs = self._traced(state, batch, rng)
+        traced, inputs = self._trace(state, batch, rng)
         metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 

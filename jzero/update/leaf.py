@@ -29,7 +29,7 @@ import numpy as np
 from jzero import _compat
 from jzero.arrays.casts import holds, round_stochastically, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
-from jzero.arrays.streamed import Streamed, Update, source, sources_of, stream
+from jzero.arrays.streamed import StreamedValue, Update, source, sources_of, stream
 from jzero.config.precision import is_key, scale_by
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.plan import ZeroPlan
@@ -40,12 +40,12 @@ __all__ = [
     "Grad",
     "LeafUpdate",
     "Moments",
-    "added",
+    "add_update",
     "check_params_stored",
-    "gathered_new",
+    "find_gathered_new",
     "new_param",
-    "placing",
-    "rounded_inner",
+    "place_update",
+    "round_inner",
     "streamed_source",
     "streamed_update",
     "update_leaf",
@@ -82,9 +82,9 @@ def check_params_stored(plan: ZeroPlan, params: Any) -> None:
             )
 
 
-def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> Streamed:
+def streamed_source(x: Any, leaf: LeafPlan, plan: ZeroPlan) -> StreamedValue:
     """Returns a gradient or parameter as a streamed value. On the host it must have its stored shape."""
-    if isinstance(x, Streamed):
+    if isinstance(x, StreamedValue):
         return x
     if not is_on_host(x):
         check_leaf_shape(x, leaf.grad)
@@ -135,7 +135,7 @@ class LeafUpdate(NamedTuple):
         return self.leaf.param.on_host and self.update is not None
 
 
-def gathered_new(plan: ZeroPlan) -> frozenset[int]:
+def find_gathered_new(plan: ZeroPlan) -> frozenset[int]:
     """Returns the parameters whose new values, not updates, are gathered: stored whole, with cut updates.
 
     See [Note: Gathering new parameters].
@@ -146,7 +146,7 @@ def gathered_new(plan: ZeroPlan) -> frozenset[int]:
     return frozenset(found - plan.offloaded)
 
 
-def added(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax.Array:
+def add_update(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax.Array:
     """Returns a stored parameter plus its update, added as `optax.apply_updates` does."""
     new = (param + change).astype(param.dtype)
     return new if applied is None else jnp.where(applied, new, param)
@@ -156,7 +156,7 @@ def new_param(
     plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None, applied: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns a parameter's new value and its new master, both as stored; see [Note: Gathering new parameters]."""
-    rounded, master = _summed(plan, x, key)
+    rounded, master = _sum_parameter(plan, x, key)
     if applied is not None:
         rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))
     return stored_leaf(rounded, x.leaf.param, plan), master
@@ -171,17 +171,17 @@ def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[A
         return jnp.asarray(-0.0).astype(leaf.param.dtype), None  # x + -0.0 is x to the bit
     if not x.is_rounded:
         return x.update if x.update is None else stored_leaf(x.update, leaf.param, plan), None
-    rounded, master = _summed(plan, x, key)
-    return _change(x, stored_leaf(rounded, leaf.param, plan)), master
+    rounded, master = _sum_parameter(plan, x, key)
+    return _make_update(x, stored_leaf(rounded, leaf.param, plan)), master
 
 
-def _summed(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def _sum_parameter(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Returns a new parameter in natural shape, cut like the gradient, and its new master as stored."""
-    rounded, master = _rounded(x, x.master + x.update, key)
+    rounded, master = _round_sum(x, x.master + x.update, key)
     return rounded, None if x.leaf.master is None else stored_leaf(master, x.leaf.master, plan)
 
 
-def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
+def _round_sum(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Any]:
     """Returns the new parameter, and its new master if it has one, rounded from their wide sum `moved`."""
     leaf = x.leaf
     if leaf.master is None:
@@ -190,13 +190,13 @@ def _rounded(x: LeafUpdate, moved: jax.Array, key: jax.Array | None) -> tuple[ja
     return round_to(master, leaf.param.dtype), master
 
 
-def _change(x: LeafUpdate, rounded: jax.Array) -> jax.Array:
+def _make_update(x: LeafUpdate, rounded: jax.Array) -> jax.Array:
     """Returns the update with which `optax.apply_updates` arrives at the new value of a stored parameter."""
     new_wide, old_wide = rounded.astype(x.leaf.update_dtype), x.param.astype(x.leaf.update_dtype)
     return jnp.where(rounded == x.param, 0, new_wide - old_wide)  # infinities included
 
 
-def placing(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
+def place_update(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
     """Returns the update of a parameter such that optax's sum is laid out as planned.
 
     Otherwise the compiler would choose the layout wherever the sum is not just a result of the `jit`, but feeds a
@@ -232,7 +232,7 @@ def streamed_update(
     master = new.pop(0) if has_master else x.old_master
     if near is not None:
         near = stored_leaf(natural_leaf(round_to(near, dtype), leaf.grad, plan), leaf.param, plan)
-        moved = _change(x, near) if x.is_rounded else near
+        moved = _make_update(x, near) if x.is_rounded else near
     return moved, master, new
 
 
@@ -257,11 +257,11 @@ def _chunk_update(plan: ZeroPlan, x: LeafUpdate) -> Callable[..., tuple[list[jax
         values, new = list(values), []
         result: Any = None if x.update is None else values.pop(0)
         if x.is_rounded:
-            result, master = _rounded(x, result, key)
+            result, master = _round_sum(x, result, key)
             new += [] if master is None else [master]
         if x.moves_on_host:
             new, result = [result, *new], None
-        new += [rounded_inner(plan, y.number, z, key) for y, z in zip(x.moments, values, strict=True)]
+        new += [round_inner(plan, y.number, z, key) for y, z in zip(x.moments, values, strict=True)]
         new = [y.astype(before.dtype) for y, before in zip(new, old, strict=True)]
         if applied is not None:
             new = [jnp.where(applied, y, before) for y, before in zip(new, old, strict=True)]
@@ -270,7 +270,7 @@ def _chunk_update(plan: ZeroPlan, x: LeafUpdate) -> Callable[..., tuple[list[jax
     return body
 
 
-def rounded_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
+def round_inner(plan: ZeroPlan, number: int, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """Casts a leaf of the inner optimizer state from its own dtype to the dtype that the plan stores."""
     leaf = plan.inner_leaves[number]
     return x if leaf.wide is None else _round(x, leaf.dtype, key, len(plan.leaves) + number)

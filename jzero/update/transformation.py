@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.arrays.casts import round_to, with_edits
-from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf, strongly_typed
-from jzero.arrays.streamed import Streamed, source
+from jzero.arrays.casts import apply_edits, round_to
+from jzero.arrays.placement import is_on_host, make_strongly_typed, natural_leaf, stored_leaf
+from jzero.arrays.streamed import StreamedValue, source
 from jzero.config.precision import DynamicLossScale, Precision, is_float8, is_key, scale_by
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.opt_state import ZeroOptState, next_loss_scale
@@ -25,12 +25,12 @@ from jzero.update.leaf import (
     Grad,
     LeafUpdate,
     Moments,
-    added,
+    add_update,
     check_params_stored,
-    gathered_new,
+    find_gathered_new,
     new_param,
-    placing,
-    rounded_inner,
+    place_update,
+    round_inner,
     streamed_source,
     streamed_update,
     update_leaf,
@@ -104,15 +104,17 @@ class ZeroTransformation:
           params: The parameters as stored.
           applied: Whether anything changes, a 0-d boolean; `None` means yes.
         """
-        plan, own, old = self.plan, _own(self.plan, state), self.plan.flat_params(params)
+        plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
         seen = [_like_grad(plan, i, g.reduced, *g.factors) for i, g in enumerate(grads)]
-        gathered = gathered_new(plan)
-        moved, new = _moved(plan, own, _optimized(plan, self.inner.update, own, seen, old, {}), applied, gathered)
+        gathered = find_gathered_new(plan)
+        moved, new = _apply_updates(
+            plan, own, _optimize(plan, self.inner.update, own, seen, old, {}), applied, gathered
+        )
 
         def new_param(i: int, leaf: LeafPlan) -> jax.Array:
             if not leaf.trained:
                 return old[i]
-            return moved[i] if i in gathered or leaf.param.on_host else added(old[i], moved[i], applied)
+            return moved[i] if i in gathered or leaf.param.on_host else add_update(old[i], moved[i], applied)
 
         after = plan.stored_params([new_param(i, leaf) for i, leaf in enumerate(plan.leaves)])
         new = new if applied is None else keep_unless(applied, new, own)
@@ -125,7 +127,7 @@ class ZeroTransformation:
             return opt_state.loss_scale.scale
         return None if scale is None else jnp.asarray(scale, jnp.float32)
 
-    def as_planned(self, params: PyTree) -> PyTree:
+    def constrain(self, params: PyTree) -> PyTree:
         """Lays stored parameters out as planned; in a user's loop the compiler may have chosen another layout."""
         leaves = self.plan.flat_params(params)
         return self.plan.params_treedef.unflatten(
@@ -134,7 +136,7 @@ class ZeroTransformation:
 
     def natural_params(self, params: PyTree) -> PyTree:
         """Returns stored parameters in their natural shapes and in the dtype that the loss sees."""
-        leaves = self.plan.flat_params(self.as_planned(params))
+        leaves = self.plan.flat_params(self.constrain(params))
         natural = [
             natural_leaf(round_to(x, leaf.compute_dtype), leaf.param, self.plan)
             for x, leaf in zip(leaves, self.plan.leaves, strict=True)
@@ -146,11 +148,13 @@ class ZeroTransformation:
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
     leaves = plan.flat_params(params)
-    seen = [_seen(natural_leaf(x, leaf.param, plan), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    seen = [
+        _optimizer_view(natural_leaf(x, leaf.param, plan), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)
+    ]
     made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
     inner = plan.inner_treedef.unflatten(
         [
-            stored_leaf(rounded_inner(plan, j, x, None), leaf, plan)
+            stored_leaf(round_inner(plan, j, x, None), leaf, plan)
             for j, (x, leaf) in enumerate(zip(made, plan.inner_leaves, strict=True))
         ]
     )
@@ -176,12 +180,12 @@ def _update(
     arrays: dict[str, Any],
     functions: tuple[tuple[str, Any], ...],
 ) -> Any:
-    plan, own, applied = tx.plan, _own(tx.plan, state), tx.applied
+    plan, own, applied = tx.plan, _to_own_state(tx.plan, state), tx.applied
     with jax.named_scope("zero_update"):
-        overflowed = _overflowed(plan, updates) if applied is None and plan.config.policy.skips else None
+        overflowed = _find_overflows(plan, updates) if applied is None and plan.config.policy.skips else None
         if overflowed is not None:
             applied = ~jnp.any(overflowed)
-        known = None if params is None else plan.flat_params(tx.as_planned(params))
+        known = None if params is None else plan.flat_params(tx.constrain(params))
         grads = _like_grads(plan, updates)
         # Arguments with the structure of the parameters (`grad=` of a line search) may be stored, like gradients.
         like_params = {
@@ -190,13 +194,13 @@ def _update(
             if jax.tree.structure(v, is_leaf=is_padded) == plan.params_treedef
         }
         optimize = functools.partial(tx.inner.update, **dict(functions))
-        optimized = _optimized(plan, optimize, own, grads, known, {**arrays, **like_params})
-        changes, new = _moved(plan, own, optimized, applied)
+        optimized = _optimize(plan, optimize, own, grads, known, {**arrays, **like_params})
+        changes, new = _apply_updates(plan, own, optimized, applied)
         if overflowed is not None and applied is not None:
             changes = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in changes]
             new = with_next_loss_scale(plan, own, keep_unless(applied, new, own), overflowed)
         changes = [
-            x if x is None or i in plan.keys else placing(x, leaf.param, plan)
+            x if x is None or i in plan.keys else place_update(x, leaf.param, plan)
             for i, (x, leaf) in enumerate(zip(changes, plan.leaves, strict=True))
         ]
         made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
@@ -206,7 +210,7 @@ def _update(
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _own(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
+def _to_own_state(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
     """Returns the optimizer state as a `ZeroOptState`; jzero's own fields are `None` if the plan needs none."""
     return state if plan.has_opt_state else ZeroOptState(state, None, None, None)
 
@@ -236,7 +240,7 @@ def _like_grad(plan: ZeroPlan, number: int, x: Any, *factors: jax.Array) -> Any:
     return x if as_it_is else _cast(x, leaf.update_dtype)
 
 
-def _seen(param: Any, leaf: LeafPlan) -> Any:
+def _optimizer_view(param: Any, leaf: LeafPlan) -> Any:
     """Returns a parameter in natural shape as the optimizer sees it; random keys become zeros of their shape."""
     return (
         jnp.zeros(leaf.param.shape, leaf.update_dtype) if is_key(leaf.param.dtype) else _cast(param, leaf.update_dtype)
@@ -244,7 +248,7 @@ def _seen(param: Any, leaf: LeafPlan) -> Any:
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    return x.map(lambda y: y.astype(dtype)) if isinstance(x, Streamed) else x.astype(dtype)
+    return x.map(lambda y: y.astype(dtype)) if isinstance(x, StreamedValue) else x.astype(dtype)
 
 
 def _masters(plan: ZeroPlan, params: Sequence[jax.Array], masters: Sequence[jax.Array | None]) -> list[Any]:
@@ -254,16 +258,16 @@ def _masters(plan: ZeroPlan, params: Sequence[jax.Array], masters: Sequence[jax.
         cut: Any
         if i in plan.offloaded:
             cut = streamed_source(param, leaf, plan)
-            wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(with_edits, cut)
+            wide = cut if kept is None else source(kept, leaf.grad, leaf.param.shape).map(apply_edits, cut)
         else:
             cut = natural_leaf(param, leaf.grad if leaf.trained else leaf.param, plan)
-            wide = cut if kept is None else with_edits(natural_leaf(kept, leaf.grad, plan), cut)
-        return _seen(wide, leaf)
+            wide = cut if kept is None else apply_edits(natural_leaf(kept, leaf.grad, plan), cut)
+        return _optimizer_view(wide, leaf)
 
     return [master(i, *x) for i, x in enumerate(zip(params, masters, plan.leaves, strict=True))]
 
 
-def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
+def _inner_view(plan: ZeroPlan, inner: PyTree) -> list[Any]:
     """Returns the leaves of the inner optimizer state in their natural shapes and own dtypes."""
 
     def seen(x: jax.Array, leaf: StateLeaf) -> Any:
@@ -276,7 +280,7 @@ def _inner_seen(plan: ZeroPlan, inner: PyTree) -> list[Any]:
     return [seen(x, leaf) for x, leaf in zip(leaves, plan.inner_leaves, strict=True)]
 
 
-def _optimized(
+def _optimize(
     plan: ZeroPlan, optimize: Any, own: ZeroOptState, grads: list[Any], params: list[Any] | None, extra: dict[str, Any]
 ) -> tuple[list[LeafUpdate], list[Any]]:
     """Runs the optimizer, an optax `update`. Returns each parameter's update and the leaves of the new inner state."""
@@ -284,9 +288,9 @@ def _optimized(
     old_masters = nothing if own.masters is None else plan.flat_params(own.masters)
     masters = nothing if params is None else _masters(plan, params, old_masters)
     tree = plan.params_treedef.unflatten
-    seen_inner = plan.inner_treedef.unflatten(_inner_seen(plan, own.inner))
+    seen_inner = plan.inner_treedef.unflatten(_inner_view(plan, own.inner))
     seen = (tree(grads), seen_inner, None if params is None else tree(masters), extra)
-    new_updates, new_inner = _evaluated(plan, optimize, seen)
+    new_updates, new_inner = _evaluate(plan, optimize, seen)
     inner = plan.inner_treedef.flatten_up_to(new_inner)
     moments: list[list[Moments]] = [[] for _ in plan.leaves]
     changes = zip(plan.inner_leaves, plan.inner_treedef.flatten_up_to(own.inner), inner, strict=True)
@@ -298,7 +302,7 @@ def _optimized(
     return [LeafUpdate(i, *x) for i, x in enumerate(zip(*columns, strict=True))], inner
 
 
-def _moved(
+def _apply_updates(
     plan: ZeroPlan,
     own: ZeroOptState,
     optimized: tuple[list[LeafUpdate], list[Any]],
@@ -324,7 +328,7 @@ def _moved(
         else:
             moved.append(update_leaf(plan, x, key))
     inner = [
-        x if leaf.on_host else stored_leaf(strongly_typed(rounded_inner(plan, j, x, key), leaf.dtype), leaf, plan)
+        x if leaf.on_host else stored_leaf(make_strongly_typed(round_inner(plan, j, x, key), leaf.dtype), leaf, plan)
         for j, (x, leaf) in enumerate(zip(inner, plan.inner_leaves, strict=True))
     ]
     return [x for x, _ in moved], dataclasses.replace(
@@ -335,7 +339,7 @@ def _moved(
     )
 
 
-def _overflowed(plan: ZeroPlan, grads: PyTree) -> jax.Array:
+def _find_overflows(plan: ZeroPlan, grads: PyTree) -> jax.Array:
     """Returns one boolean per parameter: whether its gradient has non-finite elements."""
     leaves = plan.flat_params(grads)
     return jnp.stack([_not_finite(x if leaf.trained else None) for x, leaf in zip(leaves, plan.leaves, strict=True)])
@@ -355,7 +359,7 @@ def _not_finite(x: jax.Array | None) -> jax.Array:
     return ~jnp.all(jnp.isfinite(x))
 
 
-def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
+def _evaluate(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
     """Evaluates `optimize(grads, opt_state, params, **extra)` with arrays and streamed values; see `UpdateWalk`."""
 
     def call(grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
@@ -363,8 +367,8 @@ def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
 
     if plan.num_shards == 1 and not plan.offloaded:
         return call(*args)
-    leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, Streamed))
-    shapes = treedef.unflatten([x.aval() if isinstance(x, Streamed) else x for x in leaves])
+    leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, StreamedValue))
+    shapes = treedef.unflatten([x.aval() if isinstance(x, StreamedValue) else x for x in leaves])
     traced = jax.jit(call).trace(*shapes)
     opened, consts = _compat.open_jaxpr(traced.jaxpr)
     walk, out = UpdateWalk(plan), traced.out_info
@@ -372,9 +376,9 @@ def _evaluated(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
         return jax.jit(call)(*args)
     outputs = walk(opened, consts, leaves)
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
-    updates = [x if i in plan.offloaded else walk.computed(x) for i, x in enumerate(plan.flat_params(new_updates))]
+    updates = [x if i in plan.offloaded else walk.compute(x) for i, x in enumerate(plan.flat_params(new_updates))]
     inner = [
-        x if leaf.on_host else walk.computed(x)
+        x if leaf.on_host else walk.compute(x)
         for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)
     ]
     if walk.fetched_whole:

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.placement import natural_leaf, stored_leaf
-from jzero.arrays.streamed import Streamed, applied, constant, same_layout, source, streamed_sum
-from jzero.jaxpr.primitives import RUNS, Trait, called, named
+from jzero.arrays.streamed import StreamedValue, apply, constant, same_layout, source, streamed_sum
+from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
@@ -42,7 +42,7 @@ class UpdateWalk:
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
         self.known: dict[int, bool] = {}
-        self.arrays: dict[int, tuple[Streamed, Any]] = {}
+        self.arrays: dict[int, tuple[StreamedValue, Any]] = {}
         self.fetched_whole: set[str] = set()
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -63,31 +63,31 @@ class UpdateWalk:
         for eqn in jaxpr.eqns:
             with _compat.equation_context(eqn):
                 inputs = [read(v) for v in eqn.invars]
-                outputs = self._streamed(eqn, inputs) if self.plan.offloaded else None
+                outputs = self._stream(eqn, inputs) if self.plan.offloaded else None
                 if outputs is None:
-                    inputs = [self.computed(x) for x in inputs]
+                    inputs = [self.compute(x) for x in inputs]
                     name = eqn.primitive.name
                     if not self._mixes(eqn):
                         outputs = _compat.bind(eqn, inputs)
                     elif name in RUNS:
-                        outputs = self._inline(called(eqn), *inputs)
+                        outputs = self._inline(called_jaxpr(eqn), *inputs)
                     elif name == "cond":
                         branches = [functools.partial(self._branch, branch) for branch in eqn.params["branches"]]
                         outputs = lax.switch(inputs[0], branches, *inputs[1:])
                     else:
-                        outputs = self._on_whole(
+                        outputs = self._bind_whole(
                             eqn, [read_whole(v, x) for v, x in zip(eqn.invars, inputs, strict=True)]
                         )
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def computed(self, x: Any) -> Any:
+    def compute(self, x: Any) -> Any:
         """Returns a value as an array in its natural shape on the devices."""
-        if not isinstance(x, Streamed):
+        if not isinstance(x, StreamedValue):
             return x
         if id(x) not in self.arrays:
             if x.fn is not None:
-                array = x.fn(*(self.computed(y) for y in x.operands))
+                array = x.fn(*(self.compute(y) for y in x.operands))
             elif x.leaf is None:
                 array = jnp.broadcast_to(x.array, x.shape)
             else:
@@ -102,43 +102,43 @@ class UpdateWalk:
             self.arrays[id(x)] = (x, array)  # keep the value alive: its id is the key
         return self.arrays[id(x)][1]
 
-    def _streamed(self, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
+    def _stream(self, eqn: Any, inputs: Sequence[Any]) -> list[Any] | None:
         """Returns the outputs of an equation that can be streamed; `None` for any other."""
         name, shape = eqn.primitive.name, tuple(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else ()
-        streamed = [x for x in inputs if isinstance(x, Streamed)]
+        streamed = [x for x in inputs if isinstance(x, StreamedValue)]
         if not streamed:
             is_constant = name == "broadcast_in_dim" and len(inputs) == 1 and jnp.ndim(inputs[0]) == 0 and shape
             if not is_constant:
                 return None
             return [constant(jnp.asarray(inputs[0], eqn.outvars[0].aval.dtype), shape)]
         if name in RUNS and not eqn.effects:
-            return self._inline(called(eqn), *inputs)
+            return self._inline(called_jaxpr(eqn), *inputs)
         if name == "cond" and not eqn.effects:
             results = [self._inline(branch, *inputs[1:]) for branch in eqn.params["branches"]]
             return [self._choose(inputs[0], values) for values in zip(*results, strict=True)]
         if name == "optimization_barrier":
-            return [x.map(lax.optimization_barrier) if isinstance(x, Streamed) else x for x in inputs]
+            return [x.map(lax.optimization_barrier) if isinstance(x, StreamedValue) else x for x in inputs]
         if name == "reduce_sum" and shape == () and streamed[0].on_host:
             return [streamed_sum(self.plan, streamed[0])]
-        if name not in named(Trait.ELEMENTWISE) or shape != streamed[0].shape:
+        if name not in primitives_with(Trait.ELEMENTWISE) or shape != streamed[0].shape:
             return None
         if name in ("sharding_constraint", "copy"):
             return list(inputs)
-        operands = self._as_streamed(inputs, shape)
-        return None if operands is None else [applied(functools.partial(_bind_one, eqn), operands)]
+        operands = self._to_streamed(inputs, shape)
+        return None if operands is None else [apply(functools.partial(_bind_one, eqn), operands)]
 
-    def _as_streamed(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:
+    def _to_streamed(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[Any] | None:
         """Returns values to compute in one loop, with numbers unchanged; `None` if their shapes or layouts differ."""
-        streamed = [x for x in values if isinstance(x, Streamed)]
+        streamed = [x for x in values if isinstance(x, StreamedValue)]
         leaf = next((x.leaf for x in streamed if x.leaf is not None), None)
-        arrays = [x for x in values if not isinstance(x, Streamed) and jnp.ndim(x)]
+        arrays = [x for x in values if not isinstance(x, StreamedValue) and jnp.ndim(x)]
         if any(x.shape != shape for x in (*streamed, *arrays)) or not same_layout(streamed):
             return None
         if leaf is None:
             return None if arrays else list(values)
 
         def as_streamed(x: Any) -> Any:
-            if isinstance(x, Streamed) or not jnp.ndim(x):
+            if isinstance(x, StreamedValue) or not jnp.ndim(x):
                 return x
             return source(stored_leaf(x, leaf, self.plan), leaf, shape)
 
@@ -146,19 +146,19 @@ class UpdateWalk:
 
     def _choose(self, index: Any, values: Sequence[Any]) -> Any:
         """Returns the result of the chosen branch; all branches were evaluated."""
-        streamed = [x for x in values if isinstance(x, Streamed)]
-        operands = self._as_streamed(values, streamed[0].shape) if streamed else None
+        streamed = [x for x in values if isinstance(x, StreamedValue)]
+        operands = self._to_streamed(values, streamed[0].shape) if streamed else None
         if operands is None:
-            return lax.select_n(index, *map(self.computed, values))
-        return applied(lax.select_n, [index, *operands])
+            return lax.select_n(index, *map(self.compute, values))
+        return apply(lax.select_n, [index, *operands])
 
     def _branch(self, jaxpr: Any, *inputs: Any) -> list[Any]:
-        return [self.computed(x) for x in self._inline(jaxpr, *inputs)]
+        return [self.compute(x) for x in self._inline(jaxpr, *inputs)]
 
     def _inline(self, jaxpr: Any, *inputs: Any) -> list[Any]:
         return self(*_compat.open_jaxpr(jaxpr), inputs)
 
-    def _on_whole(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
+    def _bind_whole(self, eqn: Any, inputs: Sequence[Any]) -> list[Any]:
         fn = jax.shard_map(
             lambda *xs: tuple(_compat.bind(eqn, xs)),
             mesh=self.plan.mesh,
@@ -170,7 +170,7 @@ class UpdateWalk:
         return list(fn(*inputs))
 
     def _mixes(self, eqn: Any) -> bool:
-        if eqn.primitive.name in named(Trait.MIXING):
+        if eqn.primitive.name in primitives_with(Trait.MIXING):
             # An inner product communicates one scalar, and empty operands nothing.
             return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
         return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))

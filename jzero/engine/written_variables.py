@@ -1,7 +1,7 @@
 """Tells the variables that the loss wrote from those that it only passed through.
 
-In: a traced loss whose `aux` holds `Written` pairs, the values of a variable after and before the loss. Out: the loss
-without the pairs of equal values, and with `Synced` instead of the others.
+In: a traced loss whose `aux` holds a `WrittenVariable` for each variable: its values after and before the loss. Out:
+the loss without pairs of equal values, and with `Synced` in place of the others.
 
 A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from the
 function, so each becomes a new value in the trace. The jaxpr shows that it is not new: the first result of
@@ -27,7 +27,7 @@ from jzero.engine.outputs import Synced
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.primitives import RUNS
 
-__all__ = ["Written", "written_alone"]
+__all__ = ["WrittenVariable", "drop_unwritten"]
 
 Jaxpr = Any
 Equation = Any
@@ -36,7 +36,7 @@ Atom = Any
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Written:
+class WrittenVariable:
     """A variable of the model.
 
     Attributes:
@@ -48,8 +48,8 @@ class Written:
     before: jax.Array
 
 
-def written_alone(traced: TracedLoss) -> TracedLoss:
-    """Returns a traced loss that returns only those `Written` values that differ from the ones before.
+def drop_unwritten(traced: TracedLoss) -> TracedLoss:
+    """Returns a traced loss that returns only those `WrittenVariable` values that differ from the ones before.
 
     Raises:
       ValueError: The loss writes a random key, which differs between devices.
@@ -82,7 +82,7 @@ def written_alone(traced: TracedLoss) -> TracedLoss:
 
 
 def _is_written(x: Any) -> bool:
-    return isinstance(x, Written)
+    return isinstance(x, WrittenVariable)
 
 
 def _roots(jaxpr: Jaxpr) -> list[Atom]:
@@ -93,34 +93,34 @@ def _roots(jaxpr: Jaxpr) -> list[Atom]:
         return atom if _compat.is_literal(atom) else origin.get(atom, atom)
 
     for eqn in jaxpr.eqns:
-        for out, number in zip(eqn.outvars, _handed_through(eqn), strict=False):
+        for out, number in zip(eqn.outvars, _forwarded_inputs(eqn), strict=False):
             if number is not None:
                 origin[out] = root(eqn.invars[number])  # an end already, since makers come first
     return [root(atom) for atom in jaxpr.outvars]
 
 
-def _handed_through(eqn: Equation) -> Sequence[int | None]:
+def _forwarded_inputs(eqn: Equation) -> Sequence[int | None]:
     """Returns, for each output of an equation, the index of the input that it equals; `None` for a new value."""
     name = eqn.primitive.name
     if name in RUNS:
-        return _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
+        return _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
     if name == "scan":
         first, num_carry = _compat.scan_groups(eqn)
-        found = _outputs_as_inputs(next(_compat.contained_jaxprs(eqn)))
+        found = _match_outputs_to_inputs(next(_compat.contained_jaxprs(eqn)))
         # Equal are a carried value that the body returns in its place, and a stack whose rows the body returns.
         carried = [j if j == first + i else None for i, j in enumerate(found[:num_carry])]
         return [*carried, *(j if j is not None and j >= first + num_carry else None for j in found[num_carry:])]
     if name == "while":
         first, (body, _) = eqn.params["body_nconsts"], _compat.open_jaxpr(eqn.params["body_jaxpr"])
         skipped = eqn.params["cond_nconsts"]  # inputs: the condition's constants, the body's, the carry
-        return [skipped + j if j == first + i else None for i, j in enumerate(_outputs_as_inputs(body))]
+        return [skipped + j if j == first + i else None for i, j in enumerate(_match_outputs_to_inputs(body))]
     if name == "cond":
-        branches = [_outputs_as_inputs(_compat.open_jaxpr(branch)[0]) for branch in eqn.params["branches"]]
+        branches = [_match_outputs_to_inputs(_compat.open_jaxpr(branch)[0]) for branch in eqn.params["branches"]]
         # Input 0 is the index of the branch.
         return [j + 1 if j is not None and {j} == set(others) else None for j, *others in zip(*branches, strict=True)]
     return []
 
 
-def _outputs_as_inputs(jaxpr: Jaxpr) -> list[int | None]:
+def _match_outputs_to_inputs(jaxpr: Jaxpr) -> list[int | None]:
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
     return [None if _compat.is_literal(root) else numbers.get(root) for root in _roots(jaxpr)]

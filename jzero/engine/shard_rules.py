@@ -21,24 +21,24 @@ from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
 from jzero.plan.layout import Cut
 
-__all__ = ["constrained", "on_shard", "widens"]
+__all__ = ["apply_on_shard", "constrain_lazy", "widens"]
 
 Equation = Any
 Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy | None]
 
 
-def on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
+def apply_on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
     """Returns the equation's result as a lazy parameter, if the operation can run on the shard itself."""
     lazy, *others = inputs or (None,)
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or not isinstance(lazy, Lazy):
         return None
     # Indices made of literals count as literals.
-    others = [Bundle.of([x]).computed()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
+    others = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
     return None if any(map(is_lazy, others)) else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
 
 
-def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
+def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     """Returns a lazy value whose arrays are sharded over other mesh axes by `spec`, which is for its natural shape.
 
     Arrays in host memory and deferred values stay as they are; so does everything if `spec` names no axis for a
@@ -48,7 +48,7 @@ def constrained(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
         return x
     before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
-    cut = x.cut.beside(entries, dict(jax.sharding.get_abstract_mesh().shape))
+    cut = x.cut.with_other_axes(entries, dict(jax.sharding.get_abstract_mesh().shape))
     if not cut.other_axes or cut == x.cut:
         return x
     assert x.shard is not None
@@ -83,7 +83,7 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
     if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
         return None
     order = tuple(params["permutation"])
-    return _each(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
+    return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
 
 
 def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -91,7 +91,7 @@ def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape
     if any(_is_cut(lazy.cut, d) for d in dims):
         return None
     rest = [d for d in range(len(lazy.shape)) if d not in dims]
-    return _each(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
+    return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
 
 
 def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -105,7 +105,7 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
         zeros, ones = (0,) * x.ndim, (1,) * x.ndim  # of the cut dimension: all of the shard's
         return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
 
-    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+    return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
 def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
@@ -120,7 +120,7 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
         # [1, D/N, F]
         return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
 
-    return _each(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+    return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
 def _is_cut(cut: Cut, dim: int) -> bool:
@@ -128,7 +128,7 @@ def _is_cut(cut: Cut, dim: int) -> bool:
     return dim >= cut.dim if cut.flat else dim == cut.dim  # a flat shard joins all dimensions from there on
 
 
-def _each(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
+def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
     `own(values, untouched)` picks, per dimension of the array, from `values` if the array holds it whole, and from

@@ -8,13 +8,13 @@ from typing import Any
 from jzero.config.precision import Precision
 from jzero.config.settings import check, one_of, optional, whole
 
-__all__ = ["AUTO", "decided"]
+__all__ = ["AUTO", "decide"]
 
 AUTO = "auto"
 NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def decided(
+def decide(
     raw: Mapping[str, Any], *, auto: Mapping[str, Any] | None, batch_size: int | None, precision: str | Precision | None
 ) -> Mapping[str, Any]:
     """Returns a configuration with values in the place of "auto", where arguments have them.

@@ -15,7 +15,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.shard import abstract_train_state
 from jzero.state.train_state import adapt, plan_if_sharded
 
-__all__ = ["abstract_mesh", "mesh_of", "moved", "plan_of_argument", "relaid"]
+__all__ = ["abstract_mesh", "mesh_of", "move_to_mesh", "plan_of_argument", "relaid"]
 
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
@@ -68,7 +68,7 @@ def relaid(
     return abstract_train_state(state, config=config, mesh=mesh)
 
 
-def moved(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:
+def move_to_mesh(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:
     """Returns arguments of a plain function for another machine: the same specs on its mesh."""
 
     def move(x: Any) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jzero.arrays.collectives import Wire, reduce_shard
 from jzero.plan.layout import Cut
 
-__all__ = ["Leaving", "OnShards", "Part", "Reduction"]
+__all__ = ["GradientExit", "OnShards", "Part", "Reduction"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Reduction:
 
     def __call__(self, grad: jax.Array) -> jax.Array:
         """Returns this device's shard of the sum over all devices. [..., D] -> [..., P/N]."""
-        return self.placed(reduce_shard(grad, self.cut, self.wire).astype(self.dtype))
+        return self.place(reduce_shard(grad, self.cut, self.wire).astype(self.dtype))
 
-    def placed(self, shard: jax.Array) -> jax.Array:
+    def place(self, shard: jax.Array) -> jax.Array:
         """Returns a shard in its destination memory."""
         return jax.device_put(shard, jax.memory.Space.Host) if self.to_host else shard
 
@@ -55,12 +55,12 @@ class Reduction:
         """Returns the shard of a gradient that is zero."""
         return jnp.zeros(self.cut.shard_shape, self.dtype)  # [D/N, F]
 
-    def row(self) -> Reduction | None:
+    def for_row(self) -> Reduction | None:
         """Returns the reduction of one row of a stack; `None` if the rows are cut."""
         # A turn makes one row, [D, F]. Of a stack cut over its rows, [L/N, D, F], it belongs to one device alone.
         return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
 
-    def of(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
+    def for_shape(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
         """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
         old, dims = self.cut, list(range(len(shape)) if dims is None else dims)
         # A dimension of another size is not cut over further mesh axes any more.
@@ -71,7 +71,7 @@ class Reduction:
         cut = Cut(dims.index(old.dim), tuple(shape), old.num_shards, old.flat, kept)
         return dataclasses.replace(self, cut=cut)
 
-    def own(self, values: Sequence[Any], untouched: Any) -> list[Any]:
+    def shard_values(self, values: Sequence[Any], untouched: Any) -> list[Any]:
         """Returns values per dimension of a shard, given those of the whole array: `untouched` for the cut one."""
         cut = self.cut
         # A flat cut joins `cut.dim` and all later dimensions into one.
@@ -93,7 +93,7 @@ class Part:
     is_awaited: bool = True
 
 
-Leaving: TypeAlias = Reduction | Part
+GradientExit: TypeAlias = Reduction | Part
 
 
 class OnShards(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jzero
-from jzero.arrays.fits import misfit
+from jzero.arrays.misfits import describe_misfit
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,15 @@ from jzero.arrays.fits import misfit
     ],
 )
 def test_what_fits(values, dtype, fits):
-    assert (misfit(np.asarray(values), jnp.dtype(dtype)) == "") == fits
-    assert (misfit(jnp.asarray(values), jnp.dtype(dtype)) == "") == fits
+    assert (describe_misfit(np.asarray(values), jnp.dtype(dtype)) == "") == fits
+    assert (describe_misfit(jnp.asarray(values), jnp.dtype(dtype)) == "") == fits
 
 
 def test_narrow_dtypes_can_be_cast_from():
     for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.int4, jnp.bfloat16):
         for other in (np.int8, np.float32, ml_dtypes.float8_e5m2):
-            assert not misfit(jnp.ones(3, dtype), jnp.dtype(other))
-            assert not misfit(np.ones(3, dtype), jnp.dtype(other))
+            assert not describe_misfit(jnp.ones(3, dtype), jnp.dtype(other))
+            assert not describe_misfit(np.ones(3, dtype), jnp.dtype(other))
 
 
 def make_state(value, dtype):

@@ -23,13 +23,13 @@ from typing import Any
 
 from jzero.engine.lazy import Lazy, num_bytes
 
-__all__ = ["MOST_IN_VAIN", "chosen_ahead"]
+__all__ = ["MOST_IN_VAIN", "choose_prefetched"]
 
 MOST_IN_VAIN = 1 / 32
 """Upper bound on the wasted gathers of the last turn, as a share of all gathers of the loop."""
 
 
-def chosen_ahead(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
+def choose_prefetched(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
     """Returns the stacks to gather one turn ahead, by number, with the dtype of each gather.
 
     The stacks that a turn uses first come first: they have the least computation to hide behind.

@@ -11,10 +11,10 @@ import numpy as np
 
 from jzero.arrays.casts import round_without_derivative
 
-__all__ = ["misfit"]
+__all__ = ["describe_misfit"]
 
 
-def misfit(x: Any, dtype: Any) -> str:
+def describe_misfit(x: Any, dtype: Any) -> str:
     """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.
 
     Integers must be in its range, numbers that become integers must be integers, and finite numbers must stay finite.
@@ -25,8 +25,8 @@ def misfit(x: Any, dtype: Any) -> str:
       dtype: The dtype of the cast.
 
     Example:
-      >>> from jzero.arrays.fits import misfit
-      >>> misfit(np.array([3, 300]), np.dtype("int8"))
+      >>> from jzero.arrays.misfits import describe_misfit
+      >>> describe_misfit(np.array([3, 300]), np.dtype("int8"))
       'int64 numbers from 3 to 300, and int8 holds those from -128 to 127'
     """
     have, want = (next((i for i, kind in enumerate(KINDS) if _is(y, kind)), -1) for y in (x.dtype, dtype))
@@ -64,7 +64,7 @@ def _not_in_range(x: Any, dtype: Any) -> str:
 def _not_finite(x: Any, dtype: Any) -> str:
     if _largest(x.dtype) <= _largest(dtype):
         return ""
-    largest = float(_lost(x, dtype))
+    largest = float(_largest_lost(x, dtype))
     return f"{x.dtype} numbers such as {largest:g}, which {dtype} does not hold" if largest > 0 else ""
 
 
@@ -84,10 +84,10 @@ def _bounds(x: Any) -> tuple[Any, Any]:
     return _bounds_on_device(x) if isinstance(x, jax.Array) else (x.min(), x.max())
 
 
-def _lost(x: Any, dtype: Any) -> Any:
+def _largest_lost(x: Any, dtype: Any) -> Any:
     """Returns the largest number that a cast would make infinite; 0 if there is none."""
     if isinstance(x, jax.Array):
-        return _lost_on_device(x, dtype)
+        return _largest_lost_on_device(x, dtype)
     with np.errstate(all="ignore"):
         lost = np.isfinite(x) & ~np.isfinite(x.astype(dtype))
         return np.max(np.where(lost, np.abs(x), 0), initial=0)
@@ -105,7 +105,7 @@ def _bounds_on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _lost_on_device(x: jax.Array, dtype: Any) -> jax.Array:
+def _largest_lost_on_device(x: jax.Array, dtype: Any) -> jax.Array:
     x = x.astype(jnp.float32) if _is(x.dtype, np.integer) else x
     lost = jnp.isfinite(x) & ~jnp.isfinite(round_without_derivative(x, dtype))
     return jnp.max(jnp.where(lost, jnp.abs(x).astype(jnp.float32), 0))

@@ -8,14 +8,14 @@ from typing import Any
 
 from jzero.config.precision import Precision
 from jzero.config.settings import check, optional, whole
+from jzero.deepspeed.auto_values import decide
 from jzero.deepspeed.batch import BatchSizes, solve_batch
-from jzero.deepspeed.deciding import decided
 from jzero.deepspeed.fields import ConfigFields, config_fields
 from jzero.deepspeed.optimizers import read_optimizer
-from jzero.deepspeed.reading import read_source
 from jzero.deepspeed.report import DeepSpeedReport
 from jzero.deepspeed.scheduler_block import make_schedule
 from jzero.deepspeed.settings import Settings, read_settings
+from jzero.deepspeed.source import read_source
 
 __all__ = ["import_config"]
 
@@ -36,7 +36,7 @@ def import_config(
     check("num_devices", num_devices, optional(whole(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
-    raw = decided(read_source(source), auto=auto, batch_size=batch_size, precision=precision)
+    raw = decide(read_source(source), auto=auto, batch_size=batch_size, precision=precision)
     settings = read_settings(raw)
     block = read_optimizer(settings)
     schedule = make_schedule(settings, block.lr, has_betas=block.has_betas)
