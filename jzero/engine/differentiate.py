@@ -31,6 +31,7 @@ from jzero import _compat
 from jzero.arrays.collectives import Wire, mean, sum_over
 from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
+from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
 
 __all__ = ["Joint", "differentiate"]
@@ -55,13 +56,7 @@ class Joint:
 
 
 def differentiate(
-    traced: TracedLoss,
-    moving: Sequence[int],
-    *,
-    wire: Wire,
-    steps: int,
-    loss_scale: Sequence[jax.Array],
-    axis_env: Sequence[tuple[str, int]],
+    traced: TracedLoss, moving: Sequence[int], *, wire: Wire, steps: int, loss_scale: Sequence[Any], axis_env: AxisEnv
 ) -> Joint:
     """Differentiates a traced loss.
 
@@ -102,11 +97,7 @@ def differentiate(
 
 
 def _program(
-    traced: TracedLoss,
-    moving: tuple[int, ...],
-    loss_scale: Sequence[jax.Array],
-    axis_env: Sequence[tuple[str, int]],
-    objective: Callable[..., Any],
+    traced: TracedLoss, moving: tuple[int, ...], loss_scale: Sequence[Any], axis_env: AxisEnv, objective: Any
 ) -> Joint:
     """Traces an objective, and its gradients with respect to the `moving` parameters."""
 
@@ -122,7 +113,7 @@ def _program(
     groups = [kinds[a:b] for a, b in itertools.pairwise(ends)]  # params, carried, batch, key
     divisor = jax.ShapeDtypeStruct((), jnp.float32)  # 0 until the first micro-batch has set it
     scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
-    jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=list(axis_env), return_shape=True)(*groups, divisor, scale)
+    jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=axis_env, return_shape=True)(*groups, divisor, scale)
     return Joint(jaxpr, jax.tree.structure(out), moving)
 
 

@@ -6,7 +6,7 @@ stay lazy, and gradients are stacks of shards. Forward and backward loops are tr
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 
 runs over the stack of shards, [L, 512/N, 512], and each turn gathers its own row. A turn may also gather rows of the
-next one (`ahead`).
+next one (`prefetch`).
 
 [Note: Residuals made of parameters]
 A forward loop returns its residuals as stacks: activations, and also values made of its parameters alone, such as a
@@ -41,7 +41,7 @@ Equation = Any
 
 
 def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-    """Evaluates a scan; `arriving` tells how those inputs leave that are gradients, to which turns add shards."""
+    """Evaluates a scan; `arriving` has the reduction of each input that is a gradient, to which turns add shards."""
     loop = _Loop(walk, eqn, inputs, arriving, wanted)
     end, (ys, kept) = loop.run()
     for j, whole in kept.items():
@@ -125,15 +125,13 @@ class _Loop:
         step = -1 if self.eqn.params["reverse"] else 1
         start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first turn's row
 
-        def gathered(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
+        def gather(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
             carry, whole, at = state  # whole: rows of this turn, [D, F]
-            following = gathered(
-                {j: _slice_row(self.stacks[j], at + step) for j in ahead}
-            )  # the last turn's are unused
+            following = gather({j: _slice_row(self.stacks[j], at + step) for j in ahead})  # unused after the last turn
             carry, results = self.turn(carry, self._rows(stacks, whole))
             return (carry, following, at + step), results
 
@@ -144,7 +142,7 @@ class _Loop:
             return lax.scan(plain, init, self.stacks, **options)
         rows = {j: _slice_row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
         rows = self.walk.order.order_first_rows(self.stacks, rows, init)
-        (end, _, _), results = lax.scan(body, (init, gathered(rows), start), self.stacks, **options)
+        (end, _, _), results = lax.scan(body, (init, gather(rows), start), self.stacks, **options)
         return end, results
 
     def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:

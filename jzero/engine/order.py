@@ -59,7 +59,7 @@ class Order:
       fence: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
       waits: Whether loops and recomputed blocks wait until gradients from before them are reduced.
       limit: Most bytes to gather ahead of their use; `None`: the compiler decides.
-      ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `ahead`.
+      ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `prefetch`.
     """
 
     fence: Fence | None = None

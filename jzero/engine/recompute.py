@@ -48,6 +48,8 @@ __all__ = [
 
 Apply = Callable[[Any, list[Any]], list[Any]]
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
+AxisEnv: TypeAlias = list[tuple[str, int]]
+"""Names and sizes of the mesh axes that the loss may name."""
 BOUNDARY = "jzero_block_boundary"
 
 
@@ -97,7 +99,7 @@ def recomputes(eqn: Any) -> bool:
     )
 
 
-def recompute(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> Any:
+def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
     """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
     Enters `jit`, `cond`, `scan` and `jax.checkpoint`; other equations with jaxprs stay as they are.
@@ -122,7 +124,7 @@ def recompute(jaxpr: Any, remat: Remat, axis_env: Sequence[tuple[str, int]]) -> 
       True
     """
     shapes = list(map(_compat.shape_of, jaxpr.in_avals))
-    return jax.make_jaxpr(lambda *inputs: _Rewrite(remat)(jaxpr, inputs), axis_env=list(axis_env))(*shapes)
+    return jax.make_jaxpr(lambda *inputs: _Rewrite(remat)(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
 def has_parts_to_recompute(jaxpr: Any) -> bool:

@@ -21,7 +21,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero.engine.recompute import Remat, has_parts_to_recompute
+from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.padded import is_padded, unbox
@@ -80,7 +80,7 @@ class TracedLoss:
     remat: Remat
 
 
-def axis_env(plan: ZeroPlan) -> list[tuple[str, int]]:
+def axis_env(plan: ZeroPlan) -> AxisEnv:
     """Returns the names and sizes of ZeRO's axes, which the loss may use."""
     return [(name, int(plan.mesh.shape[name])) for name in batch_axes(plan.config)]
 
