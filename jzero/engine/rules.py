@@ -194,9 +194,8 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
         return bind_whole(walk, eqn, inputs)
 
     def others(branch: Any, *operands: Any) -> list[Any]:
-        return [
-            x for x, y in zip(walk.enter_block().evaluate_whole(branch, *operands), lazily, strict=True) if y is None
-        ]
+        outputs = walk.enter_block().evaluate_whole(branch, *operands)
+        return [x for x, y in zip(outputs, lazily, strict=True) if y is None]
 
     anew = _compat.jaxprs_retraced(eqn, lambda branch: functools.partial(others, branch))
     outputs = iter(_compat.bind(eqn, walk.gather(inputs), **anew))  # see [Note: Branches and loops]
@@ -258,9 +257,8 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
 def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
-    found: dict[Any, Any] = {
-        v: (x, spec) for v, x, spec in zip(jaxpr.invars, inputs, eqn.params["in_specs"], strict=True)
-    }
+    pairs = zip(inputs, eqn.params["in_specs"], strict=True)
+    found: dict[Any, Any] = dict(zip(jaxpr.invars, pairs, strict=True))
     for inner in jaxpr.eqns:
         if inner.primitive.name in ("pvary", "pcast") and not _compat.is_literal(inner.invars[0]):
             found[inner.outvars[0]] = found.get(inner.invars[0], (None, None))

@@ -46,9 +46,8 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_arrays(state)
     _check_not_overwritten(state.params)
     offload = config.offload
-    if offload.optimizer == offload.params == "none":
-        return _make_plan(state, tx, config, mesh, ())
-    check_host_memory(mesh)
+    if not offload.optimizer == offload.params == "none":
+        check_host_memory(mesh)
     if offload.optimizer == "none":
         return _make_plan(state, tx, config, mesh, ())
     if offload.ratio == 1 and offload.device_budget_bytes is None:  # whether a parameter is trained does not matter
@@ -371,10 +370,8 @@ def _plan_other(
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
     prefix = jax.tree_util.GetAttrKey(name)
     leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
-    follows = jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == [
-        p.param.shape for p in plans
-    ]
-    if follows and leaves:
+    shapes = [p.param.shape for p in plans]
+    if leaves and jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == shapes:
         return [
             dataclasses.replace(x, base=p.param.base, cut=p.param.cut, reason=p.param.reason, owner=i)
             for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
