@@ -357,14 +357,8 @@ class _Visitor:
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
-        return self._operation(
-            inputs,
-            whole,
-            in_place=kind in primitives_with(Trait.IN_PLACE),
-            inner=largest,
-            kind=made,
-            moves=kind in TRANSFERS,
-        )
+        in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
+        return self._operation(inputs, whole, in_place=in_place, inner=largest, kind=made, moves=moves)
 
     def _body(self, jaxpr: Any) -> TracedProgram:
         body = TracedProgram()
