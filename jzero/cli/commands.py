@@ -1,8 +1,7 @@
-"""The command line: reads arguments, calls the library, prints what it returns as text or as JSON.
+"""The command line: reads arguments, calls the library, and prints the result as text or JSON.
 
-Every command ends with 0 if all is well, with 1 if a check failed, and with 2 if it could not be done.
-What a command returns has `__str__` and `to_json()`; everything else that is written goes to stderr. Functions import
-what is slow to import, so that `--help` is there at once.
+Every command exits with 0 on success, 1 if a check failed, and 2 if it could not run. Results have `__str__` and
+`to_json()`; all other output goes to stderr. Slow imports are inside functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
-"""What the library, jax and the file system raise for what a user can cause; their messages say enough."""
+"""Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
 
 app = typer.Typer(
     name="jzero",
-    help="ZeRO for JAX: what it will cost, what the compiler makes of it, and what works here.",
-    epilog="Exit status: 0 if all is well, 1 if a check failed, 2 if it could not be done.",
+    help="ZeRO for JAX: estimate memory, inspect compiled steps, and check this machine.",
+    epilog="Exit status: 0 on success, 1 if a check failed, 2 if the command could not run.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
-# Options that commands share.
+# Options shared by several commands.
 
 _MODEL = typer.Argument(
     metavar="MODULE:FUNCTION",
-    help="A function without arguments that returns `(state, loss_fn, batch)`; the module is installed or in the "
-    "current directory. `state` may be abstract, or a function that makes one from a PRNG key.",
+    help="A function that takes no arguments and returns `(state, loss_fn, batch)`. The module must be installed or in "
+    "the current directory. `state` may be abstract, or a function that makes a state from a PRNG key.",
     show_default=False,
 )
 Model = Annotated[str, _MODEL]
@@ -51,13 +50,15 @@ Stage = Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")]
 PrecisionName = Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--precision", help="Precision policy.")]
 Threshold = Annotated[
     int,
-    typer.Option("--persistence-threshold", min=0, help="Parameters of up to so many elements stay whole at stage 3."),
+    typer.Option(
+        "--persistence-threshold", min=0, help="At stage 3, keep parameters of up to this many elements whole."
+    ),
 ]
 CpuDevices = Annotated[
-    int | None, typer.Option("--cpu-devices", min=1, help="Use so many virtual CPU devices, whatever else is there.")
+    int | None, typer.Option("--cpu-devices", min=1, help="Use this many virtual CPU devices and ignore any others.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to stdout.")]
-Traceback = Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")]
+Traceback = Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")]
 
 
 @app.command()
@@ -65,25 +66,25 @@ def estimate(
     model: OptionalModel = None,
     *,
     params: Annotated[
-        float | None, typer.Option(help="Parameters of the model, e.g. `2851e6`, where none is named.")
+        float | None, typer.Option(help="Number of parameters, e.g. `2851e6`, instead of a model.")
     ] = None,
     largest_layer: Annotated[
-        float | None, typer.Option(help="Parameters of its largest layer, e.g. `32e6`; needed at stage 3 only.")
+        float | None, typer.Option(help="Parameters in the largest layer, e.g. `32e6`. Only for stage 3.")
     ] = None,
     stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage.")] = 3,
-    num_gpus_per_node: Annotated[int, typer.Option(help="Devices per node.")] = 1,
-    num_nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    num_gpus_per_node: Annotated[int, typer.Option(help="Number of devices per node.")] = 1,
+    num_nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
     additional_buffer_factor: Annotated[
-        float, typer.Option(help="Factor on host memory for what the formulas leave out.")
+        float, typer.Option(help="Factor on host memory, for buffers that the formulas omit.")
     ] = 1.5,
     formulas: Annotated[
         Literal["documented", "deepspeed-0.19"],
-        typer.Option(help="Those of DeepSpeed's documentation, or of its code."),
+        typer.Option(help="Use the formulas of DeepSpeed's documentation or of its code."),
     ] = "documented",
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Prints the memory that model states need by DeepSpeed's formulas, under each choice of options."""
+    """Estimates the memory of model states by DeepSpeed's formulas, for each choice of options."""
     with _messages(traceback):
         counted = _count(model, params, largest_layer, stage)
         how = "cold" if model is None else "live"
@@ -103,14 +104,14 @@ def plan(
     devices: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Plan for so many devices, which need not be there. By default those of this machine."
+            min=1, help="Plan for this many devices; they need not exist. Default: the devices of this machine."
         ),
     ] = None,
     threshold: Threshold = 100_000,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Prints where every parameter would live, the bytes per device, and what stays whole and why."""
+    """Prints the placement of every parameter, the bytes per device, and the arrays that stay whole, with reasons."""
     with _messages(traceback):
         mesh = None
         if devices is not None:
@@ -129,7 +130,7 @@ def analyze(
     *,
     topology: Annotated[
         str | None,
-        typer.Option(help="Compile for a machine that is not here, e.g. `h200:8` or `v5e:2x4`. By default this one."),
+        typer.Option(help="Compile for another machine, e.g. `h200:8` or `v5e:2x4`. Default: this machine."),
     ] = None,
     cpu_devices: CpuDevices = None,
     stage: Stage = 3,
@@ -140,17 +141,18 @@ def analyze(
         bool | None,
         typer.Option(
             "--remat/--no-remat",
-            help="Recompute the scans of the loss, or nothing. By default at stage 3 what is cheap.",
+            help="Recompute the scans of the loss, or nothing. By default, stage 3 recomputes cheap activations.",
         ),
     ] = None,
     figure: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Draw memory and timeline there; the ending says which kind.")
+        str | None,
+        typer.Option(metavar="PATH", help="Save a figure of memory and timeline; the extension sets the format."),
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="End with 1 if the program departs from the plan.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Exit with 1 if the program departs from the plan.")] = False,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Compiles a training step, runs nothing, and prints its memory, its collectives and departures from the plan."""
+    """Compiles a training step without running it; prints its memory, collectives and departures from the plan."""
     with _messages(traceback):
         _choose_devices(topology, cpu_devices)
         user = _load(model)
@@ -159,7 +161,7 @@ def analyze(
         report = jzero.analyze(step, user.state, user.batch, topology=topology, config=config, **user.keywords)
     _show(report, as_json)
     if report.num_devices == 1 and stage > 0:
-        _warn("There is one device, so nothing is partitioned: give `--topology` or `--cpu-devices`.")
+        _warn("With one device, nothing is partitioned. Pass `--topology` or `--cpu-devices`.")
     if figure is not None:
         with _messages(traceback):
             report.save_figure(figure)
@@ -176,26 +178,26 @@ def fit(
     model: Model,
     *,
     topology: Annotated[
-        str | None, typer.Option(help="The machine, e.g. `h200:8` or `v5e:2x4`. By default this one.")
+        str | None, typer.Option(help="The target machine, e.g. `h200:8` or `v5e:2x4`. Default: this machine.")
     ] = None,
     cpu_devices: CpuDevices = None,
     hbm_bytes: Annotated[
         float | None,
-        typer.Option(help="What a step may take of one device's memory, e.g. `80e9`. By default 90 % of what it has."),
+        typer.Option(help="Memory limit of a step per device, e.g. `80e9`. Default: 90 % of the device's memory."),
     ] = None,
     precision: PrecisionName = "fp32",
     threshold: Threshold = 100_000,
     confirm: Annotated[
-        bool, typer.Option(help="Compile the choice, and what was passed over for too little memory.")
+        bool, typer.Option(help="Compile the choice, and the candidates rejected for lack of memory.")
     ] = True,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Searches the way to train that communicates least among those that fit; ends with 1 if nothing fits."""
+    """Finds the configuration that fits and communicates least; exits with 1 if nothing fits."""
     with _messages(traceback):
         if topology is None or cpu_devices is not None:
             _choose_devices(topology, cpu_devices)
-        else:  # the search needs no compiler of that machine
+        else:  # the search does not need that machine's compiler
             _use_cpu(None)
         user = _load(model)
         config = _config(0, precision, threshold)
@@ -216,18 +218,18 @@ def fit(
 
 @app.command()
 def deepspeed(
-    config: Annotated[str, typer.Argument(help="A configuration of DeepSpeed, e.g. `ds_config.json`.")],
+    config: Annotated[str, typer.Argument(help="A DeepSpeed configuration, e.g. `ds_config.json`.")],
     *,
     num_devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices that the batch is split over; batch sizes follow from it.")
+        int | None, typer.Option(min=1, help="Number of devices that share the batch; it determines the batch sizes.")
     ] = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Prints what jzero makes of each key of a DeepSpeed configuration; ends with 1 if it refuses any."""
+    """Prints a verdict on each key of a DeepSpeed configuration; exits with 1 if jzero refuses any key."""
     with _messages(traceback), warnings.catch_warnings():
         _use_cpu(None)
-        warnings.simplefilter("ignore", UserWarning)  # of what is refused, which is in the report
+        warnings.simplefilter("ignore", UserWarning)  # about refused keys, which the report lists
         _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=num_devices)
     _show(report, as_json)
     if report.refused:
@@ -236,20 +238,25 @@ def deepspeed(
 
 @app.command()
 def export(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a manager's directory for its newest one.")],
-    output: Annotated[str, typer.Argument(help="A file `….safetensors`, or a directory. Must not be there yet.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a `CheckpointManager` directory (its newest checkpoint).")
+    ],
+    output: Annotated[str, typer.Argument(help="A new `.safetensors` file or directory. It must not exist.")],
     *,
     dtype: Annotated[
-        str | None, typer.Option(help="Of floating-point parameters, e.g. `bfloat16`. By default as they are.")
+        str | None, typer.Option(help="Convert floating-point parameters, e.g. to `bfloat16`. Default: as stored.")
     ] = None,
     paths: Annotated[
-        str | None, typer.Option(help="Regular expression over whole paths, e.g. `decoder/.*`. By default all.")
+        str | None,
+        typer.Option(help="Regular expression that must match whole paths, e.g. `decoder/.*`. Default: all."),
     ] = None,
-    max_file_bytes: Annotated[float, typer.Option(help="Above this size there are several files and an index.")] = 5e9,
+    max_file_bytes: Annotated[
+        float, typer.Option(help="Split a larger export into several files with an index.")
+    ] = 5e9,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Writes the parameters of a checkpoint as safetensors, one leaf at a time; needs neither model nor devices."""
+    """Writes a checkpoint's parameters as safetensors, one leaf at a time; needs no model and no devices."""
     with _messages(traceback):
         _use_cpu(None)
         exported = jzero.export_checkpoint(
@@ -260,15 +267,17 @@ def export(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a manager's directory for its newest one.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint, or a `CheckpointManager` directory (its newest checkpoint).")
+    ],
     *,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read every leaf and compare it; end with 1 if any is damaged.")
+        bool, typer.Option("--verify", help="Read every leaf and verify its checksum; exit with 1 if any is damaged.")
     ] = False,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Prints what is in a checkpoint: its leaves, who wrote it and how, what else was saved."""
+    """Prints the contents of a checkpoint: its leaves, the configuration that wrote it, and other saved data."""
     with _messages(traceback):
         _use_cpu(None)
         info = jzero.inspect_checkpoint(checkpoint, verify=verify)
@@ -279,7 +288,7 @@ def inspect(
 
 @app.command()
 def doctor(*, cpu_devices: CpuDevices = None, as_json: Json = False, traceback: Traceback = False) -> None:
-    """Prints versions, devices and compilers, and tries out what works here."""
+    """Prints versions, devices and compilers, and runs checks on this machine."""
     with _messages(traceback):
         from jzero.cli.doctor import examine
 
@@ -304,7 +313,7 @@ def _warn(text: str) -> None:
 
 @contextlib.contextmanager
 def _messages(traceback: bool) -> Iterator[None]:
-    """Makes errors messages on stderr and exit status 2; whatever is printed in the meantime goes to stderr as well."""
+    """Turns errors into messages on stderr and exit status 2; redirects stdout to stderr meanwhile."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -312,42 +321,44 @@ def _messages(traceback: bool) -> Iterator[None]:
         if traceback or not isinstance(error, EXPECTED):
             tracebacks.print_exception(error)
         else:
-            _warn(f"{str(error) or type(error).__name__}\n(`--traceback` shows where this comes from.)")
+            _warn(f"{str(error) or type(error).__name__}\n(`--traceback` prints the traceback.)")
         raise typer.Exit(2) from error
 
 
 def _load(name: str) -> UserModel:
     from jzero.cli.user_model import load_model
 
-    if os.getcwd() not in sys.path:  # scripts, unlike `python -m`, do not find modules there
+    if os.getcwd() not in sys.path:  # unlike `python -m`, scripts do not search it
         sys.path.insert(0, os.getcwd())
     return load_model(name)
 
 
 def _count(model: str | None, params: float | None, largest_layer: float | None, stage: int) -> list[Any]:
-    """Returns what an estimator takes first: a model, or one number, or at stage 3 two."""
+    """Returns an estimator's first arguments: a model, or one number, or two numbers at stage 3."""
     if (model is None) == (params is None):
-        raise ValueError("Name a model (`module:function`) or give `--params`, one of the two.")
+        raise ValueError("Pass either a model (`module:function`) or `--params`.")
     if model is not None:
         if largest_layer is not None:
-            raise ValueError(f"`--largest-layer` goes with `--params`: the layers of {model!r} are counted.")
+            raise ValueError(f"`--largest-layer` requires `--params`: the layers of {model!r} are counted.")
         return [_load(model).state]
     if stage < 3:
         return [params]
     if largest_layer is None:
-        raise ValueError("Stage 3 gathers layers: give `--largest-layer` with `--params`.")
+        raise ValueError("Stage 3 gathers layers: pass `--largest-layer` with `--params`.")
     return [params, largest_layer]
 
 
 def _config(stage: int, precision: Any, threshold: int) -> jzero.ZeroConfig:
-    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=threshold)  # type: ignore[arg-type]  # typer knows no Literal of numbers
+    # typer does not support a Literal of numbers
+    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=threshold)  # type: ignore[arg-type]
 
 
 def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:
-    """Settles which devices jax will find. Has to come before anything asks for them, so before users' modules."""
+    """Selects the devices that jax will find. Call it before any code uses them, and so before users' modules load."""
     if topology is not None and cpu_devices is not None:
         raise ValueError(
-            f"`--topology {topology}` is another machine, `--cpu-devices {cpu_devices}` is this one: give one of them."
+            f"`--topology {topology}` means another machine, `--cpu-devices {cpu_devices}` means this one: "
+            "pass only one of them."
         )
     if cpu_devices is not None:
         _use_cpu(cpu_devices)
@@ -355,7 +366,7 @@ def _choose_devices(topology: str | None, cpu_devices: int | None) -> None:
         from jzero.analysis.topologies import topology_devices
 
         _use_cpu(None)
-        topology_devices(topology)  # raises, if need be, before a model is made
+        topology_devices(topology)  # raises before the model is built
 
 
 def _use_cpu(count: int | None) -> None:
@@ -363,7 +374,7 @@ def _use_cpu(count: int | None) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     if count is not None:
-        # Else XLA's CPU client may have as few threads as cores, and programs in flight wait for each other for ever.
+        # Otherwise XLA's CPU client may have only one thread per core, and running programs deadlock.
         os.environ.setdefault("PJRT_NPROC", str(4 * count))
         jax.config.update("jax_num_cpu_devices", count)
 

@@ -1,4 +1,4 @@
-"""What this machine has, and what works on it: every check is run, and compared with what must come out."""
+"""Reports this machine's devices, and runs checks on them against known results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ HOST = "pinned_host"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that was tried.
+    """The result of one check.
 
     Attributes:
-      name: What.
-      status: `not available` where there is nothing to try it on.
-      detail: What came out, or what is missing.
+      name: The name of the check.
+      status: `not available` if the machine lacks something that the check needs.
+      detail: The outcome, or the missing requirement.
     """
 
     name: str
@@ -56,10 +56,10 @@ class DeviceGroup:
     Attributes:
       kind: Their name, e.g. `NVIDIA H200`.
       platform: `cpu`, `gpu` or `tpu`.
-      count: How many there are, those of other processes included.
-      memory_kinds: The memories that arrays can live in.
-      default_memory: The one where they live unless told otherwise.
-      memory_bytes: How much of it programs may use; `None` where the platform does not tell.
+      count: Number of devices, including those of other processes.
+      memory_kinds: The kinds of memory that can hold arrays.
+      default_memory: The kind that holds arrays by default.
+      memory_bytes: Bytes of it that programs may use; `None` if the platform does not report them.
     """
 
     kind: str
@@ -72,14 +72,13 @@ class DeviceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class DoctorReport:
-    """What `examine` found. `print` it for a table.
+    """The report of `examine`. `print` it for a table.
 
     Attributes:
-      versions: Of Python and of the packages that matter; `None` for those that are not installed.
+      versions: Versions of Python and of the relevant packages; `None` for packages that are not installed.
       devices: The devices by kind.
-      compilers: For each kind of machine that is not there, `gpu` and `tpu`: what is missing to compile for it, or
-        `None` if nothing is.
-      checks: What was tried.
+      compilers: For `gpu` and `tpu`: the package needed to compile for such machines, or `None` if nothing is missing.
+      checks: The result of each check.
     """
 
     versions: dict[str, str | None]
@@ -93,20 +92,20 @@ class DoctorReport:
         return all(check.status != "failed" for check in self.checks)
 
     def to_json(self) -> str:
-        """Returns all of it as JSON, with `ok`."""
+        """Returns the report as JSON, including `ok`."""
         return json.dumps({"ok": self.ok, **dataclasses.asdict(self)}, indent=2, ensure_ascii=False)
 
     def __str__(self) -> str:
         lines = ["versions", *_rows([(name, version or "not installed") for name, version in self.versions.items()])]
         lines += ["", "devices", *_rows([_device_row(group) for group in self.devices])]
         compilers = [(kind, f"needs {missing}" if missing else "installed") for kind, missing in self.compilers.items()]
-        lines += ["", "compilers for machines that are not there", *_rows(compilers)]
+        lines += ["", "compilers for other machines", *_rows(compilers)]
         lines += ["", "checks", *_rows([dataclasses.astuple(check) for check in self.checks])]
         return "\n".join(lines)
 
 
 def examine() -> DoctorReport:
-    """Looks at this machine's devices and runs the checks on all of them.
+    """Lists this machine's devices and runs the checks on all of them.
 
     Returns:
       A `DoctorReport`.
@@ -125,7 +124,7 @@ def examine() -> DoctorReport:
     def look() -> str:
         nonlocal devices
         devices = _device_groups(jax.devices())
-        return f"{jax.device_count()} of platform {jax.default_backend()}, {jax.process_count()} process(es)"
+        return f"{jax.device_count()} on platform {jax.default_backend()}, {jax.process_count()} process(es)"
 
     checks = [_run("devices", look)]
     if devices:
@@ -135,11 +134,11 @@ def examine() -> DoctorReport:
 
 
 class _NotAvailableError(Exception):
-    """There is nothing to try this on."""
+    """The machine lacks something that this check needs."""
 
 
 class _WrongResultError(Exception):
-    """Something ran and came out wrong."""
+    """A check ran and its result is wrong."""
 
 
 def _run(name: str, check: Callable[[], str]) -> Check:
@@ -149,20 +148,20 @@ def _run(name: str, check: Callable[[], str]) -> Check:
         return Check(name, "not available", str(error))
     except _WrongResultError as error:
         return Check(name, "failed", str(error))
-    except Exception as error:  # whatever it is, the machine has it, and the other checks are still of interest
+    except Exception as error:  # any other error is a finding, too; the other checks still run
         return Check(name, "failed", f"{type(error).__name__}: {_first(error)}")
 
 
 def _first(error: Exception) -> str:
-    """Returns the first paragraph of a message, on one line."""
+    """Returns the first paragraph of a message on one line."""
     return " ".join(str(error).strip().split("\n\n")[0].split())
 
 
 def _collectives(mesh: Mesh) -> str:
-    """Gathers, sums and scatters small whole numbers, of which every sum is exact."""
+    """Gathers, sums and scatters small integers, whose sums are exact in fp32."""
     count = mesh.size
     if count == 1:
-        raise _NotAvailableError("there is one device, and it takes two")
+        raise _NotAvailableError("needs at least two devices, found one")
     sent = (31 * np.arange(count)[:, None] + 17 * np.arange(count)) % 251  # [N, N], one row per device
 
     def exchange(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # [1, N]
@@ -180,7 +179,7 @@ def _collectives(mesh: Mesh) -> str:
     }
     wrong = [name for (name, x), y in zip(expected.items(), received, strict=True) if not np.array_equal(x, y)]
     if wrong:
-        raise _WrongResultError(f"{', '.join(wrong)} over {count} devices: not what was sent")
+        raise _WrongResultError(f"{', '.join(wrong)} over {count} devices: wrong result")
     return f"{', '.join(expected)} over {count} devices, exact"
 
 
@@ -192,10 +191,10 @@ def _donation(mesh: Mesh) -> str:
     reused, wanted = int(getattr(stats, "alias_size_in_bytes", 0)), x.nbytes // mesh.size
     result = compiled(x)
     if not np.array_equal(result, expected):
-        raise _WrongResultError("a donated argument: the result is wrong")
+        raise _WrongResultError("the result of a call with a donated argument is wrong")
     if reused < wanted or not x.is_deleted():
-        fate = "is gone" if x.is_deleted() else "is still there"
-        raise _WrongResultError(f"of {wanted} donated bytes per device {reused} are reused, and the argument {fate}")
+        fate = "was deleted" if x.is_deleted() else "still exists"
+        raise _WrongResultError(f"{reused} of {wanted} donated bytes per device are reused, and the argument {fate}")
     return "the memory of a donated argument is reused"
 
 
@@ -207,19 +206,19 @@ def _host_memory(mesh: Mesh) -> str:
     away = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
     after = _bytes_in_use(mesh)
     if away.sharding.memory_kind != HOST:
-        raise _WrongResultError(f"what was put to {HOST} is in {away.sharding.memory_kind}")
+        raise _WrongResultError(f"an array moved to {HOST} is in {away.sharding.memory_kind}")
     back = jax.device_put(away, x.sharding)
     if not (np.array_equal(away, values) and np.array_equal(back, values)):
-        raise _WrongResultError(f"what came back from {HOST} is not what was put there")
+        raise _WrongResultError(f"an array moved to {HOST} and back has changed")
     if before is not None and after is not None and after - before >= x.nbytes // mesh.size:
-        raise _WrongResultError(f"arrays in {HOST} take {format_bytes(after - before)} of device memory")
-    return f"{format_bytes(values.nbytes)} to {HOST} and back, equal"
+        raise _WrongResultError(f"an array in {HOST} takes {format_bytes(after - before)} of device memory")
+    return f"{format_bytes(values.nbytes)} to {HOST} and back, unchanged"
 
 
 def _need_host_memory(mesh: Mesh) -> None:
     kinds = sorted(memory.kind for memory in mesh.local_devices[0].addressable_memories())
     if HOST not in kinds:
-        raise _NotAvailableError(f"the devices have no memory of the kind {HOST}, but {', '.join(kinds)}")
+        raise _NotAvailableError(f"the devices have no memory of kind {HOST}, only {', '.join(kinds)}")
 
 
 def _bytes_in_use(mesh: Mesh) -> int | None:
@@ -229,19 +228,19 @@ def _bytes_in_use(mesh: Mesh) -> int | None:
 
 
 def _offload(mesh: Mesh) -> str:
-    """The train step once more, with the optimizer state on the host, in chunks."""
+    """Runs the train step with the optimizer state on the host, in chunks."""
     _need_host_memory(mesh)
     return _train_step(mesh, Offload(optimizer="host", chunk_bytes=2048)) + ", optimizer state on the host"
 
 
 def _update_on_host(mesh: Mesh) -> str:
-    """The same, updated by the host's CPU."""
+    """Runs the train step with the optimizer state on the host, updated by its CPU."""
     _need_host_memory(mesh)
     return _train_step(mesh, Offload(optimizer="host", compute="host")) + ", updated on the host"
 
 
 def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
-    """Trains at stage 3 on all devices and with optax on one. The sizes are primes, so that shards are padded."""
+    """Trains at stage 3 on all devices, and with optax on one. Prime sizes make jzero pad the shards."""
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(61, 97)).astype(np.float32) / 8, "v": rng.normal(size=97).astype(np.float32) / 8}
     state = TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.adam(1e-2))
@@ -250,14 +249,16 @@ def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
     whole = [leaf.path for leaf in plan_train_state(state, config=config, mesh=mesh).leaves if leaf.param.cut is None]
     if 1 < mesh.size <= params["v"].size and whole:
         raise _WrongResultError(f"stage 3 over {mesh.size} devices leaves parameters whole: {', '.join(whole)}")
-    with jax.default_matmul_precision("highest"):  # else some accelerators multiply in fewer bits
+    with jax.default_matmul_precision("highest"):  # by default, some accelerators multiply in lower precision
         report = check_equivalence(_loss, state, batches, config=config, mesh=mesh)
     try:
         report.check()
     except AssertionError as error:
-        raise _WrongResultError(f"stage 3 over {mesh.size} device(s), and optax on one: {_first(error)}") from error
+        raise _WrongResultError(
+            f"stage 3 over {mesh.size} device(s) differs from optax on one: {_first(error)}"
+        ) from error
     deviation = max(report.loss, report.grad_norm, report.params)
-    cut = "" if mesh.size > 1 else ", which cuts nothing"
+    cut = "" if mesh.size > 1 else " (nothing is partitioned)"
     return f"{len(batches)} steps at stage 3 over {mesh.size} device(s){cut}: within {deviation:.0e} of optax on one"
 
 

@@ -1,4 +1,4 @@
-"""Models that users name on the command line: `module:function`, which returns a state, a loss and a batch."""
+"""Loads models named on the command line as `module:function`, which returns a state, a loss and a batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RETURNS = "`(state, loss_fn, batch)`"
 
 
 class UserModel(NamedTuple):
-    """What there is to know about a model to plan and to compile its training step.
+    """A model, with all inputs for planning and compiling its training step.
 
     Attributes:
-      state: A train state, concrete or abstract; abstract if it was given as a function of a key.
+      state: A train state, concrete or abstract; abstract if the user gave a function of a key.
       loss_fn: As for `make_train_step`.
       batch: The global batch, concrete or abstract.
     """
@@ -32,7 +32,7 @@ class UserModel(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What a step needs besides state and batch: an abstract `rng`, if the loss takes a third argument."""
+        """Step arguments other than state and batch: an abstract `rng` if the loss takes a third argument."""
         try:
             parameters = inspect.signature(self.loss_fn).parameters.values()
         except (TypeError, ValueError):  # some callables have no signature
@@ -43,15 +43,15 @@ class UserModel(NamedTuple):
 
 
 def load_model(name: str) -> UserModel:
-    """Imports and calls what `name` names. Nothing is allocated for a state that is a function of a key.
+    """Imports and calls the function `name`. A state given as a function of a key is not allocated.
 
     Args:
-      name: `module:function`. The function takes no arguments and returns `(state, loss_fn, batch)`, where the state
-        may also be a function that makes one from a PRNG key, as `init_train_state` takes it.
+      name: `module:function`. The function takes no arguments and returns `(state, loss_fn, batch)`. The state may
+        also be a function that makes a state from a PRNG key, as for `init_train_state`.
 
     Raises:
-      ValueError: The name has no such form, there is no such function, or it fails.
-      TypeError: What it returns is something else.
+      ValueError: The name does not have this form, the function does not exist, or it fails.
+      TypeError: The function takes arguments or returns other values.
       ImportError: The module cannot be imported.
 
     Example:
@@ -66,18 +66,20 @@ def load_model(name: str) -> UserModel:
         raise TypeError(f"`{name}` must return {RETURNS}: got {what}.")
     state, loss_fn, batch = returned
     if not callable(loss_fn):
-        raise TypeError(f"`{name}` must return {RETURNS} with a function as `loss_fn`: got {type(loss_fn).__name__}.")
+        raise TypeError(f"`{name}` must return {RETURNS}, where `loss_fn` is a function: got {type(loss_fn).__name__}.")
     return UserModel(_state_of(name, state), loss_fn, batch)
 
 
 def _find(name: str) -> Callable[[], Any]:
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise ValueError(f"A model must be named `module:function`, such as 'decoder_models:gpt_124m': got {name!r}.")
+        raise ValueError(
+            f"A model must be given as `module:function`, such as 'decoder_models:gpt_124m': got {name!r}."
+        )
     function = getattr(_import(module_name), function_name, None)
     if not callable(function):
-        found = "no such name" if function is None else f"a {type(function).__name__}"
-        raise ValueError(f"`{name}` must be a function without arguments: {module_name!r} has {found}.")
+        found = f"{module_name!r} has no such name" if function is None else f"got {type(function).__name__}"
+        raise ValueError(f"`{name}` must be a function that takes no arguments: {found}.")
     return function
 
 
@@ -86,19 +88,19 @@ def _import(module_name: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ImportError(f"The module {module_name!r} cannot be imported: {error}.") from error
+            raise ImportError(f"Module {module_name!r} cannot be imported: {error}.") from error
         raise ImportError(
-            f"There is no module {error.name!r}: it must be installed, or be in the current directory."
+            f"Module {error.name!r} was not found: it must be installed, or be in the current directory."
         ) from error
     except (Exception, SystemExit) as error:
-        raise ImportError(f"The module {module_name!r} cannot be imported: {_say(error)}.") from error
+        raise ImportError(f"Module {module_name!r} cannot be imported: {_say(error)}.") from error
 
 
 def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
-        expected = "without arguments" if not args else "of one argument, a PRNG key"
+        expected = "that takes no arguments" if not args else "of one argument, a PRNG key"
         raise TypeError(f"{what} must be a function {expected}: {error}.") from error
     except ValueError:  # some callables have no signature
         pass
@@ -109,7 +111,7 @@ def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _state_of(name: str, state: Any) -> Any:
-    """Returns a state as it is, and of a function that makes one its shapes."""
+    """Returns a state unchanged, and the abstract state of a function that makes one."""
     try:
         adapt(state)
     except TypeError:
@@ -118,7 +120,7 @@ def _state_of(name: str, state: Any) -> Any:
     else:
         return state
     maker = f"The state of `{name}`"
-    # Of NNX objects the train state that they are seen as, since they hold no abstract arrays.
+    # NNX objects cannot hold abstract arrays, so `adapt` turns them into a train state.
     return jax.eval_shape(lambda: adapt(_call(maker, state, _key())).state)
 
 
