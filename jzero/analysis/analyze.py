@@ -62,7 +62,7 @@ def analyze(
       keywords: Other arguments of `fn`, such as `rng=`.
 
     Returns:
-      An `AnalysisReport`: print it, or call `report.verify()`.
+      The report; print it, or call `report.verify()`.
 
     Raises:
       TypeError: `fn` is not jitted.

@@ -327,7 +327,7 @@ class ZeroConfig:
           auto: Values by key, such as `{"gradient_clipping": 1.0}`, for anything that is "auto".
 
         Returns:
-          `(config, report)`. The report has a verdict on each key: honoured, left to the compiler, ignored or refused,
+          `(config, report)`. The report has a verdict on each key (honoured, left to the compiler, ignored or refused),
           with the reason. `report.verify()` raises if anything is refused.
 
         Raises:

@@ -46,7 +46,7 @@ def estimate_zero1_model_states_mem_needs(
     and `zero_init`.
 
     Returns:
-      `(cpu_mem, gpu_mem)`: bytes of host memory per node, bytes per device.
+      Bytes of host memory per node, and bytes per device.
 
     Raises:
       ValueError: An argument is out of range.
@@ -126,7 +126,7 @@ def estimate_zero2_model_states_mem_needs(
     and `zero_init`.
 
     Returns:
-      `(cpu_mem, gpu_mem)`: bytes of host memory per node, bytes per device.
+      Bytes of host memory per node, and bytes per device.
 
     Raises:
       ValueError: An argument is out of range.
@@ -218,8 +218,8 @@ def estimate_zero3_model_states_mem_needs(  # noqa: PLR0913  # DeepSpeed's argum
       formulas: `"documented"` or `"deepspeed-0.19"`; the same at stage 3.
 
     Returns:
-      `(cpu_mem, gpu_mem, largest_layer_memory)`: bytes of host memory per node, bytes per device, and those of them
-      that hold the largest layer, parameters and gradients in 16 bits.
+      Bytes of host memory per node, bytes per device, and those of them that hold the largest layer, parameters and
+      gradients in 16 bits.
 
     Raises:
       ValueError: An argument is out of range.
@@ -260,8 +260,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(  # noqa: PLR0913  # DeepSpee
       verbose: Whether to print the table.
 
     Returns:
-      A `MemoryEstimate` with six rows: parameters and optimizer on the host, the optimizer alone, nothing; each with
-      parameters born in shards and made whole.
+      A `MemoryEstimate` with six rows, for parameters and optimizer on the host, the optimizer alone, or nothing, each
+      with parameters born in shards and made whole.
 
     Raises:
       ValueError: An argument is out of range.

@@ -85,9 +85,9 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
       masters: Whether to return the optimizer's master copies instead of 16-bit parameters.
 
     Returns:
-      A tree of `jax.Array` with the structure of `state.params`: shapes as the model declares them, without
-      padding; dtypes as stored (at stage 3 of a precision policy those of the masters, except for
-      persistent leaves).
+      A tree of `jax.Array` with the structure of `state.params`. Shapes are those that the model declares, without
+      padding. Dtypes are as stored; at stage 3 of a precision policy, those of the masters, except for persistent
+      leaves.
 
     Raises:
       ValueError: `paths` matches no leaf.

@@ -39,8 +39,8 @@ def get_full_param(state: State, path: str) -> jax.Array:
       path: The key path of the parameter, such as `"decoder/layer_0/kernel"`, trained or frozen.
 
     Returns:
-      The master copy if the precision policy keeps one, else the parameter itself: natural shape, dtype as stored,
-      replicated.
+      The master copy if the precision policy keeps one, else the parameter itself, in its natural shape and stored
+      dtype, replicated.
 
     Raises:
       ValueError: `path` names no parameter.

@@ -104,8 +104,8 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
         number says how many seconds they wait for each other, 300 by default.
 
     Returns:
-      A state of the caller's own class: every leaf is a committed `jax.Array` on the mesh, in its stored
-      shape; its `tx` carries the plan. It shares no buffer with the input.
+      A state of the caller's own class. Every leaf is a committed `jax.Array` on the mesh, in its stored shape; its
+      `tx` carries the plan. It shares no buffer with the input.
 
     Raises:
       ValueError: The configuration does not fit the mesh or the state, or processes disagree; the message says how.
