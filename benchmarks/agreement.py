@@ -1,9 +1,10 @@
-"""What it costs that processes compare what they were given, of the first call: `python -m benchmarks.agreement`.
+"""What comparing processes adds to the first call: `python -m benchmarks.agreement`.
 
-Two processes of four CPU devices each, gloo over loopback: `shard_train_state` of a GPT of about 1 GB of fp32
-parameters with AdamW, whose moments each process supplies as well, then the first step, with one sequence of 8 tokens
-per device: traced, lowered, compiled and run. Checks are the checksums of all values and the fingerprint of the
-program. Seconds of CPU are told beside those of the clock, which other work on the machine stretches.
+Two processes of four CPU devices each, with gloo over loopback, call `shard_train_state` for a GPT with about 1 GB of
+fp32 parameters and AdamW, whose moments each process supplies as well. Then they trace, lower, compile and run the
+first step, with one sequence of 8 tokens per device. The checks are the checksums of all values and the fingerprint of
+the program. CPU seconds stand beside wall-clock seconds, which other work on the machine stretches. `--no-checks` runs
+the same with `check_processes=False`.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ def work(options: argparse.Namespace) -> None:
     gather.describe_value = checks.around(fingerprints.describe_value)
     agreement.describe_program = checks.around(fingerprints.describe_program)
     wall, cpu = time.perf_counter(), time.process_time()
-    state = jax.block_until_ready(jzero.shard_train_state(plain, stage=3))
+    state = jax.block_until_ready(jzero.shard_train_state(plain, stage=3, check_processes=options.checks))
     sharded, sharded_cpu = time.perf_counter() - wall, time.process_time() - cpu
-    state, _ = jax.block_until_ready(jzero.make_train_step(loss_of(model))(state, batch))
+    step = jzero.make_train_step(loss_of(model), check_processes=options.checks)
+    state, _ = jax.block_until_ready(step(state, batch))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     print(
         f"| {options.worker} | {sharded:.2f} | {wall:.2f} | {checks.wall:.2f} | {checks.wall / wall:.1%} "
@@ -82,6 +84,7 @@ def main() -> None:
     """Measures in two processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--no-checks", dest="checks", action="store_false")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 # Tests compile much and run little. Not optimizing machine code saves a third of the suite's time; with jax up to 0.10
-# plainer code for fusions saves a third of the rest, and one LLVM module per program a quarter of what is left. XLA's
+# plainer code for fusions saves a third of the rest, and one LLVM module per program an eighth of what is left. XLA's
 # own passes, whose results tests look at, run in any case. `XLA_FLAGS= pytest` optimizes the code.
 PLAIN_FUSIONS = " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1" + PLAIN_FUSIONS

@@ -92,7 +92,7 @@ def _tiled_ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
     *leading, rows, columns = shape
     if len(shape) > 2 and rows % SUBLANES == 0 and columns % LANES == 0:
         yield (math.prod(leading) * rows, columns), 0, SUBLANES
-    is_transposed = _round_up_to_tile(columns, rows) < _round_up_to_tile(rows, columns)
+    is_transposed = _padded_size(columns, rows) < _padded_size(rows, columns)
     sublanes, lanes = (len(shape) - 1, len(shape) - 2) if is_transposed else (len(shape) - 2, len(shape) - 1)
     if shape[sublanes] % 8 == 0 or shape[lanes] > LANES:  # otherwise the last chunk could not be sliced
         yield shape, sublanes, SUBLANES
@@ -100,7 +100,7 @@ def _tiled_ways(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int, 
         yield shape, lanes, LANES
 
 
-def _round_up_to_tile(sublanes: int, lanes: int) -> int:
+def _padded_size(sublanes: int, lanes: int) -> int:
     return -(-sublanes // 8) * 8 * (-(-lanes // LANES) * LANES)
 
 

@@ -251,7 +251,7 @@ class _Exchange:
                 logging.getLogger("jzero").warning("Waiting for %s. %s", _names(missing), self._here())
 
     def _gone(self, processes: Sequence[int]) -> list[int]:
-        return [i for i in processes if _compat.stored(self.client, _describe_ended(i)) is not None]
+        return [i for i in processes if _compat.stored(self.client, _ended_key(i)) is not None]
 
     def _here(self) -> str:
         return f"Process {self.me} is at {self.where}; before that all processes were at {self.before}."
@@ -266,14 +266,14 @@ class _Exchange:
         )
 
 
-def _describe_ended(process: int) -> str:
+def _ended_key(process: int) -> str:
     return f"jzero/ended/{process}"
 
 
 def _say_ended(client: Any, process: int) -> None:
     if client is _compat.distributed_client():  # otherwise it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _compat.store(client, _describe_ended(process), "")
+            _compat.store(client, _ended_key(process), "")
 
 
 def _describe_failed(words: Mapping[int, _Word]) -> ValueError:

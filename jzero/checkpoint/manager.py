@@ -251,7 +251,7 @@ class CheckpointManager:
         """
         self.wait()
         step = None if step is None else _whole_step(step)
-        steps = self._commit()
+        steps = self._find_committed()
         step = next((s for s in (step, self._restored_step, max(steps, default=None)) if s is not None), None)
         if step is None or step not in steps:
             raise CheckpointError(f"There is no step {step} in {self.directory}: it has {sorted(steps)}.")
@@ -260,7 +260,7 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, and of the one being written, in order."""
         steps = self._writer.steps()
-        return sorted(self._commit() if steps is None else steps)
+        return sorted(self._find_committed() if steps is None else steps)
 
     def latest_step(self) -> int | None:
         """Returns the newest step of `all_steps`; `None` if there is none."""
@@ -269,7 +269,7 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Returns the best step by `best_metric`; `None` if there is none."""
         self.wait()
-        return self._retention.best(self._commit())
+        return self._retention.best(self._find_committed())
 
     def close(self) -> None:
         """Waits for the current save, and lets other programs write to the directory."""
@@ -285,12 +285,12 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def _commit(self) -> dict[int, epath.Path]:
+    def _find_committed(self) -> dict[int, epath.Path]:
         return find_steps(self.directory)
 
     def _agreed_steps(self) -> list[int]:
         """Returns the steps that the first process sees, since file systems may lag. Each process must call it."""
-        steps = sorted(self._commit())
+        steps = sorted(self._find_committed())
         if jax.process_count() > 1:
             steps = json.loads(gather_texts(json.dumps(steps))[0])
         return list(steps)

@@ -326,7 +326,7 @@ def _read(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]
         )
     read = contents.read(how)
     return {
-        i: _narrow(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
+        i: _place_narrowed(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
         for i, (wanted, stored) in leaves.items()
     }
 
@@ -336,7 +336,7 @@ def _is_too_wide(dtype: Any) -> bool:
     return bool(jax.numpy.issubdtype(dtype, np.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
-def _narrow(x: np.ndarray, wanted: WantedLeaf) -> jax.Array:
+def _place_narrowed(x: np.ndarray, wanted: WantedLeaf) -> jax.Array:
     narrow = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
     if (narrow != x).any():
         raise ValueError(
@@ -367,7 +367,7 @@ def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -
     if (
         x.dtype == leaf.dtype
         and x.shape == leaf.stored_shape
-        and wanted.cut == _find_padded(leaf)
+        and wanted.cut == _padded_cut(leaf)
         and x.sharding == sharding
     ):
         # On CPUs the array may use the reader's memory, which cannot be donated.
@@ -375,5 +375,5 @@ def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -
     return stored_from(x, wanted.cut, leaf, sharding)
 
 
-def _find_padded(leaf: StateLeaf) -> Any:
+def _padded_cut(leaf: StateLeaf) -> Any:
     return None if leaf.cut is None or leaf.cut.is_stored_naturally else leaf.cut

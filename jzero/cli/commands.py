@@ -86,7 +86,7 @@ def estimate(
 ) -> None:
     """Estimates the memory of model states by DeepSpeed's formulas, for each choice of options."""
     with _messages(traceback):
-        counted = _count(model, params, largest_layer, stage)
+        counted = _estimator_arguments(model, params, largest_layer, stage)
         how = "cold" if model is None else "live"
         function = getattr(jzero, f"estimate_zero{stage}_model_states_mem_needs_all_{how}")
         result = function(
@@ -333,7 +333,7 @@ def _load(name: str) -> UserModel:
     return load_model(name)
 
 
-def _count(model: str | None, params: float | None, largest_layer: float | None, stage: int) -> list[Any]:
+def _estimator_arguments(model: str | None, params: float | None, largest_layer: float | None, stage: int) -> list[Any]:
     """Returns an estimator's first arguments: a model, or one number, or two numbers at stage 3."""
     if (model is None) == (params is None):
         raise ValueError("Pass either a model (`module:function`) or `--params`.")

@@ -80,7 +80,7 @@ _KERNELS = tuple(
 
 def _adam(params: Params, learning_rate: Any, b1: Any, b2: Any, *, decoupled: bool) -> optax.GradientTransformation:
     make = optax.scale_by_adam if params["bias_correction"] else scale_by_uncorrected_adam
-    steps = [make(b1, b2, params["eps"]), *_decay_mask(params)]
+    steps = [make(b1, b2, params["eps"]), *_weight_decay(params)]
     steps = steps if decoupled else steps[::-1]
     return optax.chain(*steps, optax.scale_by_learning_rate(learning_rate))
 
@@ -99,21 +99,21 @@ def _lamb(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.Gradien
 
 
 def _lion(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
-    return optax.chain(optax.scale_by_lion(b1, b2), *_decay_mask(params), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(optax.scale_by_lion(b1, b2), *_weight_decay(params), optax.scale_by_learning_rate(learning_rate))
 
 
 def _adagrad(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
     # optax adds eps inside of the root. Of its square, the difference is below eps relative to the root.
     scaled = optax.scale_by_rss(params["initial_accumulator_value"], params["eps"] ** 2)
-    return optax.chain(*_decay_mask(params), scaled, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*_weight_decay(params), scaled, optax.scale_by_learning_rate(learning_rate))
 
 
 def _sgd(params: Params, learning_rate: Any, b1: Any, b2: Any) -> optax.GradientTransformation:
     momentum = [optax.trace(params["momentum"], nesterov=params["nesterov"])] if params["momentum"] else []
-    return optax.chain(*_decay_mask(params), *momentum, optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(*_weight_decay(params), *momentum, optax.scale_by_learning_rate(learning_rate))
 
 
-def _decay_mask(params: Params) -> list[optax.GradientTransformation]:
+def _weight_decay(params: Params) -> list[optax.GradientTransformation]:
     return [optax.add_decayed_weights(params["weight_decay"])] if params["weight_decay"] else []
 
 

@@ -144,7 +144,7 @@ class DeepSpeedReport:
         way_out = "decide it with `from_deepspeed(..., batch_size=, optimizer=, precision=, auto={key: value})`"
         return [*textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False), f"  {way_out}"]
 
-    def _format_made(self, prefix: str, text: str) -> str:
+    def _mark_undecided(self, prefix: str, text: str) -> str:
         """A fact, unless an "auto" leaves it open."""
         is_open = any(row.key.startswith(prefix) for row in self.undecided)
         return f"{text} (undecided)" if is_open else text
@@ -155,7 +155,7 @@ class DeepSpeedReport:
         made = {"gradient_clipping": "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"}
         made |= {"optimizer": "none" if self.optimizer is None else "yes"}
         made |= {"scheduler": "none" if self.schedule is None else "yes"}
-        clipping, optimizer, schedule = (self._format_made(key, text) for key, text in made.items())
+        clipping, optimizer, schedule = (self._mark_undecided(key, text) for key, text in made.items())
         return [
             f"batch: {total} rows a step = {micro} in a micro-batch x {steps} micro-batches x {devices} devices",
             f"clipping: {clipping}; optimizer: {optimizer}; schedule: {schedule}",

@@ -121,7 +121,7 @@ class Settings:
         if key.verdict == "refused" and not _asks(key, value):
             self._add(path, written, value, "ignored", "off")
         else:
-            self._add(path, written, value, key.verdict, _current_name(path, written) + key.note)
+            self._add(path, written, value, key.verdict, _say_current_name(path, written) + key.note)
 
     def _add(self, path: str, written: str, value: Any, verdict: Verdict, note: str) -> None:
         self.rows[path] = KeyVerdict(written, value, verdict, note)
@@ -221,7 +221,7 @@ def _plain(key: Key, value: Any) -> Any:
     return value.lower() if key.choices else value
 
 
-def _current_name(path: str, written: str) -> str:
+def _say_current_name(path: str, written: str) -> str:
     """Says what a key is called today; "stage3_" before a name is as good as none."""
     name, as_written = path.rpartition(".")[2], written.rpartition(".")[2]
     return "" if as_written in (name, f"stage3_{name}") else f"now `{name}`: "

@@ -18,7 +18,7 @@ import numpy as np
 from jzero import _compat
 from jzero.engine.lazy import Deferred, Operation, is_lazy
 
-__all__ = ["Bundle", "Rows", "is_deferred"]
+__all__ = ["Bundle", "Rows", "is_unevaluated"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -107,6 +107,6 @@ class Rows:
         return Bundle(leaves, (self.template,)).values()[0]
 
 
-def is_deferred(x: Any) -> bool:
+def is_unevaluated(x: Any) -> bool:
     """Whether `x` is a lazy value, or rows of them."""
     return is_lazy(x) or isinstance(x, Rows)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jzero import _compat
-from jzero.engine.bundles import Bundle, Rows, is_deferred
+from jzero.engine.bundles import Bundle, Rows, is_unevaluated
 from jzero.engine.gradient_exits import Reduction
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.prefetch import choose_prefetched
@@ -242,7 +242,7 @@ def _prepare_inputs(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool])
 def _make_sliceable(walk: Walk, x: Any) -> Any:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
     # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
-    if not is_deferred(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+    if not is_unevaluated(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
         return x
     if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # warns once for the loop and its backward loop
         walk.cache["sliced", x.shape] = True

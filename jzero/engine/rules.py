@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.placement import is_on_host, on_device
-from jzero.engine.bundles import Bundle, is_deferred
+from jzero.engine.bundles import Bundle, is_unevaluated
 from jzero.engine.gradient_exits import Part, Reduction
 from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.loops import scan
@@ -175,8 +175,8 @@ def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
 
 def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
-    done = iter(_compat.bind(eqn, [x for x in inputs if not is_deferred(x)]))  # lazy values pass beside it
-    return [x if is_deferred(x) else next(done) for x in inputs]
+    done = iter(_compat.bind(eqn, [x for x in inputs if not is_unevaluated(x)]))  # lazy values pass beside it
+    return [x if is_unevaluated(x) else next(done) for x in inputs]
 
 
 def _constraint(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:

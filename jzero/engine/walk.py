@@ -34,7 +34,7 @@ from typing import Any
 import jax
 
 from jzero import _compat
-from jzero.engine.bundles import Bundle, Rows, is_deferred
+from jzero.engine.bundles import Bundle, Rows, is_unevaluated
 from jzero.engine.gradient_exits import GradientExit, Reduction
 from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
@@ -167,7 +167,7 @@ class Walk:
         if self.order.enter_pass(is_backward=_compat.is_transposed(eqn)):
             self.held.drop()  # the largest activations are near, see [Note: Short reuse]
         name = eqn.primitive.name
-        lazy = any(map(is_deferred, inputs))
+        lazy = any(map(is_unevaluated, inputs))
         rule = RULES.get(name)
         if rule is not None:
             # Meshes are to be adjusted even if nothing is lazy, see [Note: Meshes in types].

@@ -234,7 +234,7 @@ def view_nnx(model: Any) -> Params | None:
         flat = nnx.to_flat_state(model)
         return _by_name({path: x for path, x in flat if isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable)})
     if isinstance(model, nnx.Module):
-        return _by_name(_own_variables(model, nnx.Param))
+        return _by_name(_variables_by_path(model, nnx.Param))
     module, optimizer = _parts(model)
     if optimizer is None:
         return None
@@ -242,10 +242,10 @@ def view_nnx(model: Any) -> Params | None:
         adapted = adapt_nnx(model)
         assert adapted is not None
         return state_params(adapted.state)
-    return _by_name(_own_variables(module, nnx.Any(optimizer.wrt, nnx.Param)))
+    return _by_name(_variables_by_path(module, nnx.Any(optimizer.wrt, nnx.Param)))
 
 
-def _own_variables(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
+def _variables_by_path(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the variables of a module by path; a shared variable is under the path of each of its modules."""
     found = dict(nnx.to_flat_state(nnx.state(module, wanted)))
     for paths in nnx.find_duplicates(module, only=wanted):

@@ -46,7 +46,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     check_arrays(state)
     _check_not_overwritten(state.params)
     offload = config.offload
-    if not offload.optimizer == offload.params == "none":
+    if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
     if offload.optimizer == "none":
         return _make_plan(state, tx, config, mesh, ())

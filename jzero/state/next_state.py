@@ -81,7 +81,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
     if found.applied is not None and carried is not state:
         carried = keep_unless(found.applied, carried, state)
     if plan.config.offload.delay:
-        new = _with_pending(_apply_to_state(carried), found)
+        new = _with_pending(_apply_pending_grads(carried), found)
     else:
         new = _update(carried, found.grads, found.applied)
     if found.applied is not None and plan.has_opt_state:
@@ -134,7 +134,7 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) 
     return new if applied is None else keep_unless(applied, new, state)
 
 
-def _apply_to_state(state: Any) -> Any:
+def _apply_pending_grads(state: Any) -> Any:
     """Returns the state after the pending update; unchanged if none is pending."""
     plan, pending = state.tx.plan, state.opt_state.pending
     kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
@@ -213,7 +213,7 @@ def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Arr
 @jax.named_scope("zero_update")
 def _settle(state: Any) -> Any:
     """Returns the state with its pending gradients applied, as the plan stores it; call it inside `jit`."""
-    new = _apply_to_state(state)
+    new = _apply_pending_grads(state)
     pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
     return _to_stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
 

@@ -230,7 +230,7 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
 def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
     """Returns the state in the structure that `plan` stores, and the old layouts of its leaves, in order."""
 
-    def arranged(plain: Any, old_tx: Any, before: Any = None) -> Any:
+    def arrange(plain: Any, old_tx: Any, before: Any = None) -> Any:
         if tx is not old_tx:
             shapes = plan.params_treedef.unflatten(
                 [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
@@ -239,13 +239,13 @@ def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) ->
         return stored_state(plain, plan, before)
 
     if old is None:
-        return arranged(train_state, train_state.tx), iter(())
+        return arrange(train_state, train_state.tx), iter(())
     before, old_tx = train_state.opt_state, train_state.tx.inner
     plain = plain_state(train_state, old, take_edits=True)
     order: list[Any] = []
-    layouts = arranged(map_state(lambda x, leaf: leaf, old.plain, plain), old_tx, before)
+    layouts = arrange(map_state(lambda x, leaf: leaf, old.plain, plain), old_tx, before)
     map_state(lambda x, leaf: order.append(x), plan, layouts)
-    return arranged(plain, old_tx, before), iter(order)
+    return arrange(plain, old_tx, before), iter(order)
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:

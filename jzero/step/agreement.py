@@ -50,7 +50,7 @@ class StepAgreement:
             return place()
         given = {
             "the training state": describe_plan(plan),
-            "the settings of the step": "\n".join(f"{name}={_list_leaves(x)}" for name, x in self.settings.items()),
+            "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
             "the batch": describe_inputs(batch, rng),
         }
         agree(self.where, plan.mesh, lambda: None, lambda _: given, wait_s=self._wait_s)
@@ -75,5 +75,5 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return getattr(x, "shape", None), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
-def _list_leaves(x: Any) -> Any:
+def _sort_items(x: Any) -> Any:
     return sorted(x.items()) if isinstance(x, Mapping) else x
