@@ -17,6 +17,7 @@ import pytest
 
 import jzero
 from jzero.checkpoint import writer
+from jzero.checkpoint.contents import sign
 from tests import fault_run
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -322,8 +323,6 @@ def test_another_program_that_writes_and_one_that_is_gone(state, tmp_path):
 
 
 def test_a_later_format_is_refused(state, tmp_path):
-    from jzero.checkpoint.contents import sign  # noqa: PLC0415
-
     jzero.save_checkpoint(tmp_path / "c", state)
     path = tmp_path / "c" / "jzero" / "metadata"
     notes = {name: x for name, x in json.loads(path.read_text()).items() if name != "digest"}

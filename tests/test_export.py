@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jzero
+from jzero.checkpoint import safetensors_files
 from tests.checkpoint_states import linen_state, natural, nnx_state, sharded
 from tests.tiers import singles
 
@@ -215,8 +216,6 @@ def test_files_of_another_program_are_loaded_into_shards(stage, precision, dtype
 
 
 def test_each_device_reads_its_part_only(tmp_path, monkeypatch):
-    from jzero.checkpoint import safetensors_files  # noqa: PLC0415
-
     sizes = []
     read = safetensors_files.TensorFile.read
 
