@@ -265,8 +265,8 @@ MUTANTS = [
     Mutant(
         "sliced_along_the_cut",
         "engine/shard_rules.py",
-        "if _is_cut(lazy.cut, d) and (start[d],",
-        "if lazy.cut.flat and _is_cut(lazy.cut, d) and (start[d],",
+        "if lazy.cut.cuts(d) and (start[d],",
+        "if lazy.cut.flat and lazy.cut.cuts(d) and (start[d],",
         "test_reductions.py::test_each_gradient_is_reduced_once",
         "in_columns_1",
     ),

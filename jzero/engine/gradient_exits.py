@@ -62,24 +62,8 @@ class Reduction:
 
     def for_shape(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
         """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
-        old, dims = self.cut, list(range(len(shape)) if dims is None else dims)
-        # A dimension of another size is not cut over further mesh axes any more.
-        other_axes = [
-            old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
-        ]
-        kept = tuple(other_axes) if any(other_axes) else ()
-        cut = Cut(dims.index(old.dim), tuple(shape), old.num_shards, old.flat, kept)
+        cut = self.cut.for_shape(shape, range(len(shape)) if dims is None else dims)
         return dataclasses.replace(self, cut=cut)
-
-    def shard_values(self, values: Sequence[Any], untouched: Any) -> list[Any]:
-        """Returns values per dimension of a shard, given those of the whole array: `untouched` for the cut one."""
-        cut = self.cut
-        # A flat cut joins `cut.dim` and all later dimensions into one.
-        return [*values[: cut.dim], untouched, *(() if cut.flat else values[cut.dim + 1 :])]
-
-    def leaves_alone(self, dims: Sequence[bool]) -> bool:
-        """Whether an operation leaves the cut dimensions alone, given for each dimension whether it does."""
-        return all(dims[self.cut.dim :]) if self.cut.flat else dims[self.cut.dim]
 
 
 @dataclasses.dataclass(frozen=True)

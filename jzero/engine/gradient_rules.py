@@ -75,9 +75,7 @@ def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
     dims = tuple(eqn.params["broadcast_dimensions"])
     added = [d for d in range(len(shape)) if d not in dims]
     is_relabelled = math.prod(x.aval.shape) == math.prod(shape)  # no element is repeated
-    if not search.is_free(x) or not is_relabelled or leaving.cut.dim in added:
-        return None
-    if leaving.cut.flat and any(d > leaving.cut.dim for d in added):
+    if not search.is_free(x) or not is_relabelled or any(map(leaving.cut.cuts, added)):
         return None
     return OnShards({0: leaving.for_shape(x.aval.shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
 
@@ -85,23 +83,24 @@ def _broadcast(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | 
 def _pad(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     (x, value), widths = eqn.invars, [tuple(map(int, w)) for w in eqn.params["padding_config"]]
     grows = all(low >= 0 and high >= 0 for low, high, _ in widths)  # a negative width drops elements
-    fits = grows and leaving.leaves_alone([not any(w) for w in widths])
-    if not search.is_free(x) or not search.is_zero(value) or not fits:
+    pads_cut = any(any(w) and leaving.cut.cuts(d) for d, w in enumerate(widths))
+    if not search.is_free(x) or not search.is_zero(value) or not grows or pads_cut:
         return None
-    own = leaving.shard_values(widths, (0, 0, 0))  # the cut dimension is not padded
+    own = leaving.cut.for_shard(widths, (0, 0, 0))
     return OnShards({0: leaving.for_shape(x.aval.shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own))
 
 
 def _update(search: Search, eqn: Equation, leaving: Reduction) -> OnShards | None:
     whole, x, *_ = eqn.invars  # for `w[i]`: [L, D, F], [1, D, F], then the indices
-    is_full = [a == b for a, b in zip(x.aval.shape, whole.aval.shape, strict=True)]
-    if not search.is_free(x) or not search.is_zero(whole) or not leaving.leaves_alone(is_full):
+    sizes = zip(x.aval.shape, whole.aval.shape, strict=True)
+    is_partial = any(a != b and leaving.cut.cuts(d) for d, (a, b) in enumerate(sizes))  # a part of the cut dimension
+    if not search.is_free(x) or not search.is_zero(whole) or is_partial:
         return None
 
     def apply(inputs: list[Any]) -> jax.Array:
         _, shard, *index = inputs  # [1, D/N, F], then the indices
         # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
-        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.shard_values(index, jnp.zeros_like(index[0])))
+        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.cut.for_shard(index, jnp.zeros_like(index[0])))
 
     return OnShards({1: leaving.for_shape(x.aval.shape)}, apply)
 

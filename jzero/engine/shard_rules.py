@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from jzero.arrays.placement import is_on_host
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
-from jzero.plan.layout import Cut
 
 __all__ = ["apply_on_shard", "constrain_lazy", "widens"]
 
@@ -88,7 +87,7 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
 
 def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
     dims = tuple(params["dimensions"])
-    if any(_is_cut(lazy.cut, d) for d in dims):
+    if any(lazy.cut.cuts(d) for d in dims):
         return None
     rest = [d for d in range(len(lazy.shape)) if d not in dims]
     return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
@@ -98,12 +97,12 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
     strides = params["strides"] or (1,) * len(lazy.shape)
     start, limit = params["start_indices"], params["limit_indices"]
     for d, size in enumerate(lazy.shape):
-        if _is_cut(lazy.cut, d) and (start[d], limit[d], strides[d]) != (0, size, 1):
+        if lazy.cut.cuts(d) and (start[d], limit[d], strides[d]) != (0, size, 1):
             return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
-        zeros, ones = (0,) * x.ndim, (1,) * x.ndim  # of the cut dimension: all of the shard's
-        return lax.slice(x, own(start, zeros), own(limit, x.shape), own(strides, ones))
+        size = x.shape[lazy.cut.dim]  # of the cut dimension: all of the shard's
+        return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
@@ -113,45 +112,27 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
     if len(others) != len(lazy.shape):
         return None
     # A part of the cut dimension would be on some devices only.
-    if any(_is_cut(lazy.cut, d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
+    if any(lazy.cut.cuts(d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
         return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
-        # [1, D/N, F]
-        return lax.dynamic_slice(x, own(others, [jnp.zeros_like(others[0])] * x.ndim), own(sizes, x.shape))
+        return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[lazy.cut.dim]))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
-
-
-def _is_cut(cut: Cut, dim: int) -> bool:
-    """Whether the shard holds only a part of natural dimension `dim`."""
-    return dim >= cut.dim if cut.flat else dim == cut.dim  # a flat shard joins all dimensions from there on
 
 
 def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
-    `own(values, untouched)` picks, per dimension of the array, from `values` if the array holds it whole, and from
-    `untouched` if it is cut. The result has `shape`; its dimension `i` was `dims[i]`.
+    `own(values, of_cut)` returns values per dimension of the array: for the shard, `of_cut` for the cut dimension. The
+    result has `shape`; its dimension `i` was `dims[i]`.
     """
-    old = lazy.cut
-    other_axes = [
-        old.other_axes[d] if old.other_axes and shape[i] == old.shape[d] else None for i, d in enumerate(dims)
-    ]
-
-    def for_shard(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(u if _is_cut(old, d) else values[d] for d, u in enumerate(untouched))
-
-    def for_whole(values: Sequence[Any], untouched: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values)  # nothing of it is cut
-
     return dataclasses.replace(
         lazy,
-        shard=None if lazy.shard is None else fn(lazy.shard, for_shard),  # e.g. [L, D/N, F] -> [1, D/N, F]
-        whole=None if lazy.whole is None else fn(lazy.whole, for_whole),  # e.g. [L, D, F] -> [1, D, F]
-        cut=Cut(
-            list(dims).index(old.dim), shape, old.num_shards, old.flat, tuple(other_axes) if any(other_axes) else ()
-        ),
+        # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]
+        shard=None if lazy.shard is None else fn(lazy.shard, lazy.cut.for_shard),
+        whole=None if lazy.whole is None else fn(lazy.whole, lambda values, of_cut: values),
+        cut=lazy.cut.for_shape(shape, dims),
     )
 
 

@@ -106,6 +106,23 @@ class Cut:
         other_axes = (None, *self.other_axes) if self.other_axes else ()
         return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), other_axes=other_axes)
 
+    def cuts(self, dim: int) -> bool:
+        """Whether a shard holds only a part of natural dimension `dim`."""
+        return dim >= self.dim if self.flat else dim == self.dim
+
+    def for_shape(self, shape: Sequence[int], dims: Sequence[int]) -> Cut:
+        """Returns the cut of an array of another shape, whose dimension `i` was `dims[i]` here."""
+        # A dimension of another size is not cut over other mesh axes any more.
+        other_axes = [
+            self.other_axes[d] if self.other_axes and shape[i] == self.shape[d] else None for i, d in enumerate(dims)
+        ]
+        kept = tuple(other_axes) if any(other_axes) else ()
+        return Cut(list(dims).index(self.dim), tuple(shape), self.num_shards, self.flat, kept)
+
+    def for_shard(self, values: Sequence[Any], of_cut: Any) -> list[Any]:
+        """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""
+        return [*values[: self.dim], of_cut, *(() if self.flat else values[self.dim + 1 :])]
+
     def with_other_axes(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that other mesh axes shard, too.
 
