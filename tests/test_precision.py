@@ -14,7 +14,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.arrays.casts import round_stochastically
+from jzero.arrays.casts import apply_edits, round_stochastically
 from tests import models
 from tests.tiers import singles, slow, stages
 
@@ -168,6 +168,24 @@ def test_an_edit_by_replace_is_taken_over(stage, precision):
     assert after["layer_1"]["kernel"][3, 5] == 7.0
     after["layer_1"]["kernel"][3, 5] = before["layer_1"]["kernel"][3, 5]
     assert_same(after, before)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_edit_is_told_from_the_rounding_of_any_number(dtype):
+    """A master keeps its bits beside its own rounding; any other parameter, infinite or tiny, replaces it."""
+    bits = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
+    special = np.array(
+        [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-40, 6e-8, 65519.0, 65520.0, 3.4e38, 1.00390625], np.float32
+    )
+    master = np.concatenate([bits.view(np.float32), special])
+    master = master[~np.isnan(master)]
+    with np.errstate(over="ignore"):
+        rounded = master.astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(np.asarray(apply_edits(master, rounded)).view(np.uint32), master.view(np.uint32))
+    other = np.roll(rounded, 1)
+    expected = np.where(other == rounded, master, other.astype(np.float32))
+    assert np.mean(other == rounded) < 0.4  # fp16 has no number for most of fp32's: those are infinite, or zero
+    np.testing.assert_array_equal(apply_edits(master, other), expected)
 
 
 @singles(stage=[2, 3, 0], sign=[1.0, -1.0])
