@@ -6,6 +6,8 @@ sent, in parameters (ZeRO's bound at stage 3 is 3). All train by AdamW in bf16 w
 their gradients.
 
 * `jzero`: `make_train_step` and a sharded train state, as a user writes them.
+* `keeping`: the same, but it keeps for the backward pass what `strong` keeps: all activations that the model does not
+  recompute (`remat="as_written"`) and whole parameters (`reshard_after_forward=False`).
 * `strong`: what a user who knows GSPMD writes: parameters and optimizer state cut on the largest dimension that the
   devices divide, but not on that of a scan, and what is small in a layer left whole; parameters cast before they are
   gathered; gradients laid out like them; activations cut by rows at the start of each block. What is recomputed is up
@@ -74,7 +76,7 @@ TRACED: dict[str, Callable[[], Family]] = {
     "gpt, 2 unrolled layers": functools.partial(gpt, layers=2, scanned=False),
     "mlp": mlp,
 }
-ENGINES = ("jzero", "strong")
+ENGINES = ("jzero", "keeping", "strong")
 SMALL = 100_000  # parameters of a layer of up to so many elements stay whole, by hand
 
 
@@ -90,12 +92,13 @@ def batch_of(family: Family, mesh: Mesh) -> Any:
     return jax.tree.map(place, family.batch(family.rows * mesh.shape[AXIS]))
 
 
-def jzero_step(family: Family, stage: int, mesh: Mesh) -> tuple[Any, Any]:
-    """Returns jzero's step and its state as shapes."""
-    config = jzero.ZeroConfig(stage=stage, precision="bf16")
+def jzero_step(family: Family, stage: int, mesh: Mesh, *, keeps: bool = False) -> tuple[Any, Any]:
+    """Returns jzero's step and its state as shapes; with `keeps`, it keeps activations and whole parameters."""
+    config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=not keeps)
     make = lambda key: jzero.TrainState.create(params=family.init(key), tx=TX)
     shapes = jax.eval_shape(make, jax.random.key(0))
-    return jzero.make_train_step(own_loss(family)), jzero.abstract_train_state(shapes, config=config, mesh=mesh)
+    step = jzero.make_train_step(own_loss(family), remat="as_written" if keeps else None)
+    return step, jzero.abstract_train_state(shapes, config=config, mesh=mesh)
 
 
 def layout_of(path: Any, x: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
@@ -172,7 +175,8 @@ def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any
     family = FAMILIES[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     started = time.process_time()
-    step, like = (jzero_step if engine == "jzero" else strong_step)(family, stage, mesh)
+    make = strong_step if engine == "strong" else functools.partial(jzero_step, keeps=engine == "keeping")
+    step, like = make(family, stage, mesh)
     facts = {"jax": jax.__version__, "engine_path": str(pathlib.Path(jzero.__file__).parent)}
     try:
         report = jzero.analyze(step, like, batch_of(family, mesh), topology=topology, mesh=mesh)
@@ -206,13 +210,13 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 
 
 def table(files: dict[str, list[dict[str, Any]]]) -> str:
-    """Returns Markdown: one table per topology and stage, for each figure a column per file and one by hand.
+    """Returns Markdown: one table per topology and stage, for each figure a column per file, and for the other engines.
 
     The last file's peak and step are also given as parts of those by hand.
     """
     found = {name: {tuple(x["key"].split("/")): x for x in lines} for name, lines in files.items()}
-    strong = {key: x for lines in reversed(found.values()) for key, x in lines.items() if key[2] == "strong"}
-    columns = {**found, "strong": strong}
+    others = {key: x for lines in reversed(found.values()) for key, x in lines.items() if key[2] != "jzero"}
+    columns = {**found, **{engine: others for engine in ENGINES[1:] if any(key[2] == engine for key in others)}}
     groups = sorted({(key[0], key[3]) for lines in found.values() for key in lines})
     text = []
     for topology, stage in groups:
@@ -221,11 +225,11 @@ def table(files: dict[str, list[dict[str, Any]]]) -> str:
         text.append("|---" * (len(heads) + 3) + "|")
         for family in FAMILIES:
             line = [
-                lines.get((topology, family, "strong" if name == "strong" else "jzero", stage), {})
+                lines.get((topology, family, name if name in ENGINES else "jzero", stage), {})
                 for name, lines in columns.items()
             ]
             cells = [cell(x, figure, show) for figure, (_, show) in FIGURES.items() for x in line]
-            new, hand = line[-2:]
+            new, hand = line[len(found) - 1], others.get((topology, family, "strong", stage), {})
             ratios = [f"{new[f] / hand[f]:.2f}" if new.get(f) and hand.get(f) else "" for f in ("peak", "seconds")]
             if any(line):
                 text.append(f"| {family} | {' | '.join([*cells, *ratios])} |")
