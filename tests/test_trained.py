@@ -171,7 +171,9 @@ def test_plain_jit_loop(way):
 
 def test_an_optimizer_that_reads_all_gradients_keeps_them():
     """Clipping by the norm of all gradients, then freezing: on one device the frozen ones count, so they do here."""
-    tx = lambda: optax.chain(optax.clip_by_global_norm(1e-2), WAYS["multi_transform"][0]())
+    # Not Adam: it would move adapters as far whatever the norm, and an element of next to no gradient by its last bits.
+    parts = {"train": optax.sgd(10.0), "freeze": optax.set_to_zero()}
+    tx = lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.multi_transform(parts, labels))
     plain = TrainState.create(apply_fn=None, params=lora_params(), tx=tx())
     state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
     assert all(leaf.trained for leaf in jzero.plan_of(state).leaves)
@@ -179,7 +181,7 @@ def test_an_optimizer_that_reads_all_gradients_keeps_them():
     for i in range(3):
         state, _ = step(state, batch(i))
         plain = plain.apply_gradients(grads=jax.grad(lora_loss)(plain.params, batch(i)))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), jzero.gather_params(state), plain.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), jzero.gather_params(state), plain.params)
 
 
 @pytest.mark.parametrize(
