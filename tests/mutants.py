@@ -464,7 +464,7 @@ MUTANTS = [
     Mutant(
         "edits_ignored",
         "arrays/casts.py",
-        "return lax.select(same, master, edited)",
+        "return lax.select(same, master, lax.convert_element_type(param, master.dtype))",
         "return master",
         "test_precision.py::test_an_edit_by_replace_is_taken_over",
         "[bf16-2]",
