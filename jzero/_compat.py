@@ -330,3 +330,8 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     added = copy.copy(x)
     added.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__radd__": radd})
     return added
+
+
+def source_of(eqn: Equation) -> str:
+    """Returns the line of the user's program that made an equation; empty inside of functions that jax has jitted."""
+    return source_info_util.summarize(eqn.source_info)

@@ -1,0 +1,329 @@
+"""How the values of a program depend on the rows of a batch that is split over devices.
+
+In: the jaxpr of a function of one device's rows, and which of its inputs are leaves of the batch. Out: for each output,
+whether devices may have different values, which dimensions have one element per row, and whether it is a mean or a
+sum over rows, or couples rows:
+
+    lambda w, x: x @ w                    differs, rows along dimension 0
+    lambda w, x: (x @ w).mean()           differs, a mean over rows
+    lambda w, x: pmean((x @ w), "data")   the same on all devices
+    lambda w, x: jnp.log((x @ w).mean())  differs, couples rows
+
+One pass over the equations (`row_rules`, `row_moves`) follows each value (`row_values`, `row_layouts`). What it does
+not know, it says so (`Kind.UNKNOWN`), except in `differs`, which is true unless it is known to be false.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
+
+from jzero import _compat
+from jzero.jaxpr import row_moves  # noqa: F401  # registers its rules
+from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.row_layouts import moved, scattered
+from jzero.jaxpr.row_rules import RULES, lost, number_of
+from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Origin, Value, applied, joined, unknown_origin
+
+__all__ = ["Cause", "Kind", "RowFacts", "row_facts"]
+
+Equation = Any
+
+SUMS = frozenset({"psum", "psum2", "psum_invariant"})
+EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
+COLLECTIVES = EQUALIZING | {"reduce_scatter", "psum_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all"}
+KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
+MOST_PASSES = 8
+
+
+class RowFacts(NamedTuple):
+    """How one value depends on the rows of the batch.
+
+    Attributes:
+      differs: Whether devices may have different values.
+      value: Everything else.
+    """
+
+    differs: bool
+    value: Value
+
+    @property
+    def kind(self) -> Kind:
+        """How it depends on rows."""
+        return self.value.kind
+
+    @property
+    def row_dims(self) -> frozenset[int]:
+        """The dimensions along which elements belong to different rows."""
+        return frozenset(dim for dim, _ in self.value.layout)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is a sum or mean over rows, without row dimensions."""
+        return self.kind is Kind.LINEAR and not self.value.layout
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is a sum over rows that is not divided by their number."""
+        return self.is_linear and not self.value.scale.is_mean
+
+    @property
+    def coupled(self) -> Cause | None:
+        """The equation that combined rows in a way that is not linear."""
+        return self.value.cause if self.kind is Kind.COUPLED else None
+
+
+def row_facts(jaxpr: Any, *, batch: Sequence[bool], keys: Sequence[bool], axes: Iterable[str]) -> list[RowFacts]:
+    """Returns the facts of each output of a jaxpr.
+
+    Args:
+      jaxpr: An open or closed jaxpr of one device's part of the batch.
+      batch: For each input, whether it is a leaf of the batch: `[rows, ...]`, or a scalar that all devices share.
+      keys: For each input, whether it is a random key that differs between devices.
+      axes: The axes of the mesh over which the batch is split. A value reduced or gathered over all of them is the same
+        on all devices and no longer depends on rows.
+
+    Example:
+      >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w, (x @ w).mean()))(jnp.ones(5), jnp.ones((4, 5)))
+      >>> rowwise, mean = row_facts(jaxpr, batch=[False, True], keys=[False, False], axes={"data"})
+      >>> sorted(rowwise.row_dims), mean.is_sum, mean.differs
+      ([0], False, True)
+    """
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    inputs = []
+    for v, has_rows, is_key in zip(opened.invars, batch, keys, strict=True):
+        if has_rows and v.aval.ndim:
+            inputs.append(RowFacts(True, Value(Kind.ROW, ((0, ((v.aval.shape[0], 1),)),), BATCH)))
+        else:
+            inputs.append(RowFacts(is_key, SAME))
+    return _Interpreter(frozenset(axes))(jaxpr, inputs)
+
+
+EQUAL = RowFacts(False, SAME)
+
+
+class _Interpreter:
+    """Interprets jaxprs; each once for the same facts of its inputs."""
+
+    def __init__(self, axes: frozenset[str]) -> None:
+        self.axes = axes
+        self._known: dict[Any, tuple[Any, list[RowFacts]]] = {}  # keeps the jaxpr alive: no other gets its id
+
+    def __call__(self, jaxpr: Any, inputs: Sequence[RowFacts]) -> list[RowFacts]:
+        opened, _ = _compat.open_jaxpr(jaxpr)
+        key = (id(opened), *inputs)
+        if key not in self._known:
+            self._known[key] = opened, self._run(opened, inputs)
+        return self._known[key][1]
+
+    def _run(self, jaxpr: Any, inputs: Sequence[RowFacts]) -> list[RowFacts]:
+        env = dict.fromkeys(jaxpr.constvars, EQUAL)
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(atom: Any) -> RowFacts:
+            return _literal(atom) if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            env.update(zip(eqn.outvars, self._results(eqn, [read(x) for x in eqn.invars]), strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def _results(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        name = eqn.primitive.name
+        if name in RUNS:
+            return _from_call(eqn, ins, self(called_jaxpr(eqn), ins))
+        if name in _CONTAINERS:
+            return _CONTAINERS[name](self, eqn, ins)
+        if name in COLLECTIVES:
+            return self._collective(eqn, ins)
+        if name == "axis_index":
+            return [RowFacts(eqn.params["axis_name"] in self.axes, SAME)]
+        rule = RULES.get(name)
+        if rule is None and (inner := list(_compat.contained_jaxprs(eqn))):
+            return self._contained(eqn, ins, inner)
+        differs = any(x.differs for x in ins) or (bool(eqn.effects) and _compat.has_side_effects(eqn))
+        values = [x.value for x in ins]
+        if not any(x.kind for x in values):
+            return [RowFacts(differs, _without_rows(eqn, values))] * len(eqn.outvars)
+        found = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
+        return [RowFacts(differs, x) for x in (found if isinstance(found, list) else [found])]
+
+    def _contained(self, eqn: Equation, ins: list[RowFacts], inner: list[Any]) -> list[RowFacts]:
+        """Interprets an equation that runs the one jaxpr that it holds on its operands, as it seems."""
+        jaxpr = inner[0]
+        if len(inner) == 1 and len(jaxpr.invars) == len(ins) and len(jaxpr.outvars) == len(eqn.outvars):
+            return self(jaxpr, ins)
+        differs = any(x.differs for x in ins) or _compat.has_side_effects(eqn)
+        values = [x.value for x in ins if x.value.kind]
+        return [RowFacts(differs, lost(values) if values else SAME)] * len(eqn.outvars)
+
+    def _collective(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+        names = {named} if isinstance(named, str) else set(named)
+        is_whole = eqn.params.get("axis_index_groups") is None
+        if eqn.primitive.name in EQUALIZING and is_whole and self.axes <= names:
+            return [EQUAL] * len(eqn.outvars)
+        is_local = names.isdisjoint(self.axes)  # over other axes of the mesh, each part has the same rows
+        differs = any(x.differs for x in ins) or not (is_local or eqn.primitive.name in EQUALIZING)
+        values = [x.value for x in ins]
+        if not any(x.kind for x in values):
+            return [RowFacts(differs, SAME)] * len(eqn.outvars)
+        if is_local and eqn.primitive.name in SUMS:
+            return [RowFacts(differs, x) for x in values]
+        if is_local and eqn.primitive.name in ("pmax", "pmin"):
+            return [RowFacts(differs, applied([x], eqn)) for x in values]
+        return [RowFacts(differs, lost(values))] * len(eqn.outvars)
+
+    def _scan(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        num_consts, num_carry = _compat.scan_groups(eqn)
+        consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
+        elements = [RowFacts(x.differs, _element(x.value, eqn)) for x in xs]
+
+        def turn(carry: list[RowFacts]) -> list[RowFacts]:
+            return self(eqn.params["jaxpr"], [*consts, *carry, *elements])
+
+        carry, outs = _settled(turn, carry, eqn)
+        return [
+            *carry,
+            *(
+                RowFacts(y.differs, _stacked(y.value, eqn, v.aval.shape))
+                for y, v in zip(outs[num_carry:], eqn.outvars[num_carry:], strict=True)
+            ),
+        ]
+
+    def _while(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        of_cond, of_body, carry = ins[:first], ins[first : first + second], ins[first + second :]
+        body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+
+        def turn(carry: list[RowFacts]) -> list[RowFacts]:
+            (goes_on,) = self(eqn.params["cond_jaxpr"], [*of_cond, *carry])
+            outs = self(body, [*of_body, *carry])
+            kept = [v is body.invars[second + i] for i, v in enumerate(body.outvars)]
+            # A loop over all rows until none needs more, as `vmap` makes it, changes each by itself: no coupling.
+            counts = goes_on.kind is not Kind.SAME
+            return [
+                x if same else RowFacts(x.differs or goes_on.differs, _UNKNOWN if counts and not x.kind else x.value)
+                for x, same in zip(outs, kept, strict=True)
+            ]
+
+        return _settled(turn, carry, eqn)[0]
+
+    def _cond(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        index, operands = ins[0], ins[1:]
+        first, *others = [self(branch, operands) for branch in eqn.params["branches"]]
+        for found in others:
+            first = [_joined(x, y, eqn, i) for i, (x, y) in enumerate(zip(first, found, strict=True))]
+        if not index.kind:
+            return [RowFacts(x.differs or index.differs, x.value) for x in first]
+        return [RowFacts(True, applied([index.value, x.value], eqn)) for x in first]
+
+    def _shard_map(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+        jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+        outs = self(jaxpr, [_fitted(x, v.aval.shape, eqn) for x, v in zip(ins, jaxpr.invars, strict=True)])
+        return [_fitted(x, v.aval.shape, eqn) for x, v in zip(outs, eqn.outvars, strict=True)]
+
+
+_UNKNOWN = Value(Kind.UNKNOWN)
+_CONTAINERS: dict[str, Callable[[_Interpreter, Equation, list[RowFacts]], list[RowFacts]]] = {
+    "scan": _Interpreter._scan,
+    "while": _Interpreter._while,
+    "cond": _Interpreter._cond,
+    "shard_map": _Interpreter._shard_map,
+}
+
+
+def _literal(atom: Any) -> RowFacts:
+    value = atom.val
+    is_number = isinstance(value, bool | int | float) or getattr(getattr(value, "dtype", None), "kind", "V") in "biuf"
+    return RowFacts(False, Value(Kind.SAME, number=float(value) if is_number else "unknown"))
+
+
+def _without_rows(eqn: Equation, values: list[Value]) -> Value:
+    """Returns the value of an operation none of whose operands depends on rows."""
+    numbers = [number_of(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
+    if len(eqn.outvars) != 1 or None in numbers or not numbers:
+        return SAME
+    if eqn.primitive.name in KEEPS_NUMBER and len(numbers) == 1:
+        return Value(Kind.SAME, number=numbers[0])
+    return Value(Kind.SAME, number="unknown") if eqn.primitive.name in _ELEMENTWISE else SAME
+
+
+_ELEMENTWISE = primitives_with(Trait.ELEMENTWISE)
+
+
+def _from_call(eqn: Equation, ins: list[RowFacts], outs: list[RowFacts]) -> list[RowFacts]:
+    """Puts the line of the call in place of lines that jax does not tell."""
+    if not any(x.value.cause for x in outs):
+        return outs
+    known = {x.value.cause for x in ins}
+    return [
+        x
+        if (cause := x.value.cause) is None or cause in known or cause.source
+        else RowFacts(x.differs, x.value._replace(cause=Cause(cause.eqn, cause.how, eqn)))
+        for x in outs
+    ]
+
+
+def _joined(x: RowFacts, y: RowFacts, eqn: Equation, number: int) -> RowFacts:
+    return RowFacts(x.differs or y.differs, joined(x.value, y.value, eqn, number))
+
+
+def _settled(
+    turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: Equation
+) -> tuple[list[RowFacts], list[RowFacts]]:
+    """Returns what a loop carries, whatever the number of its passes, and the results of a pass."""
+    for _ in range(MOST_PASSES):
+        outs = turn(carry)
+        after = [
+            _joined(x, RowFacts(y.differs, _of_last_pass(y.value, eqn)), eqn, i)
+            for i, (x, y) in enumerate(zip(carry, outs, strict=False))
+        ]
+        if after == carry:
+            break
+        carry = after
+    else:
+        carry = [RowFacts(x.differs, lost([x.value])) if x.kind else x for x in carry]
+    return carry, outs
+
+
+def _element(x: Value, eqn: Equation) -> Value:
+    """Returns the value of what one pass of a scan takes."""
+    factors = dict(x.layout).get(0)
+    layout = moved(x.layout, lambda d: d - 1 if d else None)
+    if factors is None or x.kind is not Kind.ROW:
+        return x.at(layout) if x.kind else x
+    return x.at(layout, Origin(("pass", id(eqn), factors, x.origin.token), x.origin.first, x.origin.is_exact))
+
+
+def _is_of_pass(token: Any, eqn: Equation) -> bool:
+    return isinstance(token, tuple) and token[:2] == ("pass", id(eqn))
+
+
+def _of_last_pass(x: Value, eqn: Equation) -> Value:
+    """Returns the value of what one pass of a loop leaves to the next."""
+    if not x.kind:
+        return SAME if x.number is None else Value(Kind.SAME, number="unknown")
+    x = x.with_scale(x.scale._replace(reduced=0))
+    return x.at(x.layout, Origin(("last", id(eqn)))) if _is_of_pass(x.origin.token, eqn) else x
+
+
+def _stacked(x: Value, eqn: Equation, shape: Sequence[int]) -> Value:
+    """Returns the value of what all passes of a scan return."""
+    layout = moved(x.layout, lambda d: d + 1)
+    if x.kind is not Kind.ROW:
+        return x.at(layout) if x.kind else x
+    if _is_of_pass(x.origin.token, eqn):
+        _, _, factors, token = cast(Any, x.origin.token)
+        return x.at(((0, factors), *layout), x.origin._replace(token=token))
+    if x.origin.token == ("last", id(eqn)):
+        return x.at(scattered(layout, shape, (0,)), unknown_origin(eqn))
+    return x.at(layout)
+
+
+def _fitted(x: RowFacts, shape: Sequence[int], eqn: Equation) -> RowFacts:
+    """Returns the facts of an array that a `shard_map` may have cut or joined."""
+    sizes = {dim: math.prod(size for size, _ in factors) for dim, factors in x.value.layout}
+    if all(dim < len(shape) and shape[dim] == size for dim, size in sizes.items()):
+        return x
+    return RowFacts(x.differs, x.value.at(scattered(x.value.layout, shape), unknown_origin(eqn)))
