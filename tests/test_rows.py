@@ -15,7 +15,7 @@ HEADS = {"w": jnp.ones((WIDTH, 3)), "queue": jnp.ones((20, WIDTH)), "at": jnp.ze
 
 
 def facts(fn, *, axes=("data",), rows=ROWS):
-    """Returns the facts of the results of `fn(params, x, t, n, key)`: x [B, D], t [B, T, D], a number n of the batch."""
+    """Returns the facts of the results of `fn(params, x, t, n, key)`: x [B, D], t [B, T, D]; n is a number."""
     batch = (jnp.ones((rows, WIDTH)), jnp.ones((rows, TIME, WIDTH)), jnp.ones(()))
     args = (HEADS, *batch, jax.random.key(0))
     jaxpr = jax.make_jaxpr(fn, axis_env=list(AXES.items()))(*args)

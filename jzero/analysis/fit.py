@@ -338,7 +338,7 @@ class _Search:
         return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu, micro_batches=step.micro.steps)
 
     def _step(self, steps: int, recompute: Remat | None) -> TrainStep:
-        return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, **self.options)
+        return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
         axes = {config.axis: self.num_devices // num_replicas}

@@ -57,9 +57,7 @@ def _keep(eqn: Equation, ins: list[Value]) -> Value:
 
 @rule("convert_element_type")
 def _convert(eqn: Equation, ins: list[Value]) -> Value:
-    floats = jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
-    rounds = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact) and not floats
-    return applied(ins, eqn) if rounds or eqn.params["new_dtype"] == jnp.bool_ else ins[0]
+    return applied(ins, eqn) if eqn.params["new_dtype"] == jnp.bool_ else ins[0]  # integers are counts
 
 
 @rule("optimization_barrier")

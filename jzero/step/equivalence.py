@@ -238,7 +238,12 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
             "the same configuration with `delay=0`."
         )
     step = make_train_step(
-        loss_fn, has_aux, accumulate_steps=accumulate_steps, clip_norm=clip_norm, mutable=tuple(mutable)
+        loss_fn,
+        has_aux,
+        accumulate_steps=accumulate_steps,
+        clip_norm=clip_norm,
+        mutable=tuple(mutable),
+        check_rows=False,  # the comparison says more
     )
     measured: list[dict[str, float]] = []
     for batch in batches:

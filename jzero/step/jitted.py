@@ -40,6 +40,7 @@ from jzero.step.inputs import (
     place_inputs,
     warn_closed_over,
 )
+from jzero.step.row_check import check_row_dims, results_of, warn_coupled
 
 __all__ = ["Loss", "Step"]
 
@@ -88,6 +89,7 @@ class Step:
         remat: Remat | None = None,
         compiler_options: CompilerOptions | None = None,
         check_processes: bool | float = True,
+        check_rows: bool = True,
     ) -> None:
         if not callable(loss_fn):
             raise TypeError(f"The loss must be callable: got {type(loss_fn).__name__}.")
@@ -98,6 +100,8 @@ class Step:
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
         check("remat", remat, REMAT)
+        self._checks_rows = check("check_rows", check_rows, FLAG)
+        self._has_warned = False
         self.loss_fn = loss_fn
         self.has_aux = has_aux
         self.mutable = mutable
@@ -263,8 +267,13 @@ class Step:
         check_in_place(state, plan, with_opt_state=self.uses_opt_state)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
         parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
-        check_loss(traced, next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None))
+        num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)
+        check_loss(traced, num_rows)
         warn_closed_over(traced, plan)
+        if self._checks_rows and parts > 1:
+            results = results_of(traced, plan)
+            check_row_dims(results, num_rows)
+            self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
 
 

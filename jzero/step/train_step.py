@@ -144,6 +144,7 @@ def value_and_grad(
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
     check_processes: bool | float = True,
+    check_rows: bool = True,
 ) -> ValueAndGrad:
     """Returns a function that evaluates a loss and its gradients with the collectives of the state's stage.
 
@@ -171,6 +172,10 @@ def value_and_grad(
       check_processes: Whether several processes check, before they first run a program, that it is the same in all of
         them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for each other,
         300 by default. Inside another `jax.jit` they compare nothing.
+      check_rows: Whether to read off the traced loss that its results are means over independent rows, where the batch
+        is split over devices or micro-batches. The step warns once of a result that is a sum over rows or couples them
+        (in-batch negatives, batch statistics, a mean over the rows that count), since the average over the parts is not
+        the result of the whole batch then, and refuses one value per example in `aux` unless it is `PerExample`.
 
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
@@ -190,7 +195,9 @@ def value_and_grad(
       >>> int(state.apply_gradients(grads=grads).step)
       1
     """
-    return ValueAndGrad(loss_fn, has_aux=has_aux, mutable=mutable, remat=remat, check_processes=check_processes)
+    return ValueAndGrad(
+        loss_fn, has_aux=has_aux, mutable=mutable, remat=remat, check_processes=check_processes, check_rows=check_rows
+    )
 
 
 def make_train_step(  # noqa: PLR0913  # the options of a step
@@ -204,6 +211,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     mutable: Sequence[str] = (),
     compiler_options: CompilerOptions | None = None,
     check_processes: bool | float = True,
+    check_rows: bool = True,
 ) -> TrainStep:
     """Returns a jitted training step: loss, gradients, clipping, update, with the collectives of the state's stage.
 
@@ -223,6 +231,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12, a bf16 step runs
         without YNNPACK, nearly twice as fast.
       check_processes: As for `value_and_grad`.
+      check_rows: As for `value_and_grad`.
 
     Returns:
       `step(state, batch, *, rng=None)`, which consumes `state` and returns `(state, metrics)`. `metrics` holds `loss`,
@@ -254,10 +263,17 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         remat=remat,
         compiler_options=compiler_options,
         check_processes=check_processes,
+        check_rows=check_rows,
     )
 
 
-def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_processes: bool | float = True) -> EvalStep:
+def make_eval_step(
+    metric_fn: Loss,
+    *,
+    mutable: Sequence[str] = (),
+    check_processes: bool | float = True,
+    check_rows: bool = True,
+) -> EvalStep:
     """Returns a jitted evaluation step: no gradients, each partitioned parameter gathered once per use.
 
     Args:
@@ -266,6 +282,8 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_proces
         `Summed` or `PerExample` says otherwise. Its changes to an NNX model are dropped.
       mutable: Fields of the state, such as `("batch_stats",)`, to pass to it as keyword arguments.
       check_processes: As for `value_and_grad`.
+      check_rows: As for `value_and_grad`, for metrics that are averaged: a mean is right, but the perplexity, which is
+        `exp` of one, is not. Return the mean and apply the function to the result, or sums as `Weighted` or `Summed`.
 
     Returns:
       `eval_step(state, batch, *, rng=None)`, which returns the metrics of the whole batch.
@@ -275,7 +293,14 @@ def make_eval_step(metric_fn: Loss, *, mutable: Sequence[str] = (), check_proces
       >>> sorted(eval_step(state, jnp.ones((8, 512))))
       ['size']
     """
-    return EvalStep(metric_fn, has_aux=True, mutable=mutable, remat="as_written", check_processes=check_processes)
+    return EvalStep(
+        metric_fn,
+        has_aux=True,
+        mutable=mutable,
+        remat="as_written",
+        check_processes=check_processes,
+        check_rows=check_rows,
+    )
 
 
 def _clip_factor(norm: jax.Array, clip_norm: float) -> jax.Array:

@@ -1,0 +1,143 @@
+"""Checks that what a loss returns for one part of the batch is what the step takes it for.
+
+The step runs the loss once per device and micro-batch, each on its rows, and averages the results. That is the result
+of the whole batch for a mean over independent rows, and for nothing else. `jzero.jaxpr.rows` reads off the traced loss
+what each of its results is. If the batch is one part, every loss is right, and nothing is checked.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero._text import path_str
+from jzero.engine.outputs import PerExample, Summed, Synced, Weighted
+from jzero.engine.trace import TracedLoss
+from jzero.jaxpr.rows import Cause, RowFacts, row_facts
+from jzero.plan.mesh import batch_axes
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["Result", "check_row_dims", "results_of", "warn_coupled"]
+
+
+class Result(NamedTuple):
+    """One array that a loss returns.
+
+    Attributes:
+      name: Its name in messages: "loss", or `aux['accuracy']`.
+      mark: How it is reduced: `Weighted`, `Summed`, `PerExample`, `Synced`; `None` if it is averaged.
+      shape: Its shape and dtype.
+      facts: How it depends on rows.
+    """
+
+    name: str
+    mark: type | None
+    shape: Any
+    facts: RowFacts
+
+
+def results_of(traced: TracedLoss, plan: ZeroPlan) -> list[Result]:
+    """Returns the arrays that a traced loss returns, except the new values of the state."""
+    batch, keys = ([i == which for i, n in enumerate(traced.num_inputs) for _ in range(n)] for which in (2, 3))
+    axes = batch_axes(plan.config)
+    split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
+    facts = iter(row_facts(traced.jaxpr, batch=batch, keys=keys, axes=split or axes))
+    loss, (aux, _) = traced.out_shape
+    marked = [*_marked("loss", loss), *(x for path, tree in _leaves(aux) for x in _marked(_name(path), tree))]
+    return [Result(name, mark, shape, found) for (name, mark, shape), found in zip(marked, facts, strict=False)]
+
+
+def _leaves(aux: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(
+        aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample | Synced)
+    )
+
+
+def _name(path: Any) -> str:
+    return f"aux[{path_str(path)!r}]"
+
+
+def _marked(name: str, x: Any) -> Iterator[tuple[str, type | None, Any]]:
+    """Yields the name, the mark and the shape of each array of a result."""
+    if not isinstance(x, Weighted):
+        mark = type(x) if isinstance(x, Summed | PerExample | Synced) else None
+        yield name, mark, x.value if mark else x
+        return
+    is_aux = name != "loss" and not isinstance(x.sum, Summed)  # in `aux` of a train step it means nothing
+    for field in ("sum", "weight"):
+        part = getattr(x, field)
+        yield f"{name}.{field}", None if is_aux else Weighted, part.value if isinstance(part, Summed) else part
+
+
+def check_row_dims(results: list[Result], num_rows: int | None) -> None:
+    """Raises a `TypeError` that names each value whose rows would be averaged or summed over devices."""
+    bad, are_first = [], True
+    for name, mark, shape, facts in results:
+        if not facts.row_dims or mark not in (None, Summed):
+            continue
+        dims = sorted(facts.row_dims)
+        is_first = dims == [0] and shape.shape[0] == num_rows
+        are_first = are_first and is_first
+        rows = "one value per example" if is_first else f"examples along dimension {', '.join(map(str, dims))}"
+        bad.append(f"  {name}: {'Summed of ' if mark else ''}{shape.dtype}{list(shape.shape)}, {rows}")
+    if bad:
+        move = " It takes them along dimension 0: `jnp.moveaxis(x, 1, 0)` or `x.reshape(rows, -1)` puts them there."
+        raise TypeError(
+            "These values belong to single examples. Averages or sums over devices would mix examples that have "
+            "nothing to do with each other:\n"
+            + "\n".join(bad)
+            + "\nWrap each in `jzero.PerExample(x)`, which returns those of the whole batch, or take the mean over the "
+            "examples." + ("" if are_first else move)
+        )
+
+
+def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: str) -> bool:
+    """Warns about results that are no means over independent rows. Returns whether it did."""
+    found = [(x, says) for x in results if (says := _trouble(x))]
+    if not found:
+        return False
+    axes = batch_axes(plan.config)
+    axis = repr(axes[0] if len(axes) == 1 else axes)
+    lines = [f"  {x.name} {says}" for x, says in found]
+    if any(x.facts.coupled and x.facts.coupled.how != "ratio" for x, _ in found):
+        lines.append(
+            f"Rows that need all others get them by `jax.lax.all_gather(x, {axis}, tiled=True)`, their mean by "
+            f"`jax.lax.pmean(x.mean(0), {axis})`, and batch statistics by `nn.BatchNorm(axis_name={axis})`."
+        )
+    warnings.warn(
+        f"The loss runs on each of {num_parts} parts of the batch, and the results are averaged. For these that is not "
+        "the result of the whole batch:\n"
+        + "\n".join(lines)
+        + f"\nIf you mean that: `{maker}(..., check_rows=False)`.",
+        stacklevel=2,
+    )
+    return True
+
+
+def _trouble(result: Result) -> str:
+    """Returns what is wrong with a result, and what to do; empty if it is a mean, or if no one knows."""
+    _, mark, shape, facts = result
+    if mark not in (None, Weighted) or not jnp.issubdtype(shape.dtype, jnp.number):
+        return ""
+    is_loss = result.name.startswith("loss")
+    if facts.coupled:
+        return _coupling(facts.coupled, is_loss=is_loss)
+    if facts.is_sum and mark is None:
+        other = "`jzero.Weighted(sum, weight)`" if is_loss else "`jzero.Summed(x)`"
+        return f"is a sum over rows: return the mean, or {other}."
+    return ""
+
+
+def _coupling(cause: Cause, *, is_loss: bool) -> str:
+    where = f"`{cause.eqn.primitive.name}` at {cause.source or 'an unknown line'}"
+    if cause.how == "ratio":
+        way = "`jzero.Weighted(sum, weight)`" if is_loss else "sum and weight as `jzero.Summed`, and divide them then"
+        return f"divides sums over rows, {where}: for a mean over some elements return {way}."
+    if cause.how == "sum":
+        way = "apply it to each row" if is_loss else "return the mean, and apply it to what the step returns"
+        return f"applies a function to a sum over rows, {where}: {way}."
+    return f"combines different rows, {where}."
