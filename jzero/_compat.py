@@ -43,6 +43,7 @@ __all__ = [
     "names_of",
     "open_jaxpr",
     "ordered_effects",
+    "part_for",
     "pipelined_gathers",
     "plain_products",
     "scan_groups",
@@ -128,6 +129,12 @@ def with_outputs(jaxpr: Any, used: Sequence[bool]) -> Any:
     opened, _ = open_jaxpr(jaxpr)
     kept, _ = partial_eval.dce_jaxpr(opened, list(used), instantiate=True)
     return kept if opened is jaxpr else jaxpr.replace(jaxpr=kept)
+
+
+def part_for(jaxpr: Any, output: int) -> tuple[Jaxpr, list[bool]]:
+    """Returns the part of a jaxpr that makes one output, and for each input of the jaxpr whether the part has it."""
+    opened, _ = open_jaxpr(jaxpr)
+    return partial_eval.dce_jaxpr(opened, [i == output for i in range(len(opened.outvars))], instantiate=False)
 
 
 def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:

@@ -393,11 +393,32 @@ MUTANTS = [
         "[0]",
     ),
     Mutant(
-        "carried_state_of_the_first_micro_batch",
-        "engine/outputs.py",
-        "value = x.value[-1] if stacked else x.value",
-        "value = x.value[0] if stacked else x.value",
-        "test_accumulation.py::test_carried_state_is_that_of_the_last_micro_batch",
+        "micro_batches_start_from_the_state_before_the_step",
+        "engine/gradients.py",
+        "inputs[i] = self._as_input(i, x)",
+        "inputs[i] = fixed[i]",
+        "test_written_state.py::test_written_state_is_what_a_loop_over_the_micro_batches_leaves",
+    ),
+    Mutant(
+        "summed_state_counts_the_value_before_on_each_device",
+        "engine/merge.py",
+        "return before + sum_over(x.astype(dtype) - before, wire)",
+        "return sum_over(x.astype(dtype), wire)",
+        "test_written_state.py::test_written_state_is_what_a_loop_over_the_micro_batches_leaves",
+    ),
+    Mutant(
+        "numbers_of_rows_pass",
+        "engine/merge.py",
+        "suspect and text != _part_of(other, i)[0]",
+        "suspect and False",
+        "test_written_state.py::test_values_of_one_devices_rows_are_refused_by_name",
+    ),
+    Mutant(
+        "rows_are_averaged",
+        "engine/merge.py",
+        "    if facts.row_dims:\n",
+        "    if False:\n",
+        "test_written_state.py::test_values_of_one_devices_rows_are_refused_by_name",
     ),
     # The update.
     Mutant(

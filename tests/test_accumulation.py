@@ -127,20 +127,6 @@ def test_fp32_accumulation_is_closer():
     assert errors["float32"] < errors["bfloat16"]
 
 
-class Counted(TrainState):
-    seen: jax.Array
-
-
-def test_carried_state_is_that_of_the_last_micro_batch():
-    """Of each device, averaged: rows 1, 3, 5 and so on, of two rows each."""
-    plain = Counted.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1), seen=jnp.zeros(()))
-    loss = lambda params, batch, seen: ((batch @ params["w"]).mean(), {"seen": seen + batch.mean()})
-    step = jzero.make_train_step(loss, has_aux=True, mutable=("seen",), accumulate_steps=2)
-    batch = np.repeat(np.arange(16, dtype=np.float32)[:, None], 8, axis=1)
-    state, _ = step(jzero.shard_train_state(plain, stage=2), batch)
-    assert float(state.seen) == 8
-
-
 def test_a_batch_that_does_not_divide_says_which_sizes_would_do():
     step = jzero.make_train_step(models.mlp_loss, accumulate_steps=K)
     with pytest.raises(

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -60,6 +60,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     max_accumulate_steps: int = 64,
     has_aux: bool = False,
     mutable: Sequence[str] = (),
+    merge: Mapping[str, str] | None = None,
     rng: Any = None,
     confirm: bool = True,
 ) -> Fit:
@@ -84,6 +85,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       max_accumulate_steps: Most micro-batches to try.
       has_aux: As for `make_train_step`.
       mutable: As for `make_train_step`.
+      merge: As for `make_train_step`.
       rng: The `rng` of the step.
       confirm: Whether to compile. Without it, or without the compiler of `topology`, the figures are estimates, and can
         be wrong by 10 % or more.
@@ -114,7 +116,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     search = _Search(
         state=adapt(state).state,
         loss_fn=loss_fn,
-        options={"has_aux": has_aux, "mutable": mutable},
+        options={"has_aux": has_aux, "mutable": mutable, "merge": merge},
         batch=batch,
         rng=rng,
         topology=topology,

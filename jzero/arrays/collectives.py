@@ -27,9 +27,11 @@ from jzero.plan.padded import to_natural, to_stored
 __all__ = [
     "Wire",
     "batch_index",
+    "from_first",
     "gather_param",
-    "max_over",
+    "gather_rows",
     "mean",
+    "own_shard",
     "reduce_shard",
     "reduce_whole",
     "sum_along",
@@ -96,10 +98,18 @@ def reduce_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
                 lambda x: lax.psum_scatter(x, wire.axis, scatter_dimension=cut.dim, tiled=True), x, cut
             )
         else:
-            size = cut.stored_size // cut.num_shards
-            whole = sum_along(x, wire.axis)
-            shard = lax.dynamic_slice_in_dim(whole, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
+            shard = _own_part(sum_along(x, wire.axis), cut, wire)
         return shard if wire.replica_axis is None else sum_along(shard, wire.replica_axis)
+
+
+def own_shard(x: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    """Returns this device's shard of a value that all devices hold. [..., D] -> [..., P/N]."""
+    return _own_part(to_stored(x, cut), cut, wire)
+
+
+def _own_part(stored: jax.Array, cut: Cut, wire: Wire) -> jax.Array:
+    size = cut.stored_size // cut.num_shards
+    return lax.dynamic_slice_in_dim(stored, lax.axis_index(wire.axis) * size, size, axis=cut.dim)
 
 
 def _apply_to_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
@@ -129,11 +139,25 @@ def mean(x: jax.Array, wire: Wire) -> jax.Array:
         return jnp.asarray(lax.pmean(wire.summable(x), axes), x.dtype) if axes else x
 
 
-def max_over(x: jax.Array, wire: Wire) -> jax.Array:
-    """Returns the largest `x` of all devices; for values equal on all of them, so that the program shows it."""
+def from_first(x: jax.Array, wire: Wire) -> jax.Array:
+    """Returns the `x` of the first device that holds a part of the batch."""
     with jax.named_scope("zero_reduce"):
         axes = _shared_axes(wire.batch_axes)
-        return lax.pmax(x, axes) if axes else x
+        if not axes:
+            return x
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):  # keys have no sum
+            bits = from_first(jax.random.key_data(x), wire)
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+        small = wire.summable(x.astype(jnp.int8) if x.dtype == jnp.bool_ else x)
+        return lax.psum(jnp.where(lax.axis_index(axes) == 0, small, 0), axes).astype(x.dtype)
+
+
+def gather_rows(x: jax.Array, wire: Wire) -> jax.Array:
+    """Returns the rows of all devices, in the order of the batch. [B, ...] -> [n B, ...]."""
+    with jax.named_scope("zero_reduce"):
+        axes = _shared_axes(wire.batch_axes)
+        bits = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+        return lax.all_gather(bits, axes, axis=0, tiled=True).astype(x.dtype) if axes else x
 
 
 def sum_along(x: PyTree, *axes: str) -> PyTree:

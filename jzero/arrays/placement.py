@@ -31,6 +31,7 @@ __all__ = [
     "make_strongly_typed",
     "natural_leaf",
     "on_device",
+    "overwrite",
     "place_array",
     "place_leaf",
     "stored_leaf",
@@ -112,6 +113,12 @@ def make_strongly_typed(x: Any, dtype: Any) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
     is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
     return x if is_plain else lax.convert_element_type(x, dtype)
+
+
+def overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns `new` in the dtype of `x`; if it has fewer bits, takes only the elements that differ from `x`."""
+    floats = jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(new.dtype, jnp.floating)
+    return apply_edits(x, new) if floats and x.dtype != new.dtype else make_strongly_typed(new, x.dtype)
 
 
 def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = None) -> jax.Array:

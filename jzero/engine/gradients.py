@@ -23,6 +23,7 @@ from jzero.arrays.placement import is_on_host
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
 from jzero.engine.lazy import Lazy, is_lazy
+from jzero.engine.merge import merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
@@ -47,6 +48,7 @@ class LossResult(NamedTuple):
       loss: The mean over the global batch.
       weight: The total weight of a `Weighted` loss, else the number of parts of the batch.
       aux: The auxiliary values of the loss, reduced as `Summed` and `PerExample` say.
+      written: The variables that the loss wrote, as the plan stores them, one for each of the loss's `written`.
       grads: One gradient per parameter leaf, as the plan stores it but in fp32 or wider; empty if `reduced` is in host
         memory. An empty list if the loss was not differentiated.
       reduced: The reduced gradients, before they are widened and multiplied by `factor`.
@@ -58,6 +60,7 @@ class LossResult(NamedTuple):
     loss: jax.Array
     weight: jax.Array
     aux: PyTree
+    written: list[jax.Array]
     grads: list[jax.Array]
     reduced: list[jax.Array]
     factor: jax.Array
@@ -196,7 +199,8 @@ class _LocalStep:
         grads = [_manual_spec(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
-            "aux": aux_specs(self.traced.out_shape[1], PartitionSpec(batch_axes(self.plan.config))),
+            "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(batch_axes(self.plan.config))),
+            "written": [whole if x.leaf is None else _manual_spec(x.leaf, axis) for x in self.traced.written],
             "grads": [whole if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,
         }
@@ -216,13 +220,25 @@ class _LocalStep:
         wire, plan = self.wire, self.plan
         index = batch_index(wire, dict(plan.mesh.shape))
         key = [jax.random.fold_in(k, index) for k in key]  # dropout differs between devices
-        params = [param.value(x) for param, x in zip(self.params, stored, strict=True)]  # [D/N, F] becomes lazy
-        others = [self._wrap_frozen(x, leaf) for x, leaf in zip(carried, self.carried, strict=True)]
+        before = [*stored, *carried]
+        fixed = [self._as_input(i, x) for i, x in enumerate(before)]  # [D/N, F] becomes lazy
+        sources = [x.source for x in self.traced.written]
 
-        def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array) -> Any:
-            return self._walk(joint, (params, others, batch, key, divisor, loss_scale))
+        def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array, state: list[jax.Array]) -> Any:
+            inputs = list(fixed)
+            for i, x in zip(sources, state, strict=True):
+                inputs[i] = self._as_input(i, x)
+            params, others = inputs[: len(stored)], inputs[len(stored) :]
+            found = self._walk(joint, (params, others, batch, key, divisor, loss_scale))
+            (sums, divisor, (aux, written)), grads = found
+            new = [
+                merge_written(x, old, kind, wire, plan.mesh)
+                for x, old, kind in zip(written, state, self.traced.written, strict=True)
+            ]
+            return (sums, divisor, new, aux), grads
 
-        ((total, weight), divisor, aux), local = self._accumulate(joint, evaluate, batch, key)
+        state = [before[i] for i in sources]
+        ((total, weight), divisor, written, aux), local = self._accumulate(joint, evaluate, batch, key, state)
         if isinstance(self.traced.out_shape[0], Weighted):
             weight = sum_over(weight, wire)  # of the global batch
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
@@ -242,10 +258,13 @@ class _LocalStep:
             ]
         loss = sum_over(total, wire) * inverse  # scalar, equal on all devices
         aux = reduce_aux(aux, wire, self.micro.steps)
-        return LossResult(loss, weight, aux, grads, reduced, unscale, norm, overflowed)
+        return LossResult(loss, weight, aux, written, grads, reduced, unscale, norm, overflowed)
 
-    def _wrap_frozen(self, x: jax.Array, leaf: StateLeaf | None) -> Any:
-        """Returns a carried array as an input of the walk: lazy if it is a partitioned parameter."""
+    def _as_input(self, number: int, x: jax.Array) -> Any:
+        """Returns a stored parameter or carried array as the walk takes it: lazy if it is a partitioned parameter."""
+        if number < len(self.params):
+            return self.params[number].value(x)
+        leaf = self.carried[number - len(self.params)]
         if leaf is None:
             return x
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
@@ -265,16 +284,21 @@ class _LocalStep:
         return joint.out.unflatten([x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs])
 
     def _accumulate(
-        self, joint: Joint, evaluate: Callable[..., Any], batch: list[jax.Array], key: list[jax.Array]
+        self,
+        joint: Joint,
+        evaluate: Callable[..., Any],
+        batch: list[jax.Array],
+        key: list[jax.Array],
+        state: list[jax.Array],
     ) -> tuple[Any, dict[int, jax.Array]]:
-        """Sums loss, weight and gradients over micro-batches.
+        """Sums loss, weight and gradients over micro-batches, which pass on the `state` that the loss writes.
 
         Returns:
-          `(((sum, weight), divisor, aux), grads)`; `aux` is stacked for `reduce_aux`.
+          `(((sum, weight), divisor, state, aux), grads)`; `aux` is stacked for `reduce_aux`.
         """
         steps, none_yet = self.micro.steps, jnp.zeros(())
         if steps == 1:
-            return evaluate(batch, key, none_yet)
+            return evaluate(batch, key, none_yet, state)
         whole = [x.ndim == 0 for x in batch]  # scalars have no rows to split
         # [steps * B, ...] -> [steps, B, ...]
         parts = [
@@ -284,16 +308,17 @@ class _LocalStep:
         kept_in = {j: cast_dtype(x.dtype, self.params[j].kept_dtype) for j, x in like.items()}
 
         def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
-            sums, divisor = carry
+            sums, divisor, state = carry
             part = [
                 x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)
             ]
             keys = [jax.random.fold_in(k, i) for k in key]  # and between micro-batches
-            (values, divisor, aux), grads = evaluate(part, keys, divisor)
+            (values, divisor, state, aux), grads = evaluate(part, keys, divisor, state)
             kept = {j: x.astype(kept_in[j]) for j, x in grads.items()}  # [D/N, F], or [D, F] if reduced later
-            return (jax.tree.map(jnp.add, sums, (values, kept)), divisor), aux
+            return (jax.tree.map(jnp.add, sums, (values, kept)), divisor, state), aux
 
         zero = widen(jnp.zeros((), jax.tree.leaves(self.traced.out_shape)[0].dtype))
         start = ((zero, zero), {j: jnp.zeros(x.shape, kept_in[j]) for j, x in like.items()})
-        (((sums, grads), divisor), aux) = lax.scan(body, (start, none_yet), jnp.arange(steps))  # aux: [steps, ...]
-        return (sums, divisor, aux), grads
+        carry, aux = lax.scan(body, (start, none_yet, state), jnp.arange(steps))  # aux: [steps, ...]
+        (sums, grads), divisor, state = carry
+        return (sums, divisor, state, aux), grads

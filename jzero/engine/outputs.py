@@ -7,30 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._text import path_str
-from jzero.arrays.casts import holds
-from jzero.arrays.collectives import Wire, max_over, mean, sum_over
+from jzero.arrays.collectives import Wire, mean, sum_over
 from jzero.config.precision import wide_dtype, widen
 
 __all__ = [
     "PerExample",
     "Summed",
-    "Synced",
     "Weighted",
     "aux_specs",
+    "average",
     "check_aux",
     "reduce_aux",
-    "split_mutable",
     "spread_marks",
+    "sum_dtype",
 ]
 
 PyTree = Any
@@ -93,20 +90,8 @@ class PerExample:
     value: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Synced:
-    """State that the loss updates (batch statistics, counters): averaged if floating, else equal on all devices.
-
-    Attributes:
-      value: The local value. With several micro-batches the last one counts.
-    """
-
-    value: jax.Array
-
-
 def _is_marked(x: Any) -> bool:
-    return isinstance(x, Summed | PerExample | Synced)
+    return isinstance(x, Summed | PerExample)
 
 
 def spread_marks(aux: PyTree) -> PyTree:
@@ -146,53 +131,6 @@ def check_aux(aux: PyTree, num_rows: int | None) -> None:
         )
 
 
-def split_mutable(aux: PyTree, carried: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Splits `aux` into the new values of `mutable` fields, as `Synced`, and the rest.
-
-    Args:
-      aux: The auxiliary values that the loss returned.
-      carried: The values of each field that the loss was given.
-
-    Raises:
-      ValueError: A field came back with another structure, shape or dtype.
-    """
-    given = aux if isinstance(aux, Mapping) else {}
-    bad: list[str] = []
-    changed: dict[str, list[Any]] = {}
-    for name, tree in carried.items():
-        if name not in given:
-            bad.append(f"  {name}: not there")
-            continue
-        old = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path({name: tree})}
-        new = {path_str(path): _array(x) for path, x in jax.tree_util.tree_leaves_with_path({name: given[name]})}
-        bad += [f"  {path}: {_kind(x)}, deleted" for path, x in old.items() if path not in new]
-        bad += [f"  {path}: {_kind(x)}, added" for path, x in new.items() if path not in old]
-        bad += [
-            f"  {path}: {_kind(x)}, then {_kind(new[path])}"
-            for path, x in old.items()
-            if path in new and not (hasattr(y := new[path], "dtype") and x.shape == y.shape and holds(x.dtype, y.dtype))
-        ]
-        values: list[Any] = [new.get(path) for path in old]
-        changed[name] = [Synced(x) for x in values]
-    if bad:
-        raise ValueError(
-            f"`mutable={tuple(carried)}` names fields that the loss must return in `aux`, a dictionary, with the "
-            "structure, the shapes and the dtypes that the state has; these differ:\n"
-            + "\n".join(bad[:10])
-            + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
-        )
-    new_values = {name: jax.tree.unflatten(jax.tree.structure(tree), changed[name]) for name, tree in carried.items()}
-    return new_values, {k: x for k, x in given.items() if k not in carried}
-
-
-def _array(x: Any) -> Any:
-    return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r:.60}"
-
-
 def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
     """Returns the spec of each reduced auxiliary leaf, in the structure of `reduce_aux`'s result."""
     return jax.tree.map(lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked)
@@ -209,28 +147,25 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
         if isinstance(x, PerExample):
             return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value  # [steps * B, ...]
         if isinstance(x, Summed):
-            value = x.value.astype(_sum_dtype(x.value.dtype))  # first: a sum of booleans is a count
+            value = x.value.astype(sum_dtype(x.value.dtype))  # first: a sum of booleans is a count
             return sum_over(value.sum(0) if stacked else value, wire)
-        if isinstance(x, Synced):
-            value = x.value[-1] if stacked else x.value  # the last micro-batch's
-            if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-                bits = max_over(jax.random.key_data(value), wire)  # equal on all devices; keys have no maximum
-                return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
-            return average(value) if jnp.issubdtype(value.dtype, jnp.inexact) else max_over(value, wire)
-        return average(x, stacked=stacked)
-
-    def average(x: jax.Array, *, stacked: bool = False) -> jax.Array:
-        wide = widen(x)
-        if wide.dtype == x.dtype:
-            return mean(x.mean(0) if stacked else x, wire)
-        # Divide first: the sum of large bf16 numbers can overflow fp32.
-        wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches**stacked)
-        return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
+        return average(x, wire, num_micro_batches)
 
     return jax.tree.map(reduce, aux, is_leaf=_is_marked)
 
 
-def _sum_dtype(dtype: Any) -> Any:
+def average(x: jax.Array, wire: Wire, num_micro_batches: int = 1) -> jax.Array:
+    """Averages a value over devices, and over micro-batches if it has several: computed in fp32 or wider."""
+    stacked = num_micro_batches > 1  # on dimension 0
+    wide = widen(x)
+    if wide.dtype == x.dtype:
+        return mean(x.mean(0) if stacked else x, wire)
+    # Divide first: the sum of large bf16 numbers can overflow fp32.
+    wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches)
+    return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
+
+
+def sum_dtype(dtype: Any) -> Any:
     """Returns the dtype in which to sum values of `dtype` over devices: one with room for the sum."""
     if dtype == jnp.bool_:
         return jnp.int32

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
+from jzero.jaxpr.rows import RowFacts, row_facts
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.padded import is_padded, unbox
@@ -31,6 +32,7 @@ __all__ = [
     "FROZEN",
     "LossInputs",
     "TracedLoss",
+    "Written",
     "axis_env",
     "carried_leaves",
     "trace_loss",
@@ -61,6 +63,27 @@ class LossInputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Written:
+    """A variable that the loss writes.
+
+    Attributes:
+      field: The field of the train state that holds it.
+      path: Its path in the field.
+      name: How messages, and patterns for `merge`, call it.
+      source: The number of its value before among the inputs of the loss.
+      leaf: Its layout, if it is stored like a parameter; else it is whole on every device.
+      merge: How the values of several devices become one, see `jzero.engine.merge`; `None` if they are equal.
+    """
+
+    field: str
+    path: str
+    name: str
+    source: int
+    leaf: StateLeaf | None = None
+    merge: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class TracedLoss:
     """A loss as a jaxpr over whole parameters and one device's part of the batch.
 
@@ -71,6 +94,8 @@ class TracedLoss:
       num_inputs: The number of leaves of params, carried state, batch and rng.
       batch_specs: How each leaf of the batch is split.
       remat: The recomputation, with the default resolved.
+      written: The variables that the loss writes, whose new values end its results.
+      row_facts: How each of its results depends on the rows of the batch.
     """
 
     jaxpr: Any
@@ -78,6 +103,23 @@ class TracedLoss:
     num_inputs: tuple[int, int, int, int]
     batch_specs: list[PartitionSpec]
     remat: Remat
+    written: tuple[Written, ...] = ()
+    row_facts: Sequence[RowFacts] = ()
+
+    def with_row_facts(self, plan: ZeroPlan) -> TracedLoss:
+        """Returns the same loss with its `row_facts`."""
+        batch, keys = ([i == which for i, n in enumerate(self.num_inputs) for _ in range(n)] for which in (2, 3))
+        axes = batch_axes(plan.config)
+        split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
+        facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)
+        return dataclasses.replace(self, row_facts=facts)
+
+    def by_field(self, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """Returns values, one for each written variable, by field of the state and path in the field."""
+        found: dict[str, dict[str, Any]] = {}
+        for x, value in zip(self.written, values, strict=True):
+            found.setdefault(x.field, {})[x.path] = value
+        return found
 
 
 def axis_env(plan: ZeroPlan) -> AxisEnv:
@@ -92,13 +134,14 @@ def trace_loss(
     *,
     accumulate_steps: int = 1,
     remat: Remat | None = None,
+    times: int = 1,
 ) -> TracedLoss:
-    """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch."""
+    """Traces `loss_fn` over whole parameters and one device's rows of a micro-batch, or over `times` as many rows."""
     batch, rng = inputs.batch, inputs.rng
     parts = num_batch_shards(plan.mesh, plan.config) * accumulate_steps  # B = rows / parts
     # [rows, ...] -> [B, ...]; a scalar is the same for all devices.
     local = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
+        lambda x: jax.ShapeDtypeStruct((times * x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype), batch
     )
     shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in plan.leaves]  # [D, F], whole
     params = plan.params_treedef.unflatten(shapes)

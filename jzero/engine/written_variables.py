@@ -1,7 +1,7 @@
-"""Tells the variables that the loss wrote from those that it only passed through.
+"""The state that the loss writes: fields of a train state, variables of an NNX model.
 
-In: a traced loss whose `aux` holds a `WrittenVariable` for each variable: its values after and before the loss. Out:
-the loss without pairs of equal values, and with `Synced` in place of the others.
+In: a traced loss whose third result holds a `WrittenVariable` for each variable that it may have written: its values
+after and before the loss. Out: the loss with the new values of those that it did write, and a `Written` for each.
 
 A library that runs a part of a model as a function, as `nnx.remat` does, returns all variables of that part from the
 function, so each becomes a new value in the trace. The jaxpr shows that it is not new: the first result of
@@ -15,74 +15,163 @@ unchanged.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jzero import _compat
 from jzero._text import path_str
-from jzero.engine.outputs import Synced
-from jzero.engine.trace import TracedLoss
+from jzero.arrays.casts import holds
+from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.primitives import RUNS
 
-__all__ = ["WrittenVariable", "drop_unwritten"]
+__all__ = ["Changed", "WrittenShape", "WrittenVariable", "by_path", "drop_unwritten", "pair_written", "split_mutable"]
 
+PyTree = Any
 Jaxpr = Any
 Equation = Any
 Atom = Any
+
+Changed = Mapping[str, Mapping[str, Any]]
+"""What the loss wrote, by field of the train state and path in the field."""
+
+WrittenShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
+"""Given a variable's path and shape, returns the shape that one device writes."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WrittenVariable:
-    """A variable of the model.
+    """A variable that the loss may have written.
 
     Attributes:
       value: Its value after the loss.
       before: Its value before the loss.
+      name: How messages, and patterns for `merge`, call it.
     """
 
     value: jax.Array
     before: jax.Array
+    name: str = dataclasses.field(metadata={"static": True})
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree by path."""
+    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def pair_written(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
+    written_shape: WrittenShape,
+    *,
+    field: str = "",
+) -> tuple[dict[str, WrittenVariable], list[str]]:
+    """Returns the variables of a field that the loss may have written, and a line for each that the state cannot keep.
+
+    Args:
+      before: The field's variables before the loss, by path.
+      after: The same after the loss.
+      dtypes: The dtype in which the state keeps each.
+      written_shape: The shape that one device writes.
+      field: The field, if it is part of the variables' names.
+    """
+
+    def name(path: str) -> str:
+        return "/".join(filter(None, (field, path)))
+
+    bad = [f"  {name(path)}: {_kind(x)}, deleted" for path, x in before.items() if path not in after]
+    bad += [f"  {name(path)}: {_kind(_array(x))}, added" for path, x in after.items() if path not in before]
+    found: dict[str, WrittenVariable] = {}
+    for path, old in before.items():
+        if path not in after or after[path] is old:
+            continue
+        value = _array(after[path])
+        shape = written_shape(name(path), old.shape)
+        if not hasattr(value, "dtype") or value.shape != shape or not holds(dtypes[path], value.dtype):
+            bad.append(f"  {name(path)}: {_kind(jax.ShapeDtypeStruct(shape, dtypes[path]))}, then {_kind(value)}")
+        found[path] = WrittenVariable(value, old, name(path))
+    return found, bad
+
+
+def _array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r:.60}"
+
+
+def split_mutable(
+    aux: PyTree, carried: Mapping[str, PyTree], written_shape: WrittenShape
+) -> tuple[dict[str, dict[str, WrittenVariable]], dict[str, Any]]:
+    """Splits `aux` into the new values of `mutable` fields, by field and path, and the rest.
+
+    Args:
+      aux: The auxiliary values that the loss returned.
+      carried: The values of each field that the loss was given.
+      written_shape: The shape that one device writes.
+
+    Raises:
+      ValueError: A field came back with another structure, shape or dtype.
+    """
+    given = aux if isinstance(aux, Mapping) else {}
+    bad: list[str] = []
+    found: dict[str, dict[str, WrittenVariable]] = {}
+    for name, tree in carried.items():
+        if name not in given:
+            bad.append(f"  {name}: not there")
+            continue
+        before = by_path(tree)
+        dtypes = {path: x.dtype for path, x in before.items()}
+        found[name], wrong = pair_written(before, by_path(given[name]), dtypes, written_shape, field=name)
+        bad += wrong
+    if bad:
+        raise ValueError(
+            f"`mutable={tuple(carried)}` names fields that the loss must return in `aux`, a dictionary, with the "
+            "structure, the shapes and the dtypes that the state has; these differ:\n"
+            + "\n".join(bad[:10])
+            + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
+        )
+    return found, {k: x for k, x in given.items() if k not in carried}
 
 
 def drop_unwritten(traced: TracedLoss) -> TracedLoss:
-    """Returns a traced loss that returns only those `WrittenVariable` values that differ from the ones before.
+    """Returns a traced loss that returns, of its `WrittenVariable`s, the values that differ from the ones before.
+
+    Its third result becomes a list of these values, one for each of its `written`.
 
     Raises:
-      ValueError: The loss writes a random key, which differs between devices.
+      ValueError: The loss writes a random key of an NNX model, which differs between devices.
     """
-    treedef: Any
-    found, treedef = jax.tree_util.tree_flatten_with_path(traced.out_shape, is_leaf=_is_written)
-    if not any(_is_written(x) for _, x in found):
-        return traced
+    loss, (aux, changed) = traced.out_shape
+    variables, _ = jax.tree_util.tree_flatten_with_path(changed, is_leaf=lambda x: isinstance(x, WrittenVariable))
     jaxpr, _ = _compat.open_jaxpr(traced.jaxpr)
-    ends = itertools.accumulate((len(jax.tree.leaves(x)) for _, x in found), initial=0)
     roots = _roots(jaxpr)  # one per output
-    used = [True] * len(roots)
-    kept: list[Any] = []
-    for (path, x), (start, end) in zip(found, itertools.pairwise(ends), strict=True):
-        if not _is_written(x):
-            kept.append(x)
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    first = len(roots) - 2 * len(variables)
+    used = [True] * first
+    written: list[Written] = []
+    values: list[Any] = []
+    pairs = zip(roots[first::2], roots[first + 1 :: 2], strict=True)  # in the order of the fields
+    for ((field, path), x), (value, before) in zip(variables, pairs, strict=True):
+        used += [value is not before, False]  # `before` is only for comparison
+        if value is before:
             continue
-        changed = roots[start] is not roots[start + 1]  # `value`, then `before`: the order of the fields
-        used[start:end] = [changed, False]  # `before` is only for comparison
-        if changed and jax.dtypes.issubdtype(x.value.dtype, jax.dtypes.prng_key):
-            name = path_str(path[-1:])
+        if before not in numbers:  # what the model had before was no input: a key, folded for this device
             raise ValueError(
-                f"The loss writes the random key {name!r} of the model. Devices fold keys with their index, so each "
+                f"The loss writes the random key {x.name!r} of the model. Devices fold keys with their index, so each "
                 "has another one, and the state can hold but one. Draw from `nnx.Rngs`, whose counts go on and whose "
                 "keys stay, or pass `rng=` to the step."
             )
-        kept.append(Synced(x.value) if changed else None)  # `None` is no leaf
-    out_shape = treedef.unflatten(kept)
-    return dataclasses.replace(traced, jaxpr=_compat.with_outputs(traced.jaxpr, used), out_shape=out_shape)
-
-
-def _is_written(x: Any) -> bool:
-    return isinstance(x, WrittenVariable)
+        written.append(Written(field.key, path.key, x.name, numbers[before]))
+        values.append(x.value)
+    jaxpr = _compat.with_outputs(traced.jaxpr, used)
+    return dataclasses.replace(traced, jaxpr=jaxpr, out_shape=(loss, (aux, values)), written=tuple(written))
 
 
 def _roots(jaxpr: Jaxpr) -> list[Atom]:

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
-from jzero._text import path_str
-from jzero.arrays.casts import apply_edits
-from jzero.arrays.placement import make_strongly_typed, stored_leaf
 from jzero.engine.trace import FROZEN
-from jzero.integrations.nnx_changes import by_path, check_attributes, find_written, python_attributes
+from jzero.engine.written_variables import Changed, WrittenShape, by_path
+from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
 from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import AdaptedState, TrainState, map_state, plan_if_sharded, register_adapter
+from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
 
 __all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
 
 PyTree = Any
-Changed = Mapping[str, Mapping[str, Any]]
-"""Arrays that the loss changed, by field of the train state and path."""
-
 WRITABLE = ("params", FROZEN, "rest")
 
 
@@ -62,7 +56,12 @@ class NnxTrainState:
         return dataclasses.replace(self, **changes)
 
     def bind_loss(
-        self, loss_fn: Callable[..., Any], axes: tuple[str, ...], *, keeps: bool = True
+        self,
+        loss_fn: Callable[..., Any],
+        axes: tuple[str, ...],
+        *,
+        keeps: bool = True,
+        written_shape: WrittenShape = lambda name, shape: shape,
     ) -> tuple[Callable[..., Any], dict[str, PyTree]]:
         """Returns the loss as a function of arrays, and the model's state that it carries.
 
@@ -74,6 +73,7 @@ class NnxTrainState:
           axes: The mesh axes over which the batch is split.
           keeps: Whether to keep changes of the model: they are returned as `WrittenVariable`s by field and path;
             those that a step cannot keep raise an error.
+          written_shape: The shape that one device writes to a variable.
         """
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
@@ -85,7 +85,9 @@ class NnxTrainState:
                 return result, {}
             parts: Any = nnx.split(model, self.wrt, nnx.Param, ...)
             after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
-            changed = find_written({"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes())
+            changed = find_written(
+                {"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes(), written_shape
+            )
             check_attributes(attributes, python_attributes(model))
             return result, changed
 
@@ -97,48 +99,6 @@ class NnxTrainState:
         if (plan := plan_if_sharded(self)) is not None:
             dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
         return dtypes
-
-    def as_stored(self, changed: Changed) -> Changed:
-        """Returns the loss's changes in the layout of the plan. Inside `jit`.
-
-        Raises:
-          ValueError: The loss changed parameters on the host.
-        """
-        found = {name: {k: x for k, x in values.items() if x is not None} for name, values in changed.items()}
-        layout = map_state(lambda _, leaf: leaf, self.tx.plan, self)
-        leaves = {name: by_path(getattr(layout, name)) for name in found}
-        away = [path for name in found for path in found[name] if leaves[name][path].on_host]
-        if away:
-            raise ValueError(
-                f"The loss writes parameters that lie on the host (`Offload(params='host')`): {away}. Keep them on the "
-                "devices, `rules={path: LeafRule(offload=False)}`."
-            )
-        return {
-            name: {path: stored_leaf(x, leaves[name][path], self.tx.plan) for path, x in values.items()}
-            for name, values in found.items()
-            if values
-        }
-
-    def absorb(self, changed: Changed) -> NnxTrainState:
-        """Returns the state with the loss's changes, in the state's shapes."""
-
-        def new(name: str) -> PyTree:
-            values = changed.get(name, {})
-            return jax.tree_util.tree_map_with_path(
-                lambda path, x: _overwrite(x, values[path_str(path)]) if path_str(path) in values else x,
-                getattr(self, name),
-            )
-
-        return self.replace(**{name: new(name) for name in WRITABLE})
-
-
-def _overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns `new` in the dtype of `x`; if the loss saw fewer bits, takes only the elements that it changed."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x  # the state does not keep the devices' keys, see `_fold`
-    if x.dtype == new.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or not jnp.issubdtype(new.dtype, jnp.floating):
-        return make_strongly_typed(new, x.dtype)
-    return apply_edits(x, new)
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -191,7 +151,7 @@ def adapt_nnx(state: Any) -> AdaptedState | None:
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
 
     def absorb(changed: Changed) -> None:
-        new = train_state.absorb(changed)
+        new = write_fields(train_state, changed)
         for name in changed:
             nnx.update(model, getattr(new, name))
 

@@ -10,22 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.tree_util import SequenceKey
 
 from jzero._text import path_str
-from jzero.arrays.casts import holds
-from jzero.engine.written_variables import WrittenVariable
+from jzero.engine.written_variables import WrittenShape, WrittenVariable, by_path, pair_written
 
-__all__ = ["by_path", "check_attributes", "find_written", "python_attributes"]
+__all__ = ["check_attributes", "find_written", "python_attributes"]
 
 PyTree = Any
-
-
-def by_path(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path."""
-    return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def python_attributes(model: nnx.Module) -> dict[str, Any]:
@@ -62,7 +55,10 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def find_written(
-    before: Mapping[str, PyTree], after: Mapping[str, PyTree], dtypes: Mapping[str, Mapping[str, Any]]
+    before: Mapping[str, PyTree],
+    after: Mapping[str, PyTree],
+    dtypes: Mapping[str, Mapping[str, Any]],
+    written_shape: WrittenShape,
 ) -> dict[str, dict[str, WrittenVariable]]:
     """Returns the variables that the loss may have written, by field and path.
 
@@ -72,26 +68,19 @@ def find_written(
       before: The variables of each field, as arrays, before the loss.
       after: The same after the loss.
       dtypes: The dtype in which the state keeps each variable, by field and path.
+      written_shape: The shape that one device writes to a variable.
 
     Raises:
       ValueError: Variables were added or deleted, or changed shape or dtype; the message names them.
     """
     bad: list[str] = []
     found: dict[str, dict[str, WrittenVariable]] = {}
-    for name, tree in before.items():
-        old, new = by_path(tree), by_path(after[name])
-        appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[name]) if _in_tuple(p)}
-        bad += [f"  {path}: {_kind(old[path])}, deleted" for path in old if path not in new]
-        bad += [f"  {path}: {_kind(new[path])}, added" for path in new if path not in old and path not in appended]
-        found[name] = {}
-        for path in old:
-            if path not in new or new[path] is old[path]:
-                continue
-            value = new[path] if hasattr(new[path], "aval") else jnp.asarray(new[path])
-            if value.shape != old[path].shape or not holds(dtypes[name][path], value.dtype):
-                kept = jax.ShapeDtypeStruct(old[path].shape, dtypes[name][path])
-                bad.append(f"  {path}: {_kind(kept)}, then {_kind(value)}")
-            found[name][path] = WrittenVariable(value, old[path])
+    for field, tree in before.items():
+        old = by_path(tree)
+        appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[field]) if _in_tuple(p)}
+        new = {path: x for path, x in by_path(after[field]).items() if path in old or path not in appended}
+        found[field], wrong = pair_written(old, new, dtypes[field], written_shape)
+        bad += wrong
     if bad:
         raise ValueError(
             "The loss changes which variables the model has, or their shape or dtype. A step keeps the values of the "
@@ -105,7 +94,3 @@ def find_written(
 
 def _in_tuple(path: tuple[Any, ...]) -> bool:
     return any(isinstance(key, SequenceKey) for key in path)
-
-
-def _kind(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)

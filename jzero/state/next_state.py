@@ -25,7 +25,7 @@ from jzero.config.precision import scale_by
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import PendingUpdate
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state
+from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state, write_fields
 from jzero.update.leaf import NO_ELEMENTS, Grad
 from jzero.update.transformation import keep_unless, with_next_loss_scale
 
@@ -66,7 +66,7 @@ def scaled_grads(
     return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(scale_by(g, *clip)) for i, (g, raw) in pairs]
 
 
-def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
+def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, Any]]) -> Any:
     """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
     Gradients that are not applied change only the loss scale, and those of a batch without weight not even that.
@@ -74,10 +74,10 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Any]) -> Any:
     Args:
       state: The state before the step.
       found: The step's gradients.
-      changed: The other fields of the state that the loss changed, by name.
+      changed: What the loss wrote, by field of the state and path in the field.
     """
     plan = state.tx.plan
-    carried = _write_changed(state, changed)
+    carried = write_fields(state, changed)
     if found.applied is not None and carried is not state:
         carried = keep_unless(found.applied, carried, state)
     if plan.config.offload.delay:
@@ -96,12 +96,6 @@ def _to_stored(state: Any, plan: ZeroPlan) -> Any:
         return x if is_on_host(x) else stored_leaf(make_strongly_typed(x, leaf.dtype), leaf, plan)
 
     return map_state(stored, plan, state)
-
-
-def _write_changed(state: Any, changed: Mapping[str, Any]) -> Any:
-    if not jax.tree.leaves(changed):
-        return state
-    return state.absorb(state.as_stored(changed)) if hasattr(state, "absorb") else state.replace(**changed)
 
 
 def _update(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:

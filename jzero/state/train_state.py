@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
+from jzero._text import path_str
 from jzero.arrays.placement import edit_master, is_on_host
 from jzero.config.precision import is_key
 from jzero.plan.leaves import StateLeaf
@@ -36,6 +37,7 @@ __all__ = [
     "register_adapter",
     "register_plain",
     "stored_state",
+    "write_fields",
 ]
 
 PyTree = Any
@@ -285,6 +287,17 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bo
             own, **{k: x for k, x in going_on.items() if x is not None and getattr(own, k) is not None}
         )
     return state.replace(opt_state=dataclasses.replace(own, inner=state.opt_state))
+
+
+def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Returns `state` with new arrays, given by field and by path in the field."""
+
+    def new(field: str) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: changed[field].get(path_str(path), x), getattr(state, field)
+        )
+
+    return state.replace(**{field: new(field) for field in changed}) if changed else state
 
 
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:

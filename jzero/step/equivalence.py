@@ -184,6 +184,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
     accumulate_steps: int = 1,
     clip_norm: float | None = None,
     mutable: Sequence[str] = (),
+    merge: Mapping[str, str] | None = None,
 ) -> EquivalenceReport:
     """Trains twice, sharded with jzero and on one device with plain `jax.value_and_grad` and optax, and compares.
 
@@ -208,6 +209,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
       accumulate_steps: As for `make_train_step`.
       clip_norm: As for `make_train_step`.
       mutable: As for `make_train_step`; these fields are compared like the parameters.
+      merge: As for `make_train_step`.
 
     Returns:
       An `EquivalenceReport`. `report.check()` raises if the runs deviate.
@@ -243,6 +245,7 @@ def check_equivalence(  # noqa: PLR0913  # the options of two functions
         accumulate_steps=accumulate_steps,
         clip_norm=clip_norm,
         mutable=tuple(mutable),
+        merge=merge,
         check_rows=False,  # the comparison says more
     )
     measured: list[dict[str, float]] = []

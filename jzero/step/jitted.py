@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jzero import _compat
-from jzero.config.settings import FLAG, NAMES, check, one_of, whole
+from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
-from jzero.engine.outputs import split_mutable, spread_marks
+from jzero.engine.merge import MERGES, Merge, choose_merges
+from jzero.engine.outputs import spread_marks
 from jzero.engine.recompute import Remat
-from jzero.engine.trace import LossInputs, TracedLoss, trace_loss
-from jzero.engine.written_variables import drop_unwritten
+from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
+from jzero.engine.written_variables import drop_unwritten, split_mutable
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
@@ -52,6 +54,10 @@ Loss = Callable[..., Any]
 REMAT = one_of(
     None, True, False, "cheap", "offload", "as_written", says="None, True, False, 'cheap', 'offload' or 'as_written'"
 )
+MERGE = Setting(
+    f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}",
+    lambda value: {str(re.compile(k).pattern): one_of(*MERGES).of(word) for k, word in dict(value).items()},
+)
 
 
 def _nothing() -> None:
@@ -85,6 +91,7 @@ class Step:
         *,
         has_aux: bool,
         mutable: Sequence[str],
+        merge: Mapping[str, str] | None = None,
         micro: MicroBatches = WHOLE_BATCH,
         remat: Remat | None = None,
         compiler_options: CompilerOptions | None = None,
@@ -99,6 +106,7 @@ class Step:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
+        self.merge = check("merge", merge or {}, MERGE)
         check("remat", remat, REMAT)
         self._checks_rows = check("check_rows", check_rows, FLAG)
         self._has_warned = False
@@ -119,6 +127,7 @@ class Step:
                 "reduce": "last" if micro.reduce_last else "each",
                 "remat": remat,
                 "mutable": self.mutable,
+                "merge": self.merge,
                 "compiler_options": compiler_options,
             },
         )
@@ -233,15 +242,25 @@ class Step:
         loss_fn, carried = self._bound_loss(state, plan)
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, self.micro.steps)
-        traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=self.micro.steps, remat=self.remat)
-        return drop_unwritten(traced), inputs
+
+        def trace(times: int = 1) -> TracedLoss:
+            steps, remat = self.micro.steps, self.remat
+            return drop_unwritten(trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=remat, times=times))
+
+        traced = trace().with_row_facts(plan)
+        leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
+        return choose_merges(traced, self._merge(plan), plan, leaves, functools.partial(trace, 2)), inputs
+
+    def _merge(self, plan: ZeroPlan) -> Merge:
+        return Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
         if hasattr(state, "bind_loss"):
             if self.mutable:
                 raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
-            return state.bind_loss(self.loss_fn, batch_axes(plan.config), keeps=self.keeps_changes)
+            axes, written_shape = batch_axes(plan.config), self._merge(plan).written_shape
+            return state.bind_loss(self.loss_fn, axes, keeps=self.keeps_changes, written_shape=written_shape)
         missing = [name for name in self.mutable if not hasattr(state, name)]
         if missing:
             raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
@@ -256,7 +275,7 @@ class Step:
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = _split_aux(result, self.has_aux)
             if self.mutable:
-                changed, aux = split_mutable(aux, carried)
+                changed, aux = split_mutable(aux, carried, self._merge(plan).written_shape)
             return loss, (spread_marks(aux), changed)
 
         return call, carried
@@ -271,7 +290,7 @@ class Step:
         check_loss(traced, num_rows)
         warn_closed_over(traced, plan)
         if self._checks_rows and parts > 1:
-            results = results_of(traced, plan)
+            results = results_of(traced)
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs

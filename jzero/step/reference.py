@@ -12,16 +12,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.arrays.casts import round_to
-from jzero.arrays.placement import place_array
+from jzero.arrays.placement import overwrite, place_array
+from jzero.config.precision import is_key
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
 from jzero.engine.trace import carried_leaves
 from jzero.engine.walk import Walk
-from jzero.engine.written_variables import WrittenVariable
+from jzero.engine.written_variables import Changed, by_path
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import map_state
+from jzero.state.train_state import map_state, write_fields
 
 __all__ = ["Reference"]
 
@@ -113,8 +114,7 @@ class Reference:
             (grads[i] * factor).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
-        written = state.absorb(changed) if hasattr(state, "absorb") else state.replace(**changed)
-        new = written.apply_gradients(grads=treedef.unflatten(for_optax))
+        new = _overwrite_fields(state, changed).apply_gradients(grads=treedef.unflatten(for_optax))
         return new, total / divisor, norm, weight
 
     def _loss_and_grads(self, state: Any) -> Loss:
@@ -126,7 +126,7 @@ class Reference:
             whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
             result, changed = call(whole, batch, **carried)
             loss, aux = result if self.has_aux else (result, {})
-            changed = {**changed, **{name: aux[name] for name in self.mutable}}
+            changed = {**changed, **{name: by_path(aux[name]) for name in self.mutable}}
             total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
             total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
             return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
@@ -179,9 +179,23 @@ class Reference:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result, changed = bound(*args, **kwargs)
-            return result, jax.tree.map(lambda x: x.value, changed, is_leaf=lambda x: isinstance(x, WrittenVariable))
+            values = {
+                field: {path: x.value for path, x in of_field.items() if not is_key(x.value.dtype)}  # keys stay
+                for field, of_field in changed.items()
+            }
+            return result, values
 
         return call, carried
+
+
+def _overwrite_fields(state: Any, changed: Changed) -> Any:
+    """Returns a plain state with the values that the loss wrote."""
+    old = {field: by_path(getattr(state, field)) for field in changed}
+    new = {
+        field: {path: overwrite(old[field][path], jnp.asarray(x)) for path, x in values.items()}
+        for field, values in changed.items()
+    }
+    return write_fields(state, new)
 
 
 def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:

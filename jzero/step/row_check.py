@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jzero._text import path_str
-from jzero.engine.outputs import PerExample, Summed, Synced, Weighted
+from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.trace import TracedLoss
-from jzero.jaxpr.rows import Cause, RowFacts, row_facts
+from jzero.jaxpr.rows import Cause, RowFacts
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
     Attributes:
       name: Its name in messages: "loss", or `aux['accuracy']`.
-      mark: How it is reduced: `Weighted`, `Summed`, `PerExample`, `Synced`; `None` if it is averaged.
+      mark: How it is reduced: `Weighted`, `Summed`, `PerExample`; `None` if it is averaged.
       shape: Its shape and dtype.
       facts: How it depends on rows.
     """
@@ -40,21 +40,15 @@ class Result(NamedTuple):
     facts: RowFacts
 
 
-def results_of(traced: TracedLoss, plan: ZeroPlan) -> list[Result]:
+def results_of(traced: TracedLoss) -> list[Result]:
     """Returns the arrays that a traced loss returns, except the new values of the state."""
-    batch, keys = ([i == which for i, n in enumerate(traced.num_inputs) for _ in range(n)] for which in (2, 3))
-    axes = batch_axes(plan.config)
-    split = [axis for axis in axes if plan.mesh.shape[axis] > 1]  # an axis of one device has nothing to reduce
-    facts = iter(row_facts(traced.jaxpr, batch=batch, keys=keys, axes=split or axes))
     loss, (aux, _) = traced.out_shape
     marked = [*_marked("loss", loss), *(x for path, tree in _leaves(aux) for x in _marked(_name(path), tree))]
-    return [Result(name, mark, shape, found) for (name, mark, shape), found in zip(marked, facts, strict=False)]
+    return [Result(*x, found) for x, found in zip(marked, traced.row_facts, strict=False)]
 
 
 def _leaves(aux: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(
-        aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample | Synced)
-    )
+    return jax.tree_util.tree_leaves_with_path(aux, is_leaf=lambda x: isinstance(x, Weighted | Summed | PerExample))
 
 
 def _name(path: Any) -> str:
@@ -64,7 +58,7 @@ def _name(path: Any) -> str:
 def _marked(name: str, x: Any) -> Iterator[tuple[str, type | None, Any]]:
     """Yields the name, the mark and the shape of each array of a result."""
     if not isinstance(x, Weighted):
-        mark = type(x) if isinstance(x, Summed | PerExample | Synced) else None
+        mark = type(x) if isinstance(x, Summed | PerExample) else None
         yield name, mark, x.value if mark else x
         return
     is_aux = name != "loss" and not isinstance(x.sum, Summed)  # in `aux` of a train step it means nothing

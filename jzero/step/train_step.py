@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,9 +12,10 @@ from jzero.config.settings import check, number, one_of, optional
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
 from jzero.engine.recompute import Remat
+from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, scaled_grads
-from jzero.state.train_state import adapt_sharded, map_state
+from jzero.state.train_state import adapt_sharded, map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.jitted import Step
 from jzero.step.overflow import OverflowWatch, loss_scale_error
@@ -46,12 +47,14 @@ class ValueAndGrad(Step):
         traced, inputs = self._trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs)
-        aux, changed = result.aux
-        changed = state.as_stored(changed) if hasattr(state, "as_stored") else changed
+        changed = traced.by_field(result.written)
+        if self.mutable:  # whole fields, as `aux` has them
+            new = write_fields(state, changed)
+            changed = {name: getattr(new, name) for name in self.mutable}
         grads = result.grads
         if inputs.loss_scale is None:  # else 16 bits would lose the small gradients that the scale saved
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
-        return result.loss, aux, changed, jax.tree.structure(state.params).unflatten(grads)
+        return result.loss, result.aux, changed, jax.tree.structure(state.params).unflatten(grads)
 
 
 class TrainStep(Step):
@@ -88,15 +91,17 @@ class TrainStep(Step):
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
         weighted = isinstance(traced.out_shape[0], Weighted)
-        new, applied = self._update(state, result, weighted=weighted)
+        new, applied = self._update(state, result, traced.by_field(result.written), weighted=weighted)
         applied = jnp.ones((), jnp.bool_) if applied is None else applied
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
-        return new, {**metrics, "aux": result.aux[0]} if self.has_aux else metrics
+        return new, {**metrics, "aux": result.aux} if self.has_aux else metrics
 
     @jax.named_scope("zero_update")
-    def _update(self, state: Any, result: LossResult, *, weighted: bool) -> tuple[Any, jax.Array | None]:
+    def _update(
+        self, state: Any, result: LossResult, changed: Changed, *, weighted: bool
+    ) -> tuple[Any, jax.Array | None]:
         """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
         plan = state.tx.plan
         clip = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
@@ -106,7 +111,7 @@ class TrainStep(Step):
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
-        return next_state(state, StepGrads(grads, applied, weighs, result.overflowed), result.aux[1]), applied
+        return next_state(state, StepGrads(grads, applied, weighs, result.overflowed), changed), applied
 
 
 class EvalStep(Step):
@@ -133,16 +138,17 @@ class EvalStep(Step):
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         traced, inputs = self._trace(state, batch, rng)
-        metrics, _ = evaluate(traced, state.tx.plan, inputs).aux
+        metrics = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
 
-def value_and_grad(
+def value_and_grad(  # noqa: PLR0913  # the options of a step
     loss_fn: Loss,
     has_aux: bool = False,
     *,
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
+    merge: Mapping[str, str] | None = None,
     check_processes: bool | float = True,
     check_rows: bool = True,
 ) -> ValueAndGrad:
@@ -166,9 +172,18 @@ def value_and_grad(
         `False`: nothing, even if the loss has `jax.checkpoint`.
         Code inside `while_loop`, `custom_vjp` and `shard_map` does not change.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. The loss takes each as a keyword
-        argument, and `aux` must be a dictionary with its new value, of the same structure, shapes and dtypes; floating
-        values are averaged over devices. Not for NNX states, whose model keeps the values that the loss writes into its
-        variables.
+        argument, and `aux` must be a dictionary with its new value, of the same structure, shapes and dtypes. Not for
+        NNX states, whose model keeps the values that the loss writes into its variables.
+      merge: How the values that the devices write to a field or an NNX variable become one, by regular expression over
+        its whole name, such as `{"seen": "summed"}` or `{"stats/.*/count": "summed"}`. Every micro-batch starts from
+        the values of the one before.
+        Not named: values that cannot differ between devices (a count of calls) stay as they are; floating values are
+        averaged, as batch statistics need it; others, and rows of the batch, raise an error.
+        `"summed"`: what each device adds to the value before is summed.
+        `"per_example"`: the rows of all devices follow each other, in batch order: the state holds `[global rows of a
+        micro-batch, ...]`, a device writes `[local rows, ...]`.
+        `"mean"`: floating values are averaged, whatever they are.
+        `"equal"`: you promise that all devices write the same; the first one's value counts.
       check_processes: Whether several processes check, before they first run a program, that it is the same in all of
         them, and so are shapes and dtypes of their batches. A number says how many seconds they wait for each other,
         300 by default. Inside another `jax.jit` they compare nothing.
@@ -196,7 +211,13 @@ def value_and_grad(
       1
     """
     return ValueAndGrad(
-        loss_fn, has_aux=has_aux, mutable=mutable, remat=remat, check_processes=check_processes, check_rows=check_rows
+        loss_fn,
+        has_aux=has_aux,
+        mutable=mutable,
+        merge=merge,
+        remat=remat,
+        check_processes=check_processes,
+        check_rows=check_rows,
     )
 
 
@@ -209,6 +230,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     reduce: Literal["each", "last"] = "each",
     remat: Remat | None = None,
     mutable: Sequence[str] = (),
+    merge: Mapping[str, str] | None = None,
     compiler_options: CompilerOptions | None = None,
     check_processes: bool | float = True,
     check_rows: bool = True,
@@ -226,6 +248,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         communication for the memory of whole gradients. "each" reduces every micro-batch.
       remat: As for `value_and_grad`.
       mutable: As for `value_and_grad`; the step writes the new values into the state.
+      merge: As for `value_and_grad`.
       compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another
         `jax.jit`. "recommended" sets two: on GPUs the compiler gathers scanned layers one ahead if jzero does not, at
         stage 3 with `reshard_after_forward=False` or `prefetch_bytes=0`; on CPUs with jax 0.12, a bf16 step runs
@@ -260,6 +283,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
         micro=micro,
         clip_norm=clip_norm,
         mutable=mutable,
+        merge=merge,
         remat=remat,
         compiler_options=compiler_options,
         check_processes=check_processes,

@@ -1,0 +1,209 @@
+"""How the values that several devices write to one variable become one, which every device then holds.
+
+[Note: State that the loss writes]
+The state holds one value of each variable, and the loss runs on each device with that device's rows. So a value that
+the loss writes is one device's, and needs a rule that makes it everybody's. `MERGES` has the rules by the words that a
+user says (`merge={"seen": "summed"}`). Without a word, a value that cannot differ between devices (a count of calls)
+stays as it is, and floating values are averaged, as batch statistics need it. Whatever else differs is refused before
+the first step: the rows of one device are no queue of negatives, and the largest of several histograms is none.
+
+Values are merged after each micro-batch, and the next micro-batch starts from the result. So a step of several
+micro-batches writes what as many steps would, and each rule only has to be right for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero import _compat
+from jzero.arrays.collectives import Wire, from_first, gather_rows, own_shard, sum_over
+from jzero.arrays.placement import overwrite
+from jzero.engine.outputs import average, sum_dtype
+from jzero.engine.trace import TracedLoss, Written
+from jzero.jaxpr.rows import RowFacts
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.mesh import AnyMesh, batch_axes
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["MERGES", "Merge", "choose_merges", "merge_written"]
+
+
+def _add_changes(x: jax.Array, before: jax.Array, wire: Wire) -> jax.Array:
+    dtype = sum_dtype(before.dtype)
+    before = before.astype(dtype)
+    return before + sum_over(x.astype(dtype) - before, wire)
+
+
+class Rule(NamedTuple):
+    """How the values that several devices wrote become one.
+
+    Attributes:
+      merge: The value of all devices, given that of one, the value before, and how collectives move them.
+      takes: The kind of dtype that it can merge.
+    """
+
+    merge: Callable[[jax.Array, jax.Array, Wire], jax.Array]
+    takes: Any
+
+
+MERGES = {
+    "mean": Rule(lambda x, before, wire: average(x, wire), jnp.inexact),
+    "summed": Rule(_add_changes, jnp.number),
+    "per_example": Rule(lambda x, before, wire: gather_rows(x, wire), np.generic),
+    "equal": Rule(lambda x, before, wire: from_first(x, wire), np.generic),
+}
+"""The rules by the words that a user says."""
+
+FOR_PARAMETERS = ("mean", "equal")
+"""Words for what is stored like a parameter: devices hold parts of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """What the user says about variables that the loss writes.
+
+    Attributes:
+      words: A word of `MERGES` by regular expression over the whole name of a variable.
+      num_shards: The number of devices with a part of the batch.
+    """
+
+    words: Mapping[str, str]
+    num_shards: int
+
+    def word(self, name: str) -> str | None:
+        """Returns the word for a variable; `None` if there is none."""
+        return next((word for pattern, word in self.words.items() if re.fullmatch(pattern, name)), None)
+
+    def written_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape that one device writes to a variable."""
+        has_rows = self.word(name) == "per_example" and shape and not shape[0] % self.num_shards
+        return (shape[0] // self.num_shards, *shape[1:]) if has_rows else shape  # [n B, ...] -> [B, ...]
+
+
+def choose_merges(
+    traced: TracedLoss,
+    merge: Merge,
+    plan: ZeroPlan,
+    leaves: Sequence[StateLeaf | None],
+    doubled: Callable[[], TracedLoss],
+) -> TracedLoss:
+    """Returns a traced loss whose written variables have their layout and their rule.
+
+    Args:
+      traced: The loss, without what it does not write.
+      merge: What the user says.
+      plan: The plan of the state.
+      leaves: The layout of each parameter and carried leaf, `None` for those that are whole.
+      doubled: Traces the same loss over twice as many rows.
+
+    Raises:
+      ValueError: A written value differs between devices, and no rule covers it; or `merge` names what is not written,
+        or a rule that does not fit.
+    """
+    _check_words(merge, traced.written)
+    shapes = traced.out_shape[1][1]
+    facts = traced.row_facts[len(traced.row_facts) - len(shapes) :]
+    counts = _find_counts_of_rows(traced, merge, doubled)
+    bad: list[str] = []
+    written: list[Written] = []
+    for x, shape, fact, counts_rows in zip(traced.written, shapes, facts, counts, strict=True):
+        leaf = leaves[x.source]
+        word = merge.word(x.name)
+        why = _why_no_value(word, leaf, shape, fact, counts_rows)
+        if leaf is not None and leaf.on_host:
+            raise ValueError(
+                f"The loss writes a parameter that lies on the host (`Offload(params='host')`): {x.name!r}. Keep it on "
+                "the devices, `rules={path: LeafRule(offload=False)}`."
+            )
+        if why and merge.num_shards > 1:
+            bad.append(f"  {x.name}: {shape.dtype}{list(shape.shape)}, {why}")
+        default = "mean" if fact.differs and jnp.issubdtype(shape.dtype, jnp.inexact) else None
+        written.append(dataclasses.replace(x, leaf=leaf, merge=word or default))
+    if bad:
+        axes = batch_axes(plan.config)
+        raise ValueError(
+            "The loss writes values of one device's rows, and jzero cannot know what the state should hold:\n"
+            + "\n".join(bad)
+            + "\nSay for each how the devices' values become one, `merge={'name': 'summed'}`: 'summed' adds up what "
+            "each device adds to the value before; 'per_example' puts the rows of all devices one after another; "
+            "'mean' averages; 'equal' takes what the first device wrote. Or make them equal with a collective over "
+            f"ZeRO's axes, such as `jax.lax.all_gather(rows, {axes}, tiled=True)` for a queue of rows."
+        )
+    return dataclasses.replace(traced, written=tuple(written))
+
+
+def _why_no_value(word: str | None, leaf: StateLeaf | None, shape: Any, facts: RowFacts, counts: bool) -> str | None:
+    """Returns why a variable's new value is not one for all devices; `None` if it is, or the user's word covers it."""
+    if word is not None:
+        fits = jnp.issubdtype(shape.dtype, MERGES[word].takes) and (leaf is None or word in FOR_PARAMETERS)
+        return None if fits else f"which cannot be {word!r}"
+    if counts:
+        return "which depends on the number of rows that one device has"
+    if not facts.differs:
+        return None
+    if not jnp.issubdtype(shape.dtype, jnp.inexact):
+        return "which depends on the rows that one device has"
+    if facts.row_dims:
+        return f"whose dimension {min(facts.row_dims)} holds rows of one device"
+    return "which adds up the rows that one device has" if facts.is_sum else None
+
+
+def _find_counts_of_rows(traced: TracedLoss, merge: Merge, doubled: Callable[[], TracedLoss]) -> list[bool]:
+    """Returns for each written variable whether the number of a device's rows is in it, as in `seen + len(x)`.
+
+    Python computes with that number, so the jaxpr shows a constant like any other: only a loss over more rows tells.
+    Values that are computed from rows need no such look, nor do those with a word.
+    """
+    parts = [_part_of(traced, i) for i in range(len(traced.written))]
+    suspects = [
+        merge.word(x.name) is None and not reads_rows for x, (_, reads_rows) in zip(traced.written, parts, strict=True)
+    ]
+    if merge.num_shards == 1 or not any(suspects):
+        return [False] * len(parts)
+    try:
+        other = doubled()
+    except Exception:  # the user's code may hold for one number of rows only
+        return [False] * len(parts)
+    if other.written != traced.written:
+        return suspects
+    return [
+        suspect and text != _part_of(other, i)[0]
+        for i, (suspect, (text, _)) in enumerate(zip(suspects, parts, strict=True))
+    ]
+
+
+def _part_of(traced: TracedLoss, number: int) -> tuple[str, bool]:
+    """Returns the part of the loss that makes a written variable, as text, and whether it reads rows of the batch."""
+    num_outputs = len(_compat.open_jaxpr(traced.jaxpr)[0].outvars)
+    part, used = _compat.part_for(traced.jaxpr, num_outputs - len(traced.written) + number)
+    num_params, num_carried, num_batch, _ = traced.num_inputs
+    return str(part), any(used[num_params + num_carried :][:num_batch])
+
+
+def _check_words(merge: Merge, written: Sequence[Written]) -> None:
+    names = [x.name for x in written]
+    unused = [pattern for pattern in merge.words if not any(re.fullmatch(pattern, name) for name in names)]
+    if unused:
+        raise ValueError(f"`merge` names variables that the loss does not write: {unused}. It writes {names}.")
+
+
+def merge_written(x: jax.Array, before: jax.Array, written: Written, wire: Wire, mesh: AnyMesh) -> jax.Array:
+    """Returns a variable after the loss, as the plan stores it.
+
+    Args:
+      x: Its value after the loss, on this device and in its natural shape.
+      before: Its value before the loss, as this device stores it.
+      written: What is known of it.
+      wire: How collectives move it.
+      mesh: The mesh.
+    """
+    merged = x if written.merge is None else MERGES[written.merge].merge(x, before, wire)
+    cut = None if written.leaf is None else written.leaf.for_collectives(mesh)
+    return overwrite(before, merged if cut is None else own_shard(merged, cut, wire))

@@ -1,0 +1,232 @@
+"""State that the loss writes: what the devices' values become, in each micro-batch, and what is refused.
+
+The reference is a loop over the whole micro-batches, on one device.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+
+D, DEVICES, STEPS, ROWS = 5, 3, 2, 2
+B = DEVICES * ROWS  # of one micro-batch, on all devices
+X = np.random.default_rng(0).normal(size=(DEVICES * STEPS * ROWS, D)).astype(np.float32)
+LABELS = np.arange(len(X)) % 4
+BATCH = {"x": X, "label": LABELS}
+
+
+def micro_batches(x):
+    """The micro-batches of a step: the i-th rows of each device's part."""
+    parts = x.reshape(DEVICES, STEPS, ROWS, *x.shape[1:])
+    return [parts[:, i].reshape(B, *x.shape[1:]) for i in range(STEPS)]
+
+
+def mesh_of(n=DEVICES):
+    return jzero.make_mesh(devices=jax.devices()[:n])
+
+
+class Written(TrainState):
+    value: jax.Array
+
+
+def make_state(value, n=DEVICES, stage=3):
+    params = {"w": jnp.ones((D, 7))}
+    state = Written.create(apply_fn=None, params=params, tx=optax.sgd(0.1), value=jnp.asarray(value))
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    return jzero.shard_train_state(state, config=config, mesh=mesh_of(n))
+
+
+def loss_writing(new):
+    """A loss that writes `new(batch, value)`."""
+    return lambda params, batch, value: (jnp.square(batch["x"] @ params["w"]).mean(), {"value": new(batch, value)})
+
+
+def make_step(new, word=None, **kwargs):
+    merge = {} if word is None else {"value": word}
+    return jzero.make_train_step(
+        loss_writing(new), has_aux=True, mutable=("value",), merge=merge, accumulate_steps=STEPS, **kwargs
+    )
+
+
+def histogram(batch, value):
+    return value + jnp.bincount(batch["label"], length=4)
+
+
+def rows_of_all(batch):
+    return jax.lax.all_gather(batch["x"], "data", tiled=True)
+
+
+COVERED = {
+    # name: (start, what a device writes, the word, the same on one device)
+    "count of calls": (np.int32(0), lambda batch, value: value + 1, None, lambda x, label, value: value + 1),
+    "count of rows": (
+        np.int32(0),
+        lambda batch, value: value + len(batch["x"]),
+        "summed",
+        lambda x, label, value: value + len(x),
+    ),
+    "histogram": (
+        np.zeros(4, np.int32),
+        histogram,
+        "summed",
+        lambda x, label, value: value + np.bincount(label, minlength=4),
+    ),
+    "tokens in fp32": (
+        np.float32(0.5),
+        lambda batch, value: value + (batch["label"] > 1).sum(),
+        "summed",
+        lambda x, label, value: value + (label > 1).sum(),
+    ),
+    "statistics": (
+        np.zeros(D, np.float32),
+        lambda batch, value: 0.9 * value + 0.1 * batch["x"].mean(0),
+        None,
+        lambda x, label, value: 0.9 * value + 0.1 * x.mean(0),
+    ),
+    "statistics that later ones read": (
+        np.zeros(D, np.float32),
+        lambda batch, value: jnp.square(value) + batch["x"].mean(0),
+        "mean",
+        lambda x, label, value: np.square(value) + x.mean(0),
+    ),
+    "rows": (np.zeros((B, D), np.float32), lambda batch, value: batch["x"], "per_example", lambda x, label, value: x),
+    "rows of booleans": (
+        np.zeros(B, bool),
+        lambda batch, value: batch["x"][:, 0] > 0,
+        "per_example",
+        lambda x, label, value: x[:, 0] > 0,
+    ),
+    "queue": (
+        np.zeros((2 * B - 1, D), np.float32),
+        lambda batch, value: jnp.concatenate([rows_of_all(batch), value])[: 2 * B - 1],
+        None,
+        lambda x, label, value: np.concatenate([x, value])[: 2 * B - 1],
+    ),
+    "largest label": (
+        np.int32(-1),
+        lambda batch, value: jnp.maximum(value, jax.lax.pmax(batch["label"].max(), "data")),
+        None,
+        lambda x, label, value: max(value, label.max()),
+    ),
+    "what the first device wrote": (
+        np.zeros((2, D), bool),
+        lambda batch, value: batch["x"] > 0,
+        "equal",
+        lambda x, label, value: x[:ROWS] > 0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_written_state_is_what_a_loop_over_the_micro_batches_leaves(name):
+    start, new, word, by_numpy = COVERED[name]
+    state, step = make_state(start), make_step(new, word)
+    expected = start
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+        for x, label in zip(micro_batches(X), micro_batches(LABELS), strict=True):
+            expected = by_numpy(x, label, expected)
+    assert state.value.dtype == np.asarray(start).dtype
+    np.testing.assert_allclose(np.asarray(state.value), expected, rtol=1e-6, atol=1e-6)  # summed in another order
+
+
+REFUSED = {
+    "count of rows": (np.int32(0), lambda batch, value: value + len(batch["x"]), "the number of rows"),
+    "count of rows in fp32": (np.float32(0), lambda batch, value: value + len(batch["x"]), "the number of rows"),
+    "histogram": (np.zeros(4, np.int32), histogram, "depends on the rows"),
+    "maximum": (np.int32(0), lambda batch, value: jnp.maximum(value, batch["label"].max()), "depends on the rows"),
+    "tokens in fp32": (np.float32(0), lambda batch, value: value + (batch["label"] > 1).sum(), "adds up the rows"),
+    "queue": (
+        np.zeros((9, D), np.float32),
+        lambda batch, value: jnp.concatenate([batch["x"], value])[:9],
+        "dimension 0 holds rows",
+    ),
+    "ring": (
+        np.zeros((D, 9), np.float32),
+        lambda batch, value: jax.lax.dynamic_update_slice(value, batch["x"].T, (0, 3)),
+        "dimension 1 holds rows",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The mesh has one device")
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_of_one_devices_rows_are_refused_by_name(name):
+    start, new, why = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"(?s)one device's rows.* value: \w+\[.*{why}.*merge="):
+        make_step(new).eval_shape(make_state(start), BATCH)
+    make_step(new).eval_shape(make_state(start, n=1), BATCH)  # all rows are there
+
+
+@pytest.mark.parametrize(
+    ("word", "start", "message"),
+    [
+        ("summed", np.zeros((ROWS, D), bool), "cannot be 'summed'"),
+        ("mean", np.zeros((ROWS, D), bool), "cannot be 'mean'"),
+        ("per_example", np.zeros((B + 1, D), bool), r"bool\[7, 5\], then bool\[2, 5\]"),
+        ("sum", np.zeros((ROWS, D), bool), "`merge` must be"),
+    ],
+)
+def test_a_word_that_does_not_fit_is_refused(word, start, message):
+    with pytest.raises(ValueError, match=message):
+        make_step(lambda batch, value: batch["x"] > 0, word).eval_shape(make_state(start), BATCH)
+
+
+def test_a_name_that_the_loss_does_not_write_is_refused():
+    step = jzero.make_train_step(loss_writing(lambda b, v: v + 1), True, mutable=("value",), merge={"vale": "summed"})
+    with pytest.raises(ValueError, match=r"\['vale'\].* It writes \['value'\]"):
+        step.eval_shape(make_state(0), BATCH)
+
+
+class Online(nnx.Module):
+    """A network, an exponential average of it that no optimizer has, and a stream of random numbers."""
+
+    def __init__(self, rngs):
+        self.online = nnx.Linear(D, 7, rngs=rngs)
+        self.target = nnx.Linear(D, 7, rngs=rngs)
+        self.noise = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(self, x):
+        loss = jnp.square(self.online(x) - self.target(x)).mean()
+        for name in ("kernel", "bias"):
+            old, new = getattr(self.target, name), getattr(self.online, name)
+            old[...] = 0.5 * old[...] + 0.5 * new[...] + old[...].sum()
+        return loss
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_that_the_loss_writes_go_from_micro_batch_to_micro_batch(stage):
+    wrt = nnx.All(nnx.Param, nnx.PathContains("online"))
+    make = lambda: Online(nnx.Rngs(0))
+    model = make()
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    pair = jzero.shard_train_state(
+        (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=wrt)), config=config, mesh=mesh_of()
+    )
+    step = jzero.make_train_step(lambda model, batch: model.loss(batch["x"]), accumulate_steps=STEPS)
+    plain = make()
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=wrt)
+    for _ in range(2):
+        pair, _ = step(pair, BATCH)
+        grads = [
+            nnx.grad(lambda model, x: model.loss(x), argnums=nnx.DiffState(0, wrt))(plain, x) for x in micro_batches(X)
+        ]
+        optimizer.update(plain, jax.tree.map(lambda *g: sum(g) / STEPS, *grads))
+    whole, _ = jzero.unshard_train_state(pair)
+    for name in ("online", "target"):
+        np.testing.assert_allclose(
+            getattr(whole, name).kernel[...], getattr(plain, name).kernel[...], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_value_and_grad_returns_the_merged_state():
+    loss_and_grads = jzero.value_and_grad(loss_writing(histogram), True, mutable=("value",), merge={"value": "summed"})
+    (_, aux), _ = loss_and_grads(make_state(np.ones(4, np.int32)), BATCH)
+    np.testing.assert_array_equal(aux["value"], 1 + np.bincount(LABELS))
