@@ -558,6 +558,15 @@ MUTANTS = [
         "if self.drop_remainder else num_examples // self.batch_size + 1",
         "test_data_order.py::test_schedule_is_that_of_brute_force",
     ),
+    # The monitor.
+    Mutant(
+        "rest_of_a_line_not_written",
+        "monitor/sinks.py",
+        "            while rest:",
+        "            if rest:",
+        "test_monitor.py::test_a_full_disk_is_an_error_and_no_line_is_written_in_part",
+        "JsonLines",
+    ),
     # DeepSpeed.
     Mutant(
         "rate_one_step_early",

@@ -382,6 +382,41 @@ def test_json_lines_go_on_after_a_crash(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
+FULL_DISK = """
+import json, resource, runpy, sys
+path, kind, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sink = runpy.run_path(sys.argv[4])[kind](path)
+sink(1, {"loss": 1.0})
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # as if so much fitted on the disk
+try:
+    for step in range(2, 1000):
+        sink(step, {"loss": 2.0})
+    sink.close()
+    print("nothing", "raised")
+except OSError as error:
+    print("raised", step)
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+sink(1000, {"loss": 3.0})
+sink.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
+def test_a_full_disk_is_an_error_and_no_line_is_written_in_part(kind, tmp_path):
+    size = 8192 + 17
+    arguments = [str(tmp_path / "log"), kind, str(size), sinks_module.__file__]
+    command = [sys.executable, "-W", "ignore", "-c", FULL_DISK, *arguments]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr
+    said, step = ran.stdout.split()
+    assert said == "raised"
+    if kind == "JsonLines":
+        steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
+        assert steps == [*range(1, int(step)), 1000], "what was there in part is removed once there is room"
+
+
 def test_json_lines_keep_their_own_names(tmp_path):
     sink = jzero.JsonLines(tmp_path / "log.jsonl")
     for name in ("step", "time", "non_finite"):
@@ -411,7 +446,7 @@ def test_tensorboard_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("package", "make"),
     [
-        ("tensorboardX", jzero.TensorBoard),
+        ("tensorboardX.summary", jzero.TensorBoard),
         ("rich.console", lambda tmp: jzero.Monitor().__enter__()),
     ],
 )

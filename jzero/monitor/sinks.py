@@ -19,22 +19,24 @@ Sink = Callable[[int, Mapping[str, float]], Any]
 
 NON_FINITE = "non_finite"
 OWN_KEYS = ("step", "time", NON_FINITE)
+FLUSH_SECONDS = 10
 
 
 class JsonLines:
     """A sink that appends one JSON object per step to a file.
 
-    A line holds `step`, `time` (seconds since the epoch) and the values by name. JSON has no NaN and no infinity: such
-    a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line goes to the
-    operating system whole and at once, so a crash does not damage earlier lines. If a crash cut off the last line, the
-    next run removes it, with a warning. A run that resumes from a checkpoint appends: a repeated step gets a second
-    line, which counts.
+    A line holds `step`, `time` (seconds since the epoch) and the values by name. JSON has no NaN and no infinity:
+    such a value is `null`, and `non_finite` says by name whether it was "nan", "inf" or "-inf". Each line goes to
+    the operating system at once, so a crash does not damage earlier lines. If a crash or a full disk cut off the
+    last line, the next write removes it, with a warning. A run that resumes from a checkpoint appends: a repeated
+    step gets a second line, which counts.
 
     Args:
       path: The file. The first write makes it, with its folder.
 
     Raises:
       ValueError: (when called) A value is named `step`, `time` or `non_finite`.
+      OSError: (when called) The line could not be written whole, as on a full disk.
 
     Example:
       >>> sink = jzero.JsonLines(tmp / "log.jsonl")
@@ -64,7 +66,13 @@ class JsonLines:
             line |= {NON_FINITE: found}
         if self._file is None:
             self._file = _open_whole(self.path)
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")  # unbuffered: one system call
+        rest = json.dumps(line, allow_nan=False).encode() + b"\n"
+        try:
+            while rest:  # the system may take less than all of it
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self.close()  # so that the next call opens the file again, and removes what is there of this line
+            raise
 
     def close(self) -> None:
         """Closes the file."""
@@ -98,14 +106,15 @@ def _is_json(text: bytes) -> bool:
 class TensorBoard:
     """A sink that writes scalars for TensorBoard, through the package `tensorboardX`.
 
-    Values are on disk at most ten seconds later, and when the sink is closed. TensorBoard shows NaN and infinite values
-    as such.
+    Values are on disk once the sink is called ten seconds later, and when it is closed. TensorBoard shows NaN and
+    infinite values as such.
 
     Args:
       directory: The folder of the run. Each writing process adds its own file.
 
     Raises:
       ImportError: tensorboardX is not installed.
+      OSError: (when called or closed) The values could not be written, as on a full disk.
 
     Example:
       >>> sink = jzero.TensorBoard(tmp / "run")
@@ -117,13 +126,18 @@ class TensorBoard:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         try:
-            self._module = importlib.import_module("tensorboardX")
+            # Without `SummaryWriter`: its thread ends at a full disk, and then the training waits for it for ever.
+            self._files, self._events, self._summary = (
+                importlib.import_module(f"tensorboardX.{name}")
+                for name in ("event_file_writer", "proto.event_pb2", "summary")
+            )
         except ModuleNotFoundError as error:
             raise ImportError(
                 "`TensorBoard` needs tensorboardX: `pip install 'jzero[monitor]'`, or use `jzero.JsonLines`."
             ) from error
         self.directory = pathlib.Path(directory)
         self._writer: Any = None
+        self._next_flush = 0.0
 
     def __repr__(self) -> str:
         return f"TensorBoard({str(self.directory)!r})"
@@ -131,12 +145,18 @@ class TensorBoard:
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one scalar per value."""
         if self._writer is None:
-            self._writer = self._module.SummaryWriter(str(self.directory), flush_secs=10)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._writer = self._files.EventsWriter(str(self.directory / "events"))
+        now = time.time()
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            summary = self._summary.scalar(name, value)
+            self._writer.write_event(self._events.Event(summary=summary, step=step, wall_time=now))
+        if now >= self._next_flush:
+            self._writer.flush()
+            self._next_flush = now + FLUSH_SECONDS
 
     def close(self) -> None:
         """Writes the remaining values and closes the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
