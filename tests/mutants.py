@@ -535,6 +535,27 @@ MUTANTS = [
         "test_checkpoint_manager.py::test_what_is_saved_and_kept",
         "options4",
     ),
+    Mutant(
+        "two_programs_export_at_once",
+        "checkpoint/safetensors_files.py",
+        "with only_writer(directory / (stem + SUFFIX)), _named_last",
+        "with _named_last",
+        "test_export_writers.py::test_of_two_programs_that_export_to_one_path_one_is_told",
+    ),
+    Mutant(
+        "half_an_export_stays",
+        "checkpoint/safetensors_files.py",
+        "made[i] = made[i].rename(path)",
+        "made[i].rename(path)",
+        "test_export_writers.py::test_an_export_that_fails_leaves_nothing",
+    ),
+    Mutant(
+        "file_beside_an_index_ignored",
+        "checkpoint/safetensors_files.py",
+        "if indices and single.exists()",
+        "if not indices and single.exists()",
+        "test_export.py::test_a_file_beside_an_index_of_other_files",
+    ),
     # Data.
     Mutant(
         "data_order_ignores_epoch",

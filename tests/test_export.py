@@ -139,6 +139,20 @@ def test_the_index_says_which_file_holds_a_tensor(tmp_path):
             jzero.load_params(state, tmp_path)
 
 
+def test_a_file_beside_an_index_of_other_files(tmp_path):
+    state = sharded(jzero.TrainState.create(params={"w": jnp.full(8, 2.0)}, tx=optax.sgd(0.1)), 1)
+    for name, value in (("model-00001-of-00001", 0), ("model", 1)):
+        save_file({"w": np.full(8, value, np.float32)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "model-00001-of-00001.safetensors"}}')
+    with pytest.raises(jzero.CheckpointError, match=r"two models: .* model\.safetensors, .*\.index\.json lists"):
+        jzero.load_params(state, tmp_path)
+    named = {tmp_path / "model.safetensors": 1, index: 0}
+    assert all(float(jzero.load_params(state, path).params["w"][0]) == value for path, value in named.items())
+    index.write_text('{"weight_map": {"w": "model.safetensors"}}')
+    assert float(jzero.load_params(state, tmp_path).params["w"][0]) == 1
+
+
 def test_several_files_with_an_index(tmp_path):
     plain, _ = odd_state()
     report = jzero.export_params(sharded(plain, 3), tmp_path / "out", max_file_bytes=1000)

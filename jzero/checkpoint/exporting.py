@@ -57,7 +57,8 @@ def export_params(
 
     Args:
       state: A sharded train state.
-      path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not exist yet.
+      path: A file that ends in `.safetensors`, or else a directory for `model.safetensors`. Must not exist yet; of two
+        programs that write it at the same time, one is refused.
       dtype: The dtype of floating-point parameters, such as `"bfloat16"`; by default each keeps its own.
       paths: Regular expression over whole key paths such as `"decoder/.*"`; all parameters by default.
       max_file_bytes: Above this size the export has several files, `model-00001-of-00003.safetensors` and so on, with
@@ -70,7 +71,7 @@ def export_params(
       ValueError: Files exist already, `paths` matches nothing, two leaves have the same name, the format lacks their
         dtypes, or `dtype` cannot hold their numbers.
       TypeError: The state was not sharded by jzero.
-      CheckpointError: The files could not be written.
+      CheckpointError: The files could not be written, and none is left; or another program writes them.
 
     Example:
       >>> _ = jzero.export_params(state, f"{tmp}/model.safetensors", dtype="bfloat16")
@@ -160,7 +161,8 @@ def load_params(
 
     Args:
       state: A sharded train state with values.
-      path: A safetensors file, an index of several, or a directory with either.
+      path: A safetensors file, an index of several, or a directory with either (not with both, unless the index lists
+        the file).
       paths: Regular expression over whole key paths such as `"decoder/.*"`, as for `export_params`; other parameters
         do not change. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
       rename: Regular expressions over whole names in the files, with their replacements, as for `re.sub`:

@@ -1,18 +1,21 @@
-"""The lock that lets only one program at a time write to a directory."""
+"""Locks that let only one program at a time write to a directory, or to one path."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
 
-__all__ = ["DirectoryLock"]
+from jzero.checkpoint.damage import CheckpointError
+
+__all__ = ["DirectoryLock", "only_writer"]
 
 LOCK_FILE = "jzero.lock"
 
@@ -46,30 +49,8 @@ class DirectoryLock:
 
     def acquire(self) -> str:
         """Locks the directory. If another program holds it, returns text about that program and the way out."""
-        if "://" in os.fspath(self._directory):  # object stores have no locks
-            return ""
-        file = open(self._directory / LOCK_FILE, "a+")  # noqa: SIM115  # held until `release`
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip()
-            file.close()
-            return (
-                f"another program writes there ({other or 'unknown'}), and one at a time may. End that one, or choose "
-                "another directory."
-            )
-        except OSError as error:
-            file.close()
-            warnings.warn(
-                f"{self._directory} knows no locks ({error}): see that one program writes there.", stacklevel=2
-            )
-            return ""
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        self._file = file
-        return ""
+        self._file, other = _lock(self._directory / LOCK_FILE)
+        return "" if other is None else f"{other} End that one, or choose another directory."
 
     def release(self) -> None:
         """Releases the lock."""
@@ -78,6 +59,51 @@ class DirectoryLock:
             del _HOLDERS[str(self._directory)]
         if file is not None:
             file.close()
+
+
+@contextlib.contextmanager
+def only_writer(path: epath.Path) -> Iterator[None]:
+    """Holds a lock on a path, beside which it puts a file until then.
+
+    Raises:
+      CheckpointError: Another program holds it.
+      OSError: The folder cannot be written to.
+    """
+    lock_path = path.with_name(f"{path.name}.lock")
+    file, other = _lock(lock_path)
+    if other is not None:
+        raise CheckpointError(f"{path} is not written: {other} Wait for that one, or choose another path.")
+    try:
+        yield
+    finally:
+        if file is not None:
+            lock_path.unlink(missing_ok=True)  # while it is locked: nobody else's
+            file.close()
+
+
+def _lock(path: epath.Path) -> tuple[Any, str | None]:
+    """Returns a file, made and locked (`None` where there are no locks); or what to say of the program that has it."""
+    if "://" in os.fspath(path):  # object stores have no locks
+        return None, None
+    file = open(path, "a+")  # noqa: SIM115  # the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        return None, f"another program writes there ({holder or 'unknown'}), and one at a time may."
+    except OSError as error:
+        file.close()
+        warnings.warn(f"{path.parent} knows no locks ({error}): see that one program writes there.", stacklevel=3)
+        return None, None
+    if not os.fstat(file.fileno()).st_nlink:  # its holder has removed it meanwhile
+        file.close()
+        return _lock(path)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return file, None
 
 
 def _release_in_child() -> None:

@@ -21,6 +21,7 @@ from etils import epath
 from safetensors import SafetensorError, safe_open
 
 from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.lock import only_writer
 from jzero.plan.table import format_bytes
 
 __all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "is_known", "write_tensors"]
@@ -138,38 +139,44 @@ def write_tensors(
     directory = path.parent if path.name.endswith(SUFFIX) else path
     count = len(files)
     names = [f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)] if count > 1 else [stem + SUFFIX]
-    targets = [*names, stem + INDEX_SUFFIX] if count > 1 else names
-    patterns = (stem + SUFFIX, f"{stem}-*-of-*{SUFFIX}", stem + INDEX_SUFFIX)
-    taken = [str(found) for pattern in patterns for found in directory.glob(pattern)] if directory.exists() else []
-    if taken:
-        raise ValueError(f"An export never replaces files, and these are there: {taken}. Export to another path.")
-    report = ExportReport(
-        tuple(str(directory / name) for name in targets), len(specs), sum(spec.num_bytes for spec in specs)
-    )
+    targets = [directory / name for name in (names if count == 1 else [*names, stem + INDEX_SUFFIX])]
+    report = ExportReport(tuple(map(str, targets)), len(specs), sum(spec.num_bytes for spec in specs))
     if arrays is None:
         return report
-    unfinished: list[epath.Path] = []
     source = iter(arrays)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, held in zip(names, files, strict=True):
-            unfinished.append(directory / f"{name}.incomplete")
-            _write_file(unfinished[-1], held, source, notes)
-        if count > 1:
-            where = {spec.name: name for name, held in zip(names, files, strict=True) for spec in held}
-            unfinished.append(directory / f"{stem}{INDEX_SUFFIX}.incomplete")
-            unfinished[-1].write_text(
-                json.dumps({"metadata": {"total_size": report.num_bytes}, "weight_map": where}, indent=1)
-            )
-        for temporary, name in zip(unfinished, targets, strict=True):
-            temporary.rename(directory / name)
+        with only_writer(directory / (stem + SUFFIX)), _named_last(targets) as unfinished:
+            patterns = (stem + SUFFIX, f"{stem}-*-of-*{SUFFIX}", stem + INDEX_SUFFIX)
+            taken = [str(found) for pattern in patterns for found in directory.glob(pattern)]
+            if taken:
+                raise ValueError(
+                    f"An export never replaces files, and these are there: {taken}. Export to another path."
+                )
+            for file, held in zip(unfinished, files, strict=False):
+                _write_file(file, held, source, notes)
+            if count > 1:
+                where = {spec.name: name for name, held in zip(names, files, strict=True) for spec in held}
+                index = {"metadata": {"total_size": report.num_bytes}, "weight_map": where}
+                unfinished[-1].write_text(json.dumps(index, indent=1))
     except OSError as error:
         raise CheckpointError(f"The parameters could not be written to {directory} ({error}).") from error
-    finally:
-        for temporary in unfinished:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
     return report
+
+
+@contextlib.contextmanager
+def _named_last(targets: Sequence[epath.Path]) -> Iterator[list[epath.Path]]:
+    """Gives paths to write to, and the files there their final names at the end; removes all after an error."""
+    made = [path.with_name(f"{path.name}.incomplete") for path in targets]
+    try:
+        yield list(made)
+        for i, path in enumerate(targets):
+            made[i] = made[i].rename(path)
+        made.clear()
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
@@ -272,6 +279,12 @@ def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
                 f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in found]}."
             )
         path = found[0]
+        single = path.with_name(path.name.removesuffix(INDEX_SUFFIX) + SUFFIX)
+        if indices and single.exists() and single not in _files(path):
+            raise CheckpointError(
+                f"{path.parent} holds two models: the file {single.name}, and the files that {path.name} lists. Name "
+                "the file or the index, or remove the older one."
+            )
     if not path.exists():
         raise CheckpointError(f"There is no file {path}.")
     if not path.name.endswith(INDEX_SUFFIX):
