@@ -152,6 +152,13 @@ MUTANTS = [
         "test_passes.py::test_a_weight_that_depends_on_parameters_is_differentiated",
         "[fp32-2]",
     ),
+    Mutant(
+        "every_constant_reported",
+        "step/inputs.py",
+        "max(plan.config.persistence_threshold, SMALL)",
+        "plan.config.persistence_threshold",
+        "test_errors.py::test_small_arrays_that_the_loss_closes_over_are_fine",
+    ),
     # Which gradients are reduced, and where.
     Mutant(
         "widened_before_reduced",

@@ -561,9 +561,10 @@ def test_marked_aux_is_reduced():
 
 
 @pytest.mark.smoke
-def test_large_arrays_that_the_loss_closes_over_are_warned_about():
+@pytest.mark.parametrize("threshold", [0, 10_000])
+def test_large_arrays_that_the_loss_closes_over_are_warned_about(threshold):
     table = jnp.ones((100, 101))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=10_000)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=threshold)
 
     def loss(params, batch):
         return loss_fn(params, batch) + (table * batch.mean()).mean()
@@ -583,10 +584,11 @@ def test_large_arrays_that_the_loss_closes_over_are_warned_about():
         assert part in str(warning.message)
 
 
-def test_small_arrays_that_the_loss_closes_over_are_fine():
-    table = jnp.ones((100, 100))
+@pytest.mark.parametrize(("threshold", "shape"), [(10_000, (100, 100)), (0, (64, 64))])
+def test_small_arrays_that_the_loss_closes_over_are_fine(threshold, shape):
+    table = jnp.ones(shape)
     step = jzero.make_train_step(lambda params, batch: loss_fn(params, batch) + (table * batch.mean()).mean())
-    state = sharded_state(config=jzero.ZeroConfig(stage=3, persistence_threshold=10_000))
+    state = sharded_state(config=jzero.ZeroConfig(stage=3, persistence_threshold=threshold))
     assert step.plan(state, BATCH).closed_over == ()
     step(state, BATCH)  # warnings are errors here
 

@@ -53,7 +53,6 @@ IGNORED = (
     "`remat='cheap'` changes nothing",
     "A stack of shape",
     "`prefetch_bytes=",
-    "The loss closes over arrays",
 )
 """Warnings that tell the truth about a draw."""
 

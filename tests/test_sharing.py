@@ -214,7 +214,6 @@ DIFFERENT = {
 
 
 @singles(layers=list(DIFFERENT.values()), way=list(WAYS.values()))
-@pytest.mark.filterwarnings("ignore:The loss closes over")
 def test_layers_that_differ_stay_different(layers, way):
     check(unrolled([way.wrap(fn) for fn in layers]), make_params(), way)
 

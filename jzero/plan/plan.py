@@ -56,8 +56,8 @@ class ZeroPlan:
       leaves: One `LeafPlan` per parameter.
       opt_leaves: One `StateLeaf` per leaf of the optimizer state as stored; those of the user's own optimizer first.
       other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
-      closed_over: Arrays above the persistence threshold that the loss closes over. Every device holds
-        them whole; only the plan from `step.plan(state, batch)` knows them.
+      closed_over: Arrays that the loss closes over, of more elements than the persistence threshold and than 4,096.
+        Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the

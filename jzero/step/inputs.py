@@ -42,6 +42,9 @@ __all__ = [
 
 PyTree = Any
 
+SMALL = 4096
+"""Elements of an array that nobody needs to know of, such as a mask, whatever the threshold for parameters is."""
+
 InputKind: TypeAlias = tuple[Any, Any]
 """Type and sharding of an array. The shape is not needed: for another shape `jax.jit` traces again, which checks it."""
 
@@ -210,12 +213,13 @@ def check_loss(traced: TracedLoss, num_rows: int | None) -> None:
 
 
 def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
-    """Returns the arrays above the persistence threshold that the loss closes over."""
+    """Returns the arrays that the loss closes over and that are worth cutting."""
+    least = max(plan.config.persistence_threshold, SMALL)
     _, consts = _compat.open_jaxpr(traced.jaxpr)
     return [
         StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
         for i, x in enumerate(consts)
-        if hasattr(x, "dtype") and x.size > plan.config.persistence_threshold
+        if hasattr(x, "dtype") and x.size > least
     ]
 
 
