@@ -586,6 +586,15 @@ MUTANTS = [
         "if self.drop_remainder else num_examples // self.batch_size + 1",
         "test_data_order.py::test_schedule_is_that_of_brute_force",
     ),
+    # Fit.
+    Mutant(
+        "recomputation_compared_at_stage_0",
+        "analysis/fit.py",
+        "config = self._config(self.stages[0], 1)",
+        "config = self._config(0, 1)",
+        "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
+        "host",
+    ),
     # The monitor.
     Mutant(
         "rest_of_a_line_not_written",

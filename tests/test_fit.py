@@ -174,6 +174,37 @@ def test_nnx_pairs_and_replicas_by_name():
     assert all((x.config.replica_axis == "outer") == ("outer" in x.mesh_shape) for x in choice.tried)
 
 
+HOST = jzero.Offload(optimizer="host", params="host")
+ALLOWED = {
+    "parameters on the host": (jzero.ZeroConfig(stage=3, offload=HOST), {3}),
+    "a delayed update": (
+        jzero.ZeroConfig(stage=1, offload=jzero.Offload(optimizer="host", compute="host", delay=1)),
+        {0, 1, 2, 3},
+    ),
+    "an axis called replica": (jzero.ZeroConfig(stage=0, axis="replica", precision="fp16"), {0, 1, 2, 3}),
+    "gathers ahead": (jzero.ZeroConfig(stage=3, prefetch_bytes=10_000, reduce_scatter=False), {0, 1, 2, 3}),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_the_configuration_excludes_is_not_searched(name):
+    config, stages = ALLOWED[name]
+    state = jax.eval_shape(make_state, jax.random.key(0))
+    options = {"topology": "h200:16", "hbm_bytes": 1e9, "confirm": False, "remat": ("as_written",)}
+    choice = jzero.fit(state, stack_loss, BATCH, config=config, **options)
+    assert {x.config.stage for x in choice.tried} == stages
+    for x in choice.tried:
+        searched = {"stage": config.stage, "replica_axis": config.replica_axis}
+        assert dataclasses.replace(x.config, **searched) == config
+        mesh = jax.sharding.AbstractMesh(tuple(x.mesh_shape.values()), tuple(x.mesh_shape))
+        assert jzero.plan_train_state(state, config=x.config, mesh=mesh).config == x.config
+    if 0 not in stages:
+        with pytest.raises(
+            ValueError, match=r"`config` excludes all of `stages`, \(0, 2\): `Offload\(params='host'\)`"
+        ):
+            jzero.fit(state, stack_loss, BATCH, config=config, stages=(0, 2), **options)
+
+
 def test_batch_statistics():
     class Norm(nn.Module):
         @nn.compact

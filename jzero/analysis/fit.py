@@ -80,7 +80,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       topology: The machine, such as `"h200:8"`; by default the devices of this process.
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory.
       config: Everything that is not searched, such as the precision.
-      stages: The stages to search.
+      stages: The stages to search. Those that `config` excludes are left out, as `Offload(params="host")` excludes all
+        but 3.
       remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
       max_accumulate_steps: Most micro-batches to try.
       has_aux: As for `make_train_step`.
@@ -94,8 +95,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       A `Fit`. If nothing fits, `chosen` is `None`, and `tried` shows by how much.
 
     Raises:
-      ValueError: There is no such machine, its memory is unknown, an argument is out of range, or the batch cannot be
-        split over the machine.
+      ValueError: There is no such machine, its memory is unknown, an argument is out of range, `config` excludes
+        all of `stages`, or the batch cannot be split over the machine.
       TypeError: `make_state` gives no train state.
 
     Example:
@@ -125,7 +126,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         num_devices=hardware.num_devices if hardware is not None else len(jax.devices()),
         base=config or ZeroConfig(stage=0),
         limit=limit,
-        stages=tuple(stages),
+        stages=_allowed(stages, config),
         max_steps=max_accumulate_steps,
     )
     tried = search.estimate(remat)
@@ -159,6 +160,21 @@ def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -
     is_size = isinstance(hbm_bytes, int | float) and not isinstance(hbm_bytes, bool)
     if hbm_bytes is not None and not (is_size and 1 <= hbm_bytes < math.inf):
         raise ValueError(f"`hbm_bytes` must be None or a number of bytes >= 1: got {hbm_bytes!r}.")
+
+
+def _allowed(stages: Sequence[Stage], config: ZeroConfig | None) -> tuple[Stage, ...]:
+    """Returns the stages that a configuration can have; it says itself which it cannot."""
+    found: list[Stage] = []
+    for stage in stages:
+        try:
+            dataclasses.replace(config or ZeroConfig(), stage=stage)
+        except ValueError as error:
+            excluded = error
+        else:
+            found.append(stage)
+    if not found:
+        raise ValueError(f"`config` excludes all of `stages`, {tuple(stages)}: {excluded}")
+    return tuple(found)
 
 
 def _hardware(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
@@ -253,7 +269,8 @@ class _Search:
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
     def _config(self, stage: Stage, num_replicas: int) -> ZeroConfig:
-        name = (self.base.replica_axis or "replica") if num_replicas > 1 else None
+        free = next(name for name in ("replica", "replicas") if name != self.base.axis)
+        name = (self.base.replica_axis or free) if num_replicas > 1 else None
         return dataclasses.replace(self.base, stage=stage, replica_axis=name)
 
     def _replicas(self) -> list[int]:
@@ -264,7 +281,7 @@ class _Search:
     def _remats(self, remat: Sequence[Remat | None]) -> list[Remat | None]:
         """Returns the options that change something."""
         found: dict[tuple[float, ...], Remat | None] = {}
-        config = self._config(0, 1)
+        config = self._config(self.stages[0], 1)
         placed = relaid(self.state, mesh=self._mesh(config, 1), config=config)
         for recompute in remat:
             with warnings.catch_warnings():
