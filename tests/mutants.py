@@ -586,6 +586,14 @@ MUTANTS = [
         "if self.drop_remainder else num_examples // self.batch_size + 1",
         "test_data_order.py::test_schedule_is_that_of_brute_force",
     ),
+    # Settings.
+    Mutant(
+        "topology_of_any_kind",
+        "analysis/machines.py",
+        'name.partition(":") if isinstance(name, str) else ("", "", "")',
+        'name.partition(":")',
+        "test_settings.py::test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes",
+    ),
     # Fit.
     Mutant(
         "recomputation_compared_at_stage_0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +23,17 @@ FIELDS = {
     jzero.DynamicLossScale: "initial window hysteresis minimum consecutive_hysteresis",
 }
 STEP = "has_aux accumulate_steps clip_norm reduce remat mutable compiler_options"
-NO_SETTINGS = [jnp.ones(2), np.ones((2, 2), np.int32), "nonsense?", 1j, [1.0], object(), float("nan"), -2]
+NO_SETTINGS = [
+    jnp.ones(2),
+    np.array("fp32"),
+    np.ones((2, 2), np.int32),
+    "nonsense?",
+    1j,
+    [1.0],
+    object(),
+    float("nan"),
+    -2,
+]
 
 
 @pytest.mark.parametrize("value", NO_SETTINGS, ids=lambda x: type(x).__name__)
@@ -33,6 +45,66 @@ def test_what_is_no_setting_is_named(value):
             continue
         with pytest.raises((TypeError, ValueError), match=rf"`(\w+\.)?{name}` must"):
             make(**{name: value})
+
+
+class Incomparable:
+    """Without a hash; its comparisons are arrays, which are neither true nor false."""
+
+    __hash__ = None
+
+    def __eq__(self, other):
+        return np.array([True, False])
+
+    __ne__ = __eq__
+
+
+CHOICES = {
+    "fit": "stages remat topology hbm_bytes max_accumulate_steps confirm",
+    "analyze": "topology",
+    "estimate_step_memory": "topology",
+    "shard_train_state": "stage donate check_processes",
+    "apply_pending": "donate",
+    "gather_params": "masters",
+    "offload_train_state": "include",
+    "load_params": "strict donate",
+    "export_params": "dtype",
+    "inspect_checkpoint": "verify",
+    "Monitor": "every progress every_process",
+    "estimate_zero2_model_states_mem_needs": "cpu_offload formulas",
+    "estimate_zero3_model_states_mem_needs": "cpu_offload cpu_offload_params zero_init formulas",
+    "estimate_zero3_model_states_mem_needs_all_cold": "verbose formulas",
+    "make_train_step": "reduce remat has_aux",
+    "make_eval_step": "check_processes",
+}
+"""Arguments that take one of several words, flags or kinds of numbers."""
+ARRAYS = [jnp.ones(3), np.array([1, 2]), np.array("host"), [np.ones(2)], Incomparable(), {1: 2}, {"host"}, b"host"]
+
+
+@pytest.mark.parametrize("function", CHOICES)
+def test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes(function):
+    plain = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, stage=1)
+    batch = np.ones((8, 8), np.float32)
+    step = jzero.make_train_step(loss_fn)
+    given = {
+        "fit": (plain, loss_fn, batch),
+        "analyze": (step, state, batch),
+        "estimate_step_memory": (step, state, batch),
+        "load_params": (state, "nowhere"),
+        "export_params": (state, "nowhere"),
+        "inspect_checkpoint": ("nowhere",),
+        "Monitor": (),
+        "make_train_step": (loss_fn,),
+        "make_eval_step": (loss_fn,),
+        "estimate_zero2_model_states_mem_needs": (10,),
+        "estimate_zero3_model_states_mem_needs": (10, 10),
+        "estimate_zero3_model_states_mem_needs_all_cold": (10, 10),
+    }
+    call = functools.partial(getattr(jzero, function), *given.get(function, (state,)))
+    for name in CHOICES[function].split():
+        for value in ARRAYS:
+            with pytest.raises(ValueError, match=rf"`{name}` must .*: got "):
+                call(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["stage", "persistence_threshold", "prefetch_bytes"])

@@ -455,7 +455,7 @@ def test_errors():
         jzero.estimate_step_memory(step, state, BATCH, topology="h300:8")
     with pytest.raises(ValueError, match="must be divisible by 64"):
         jzero.estimate_step_memory(step, state, BATCH, topology="h200:64")
-    with pytest.raises(TypeError, match="`topology` must name a machine, such as 'h200:8': got 8"):
+    with pytest.raises(ValueError, match=r"`topology` must be a GPU and how many, such as 'h200:8'.*: got 8"):
         jzero.estimate_step_memory(step, state, BATCH, topology=8)
     with pytest.raises(TypeError, match="`config` must be a `ZeroConfig`: got 3"):
         jzero.estimate_step_memory(step, plain, BATCH, config=3)

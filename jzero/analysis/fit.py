@@ -20,6 +20,7 @@ from jzero.analysis.memory import memory_of
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
+from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.mesh import AnyMesh, make_mesh, platform_of
@@ -106,7 +107,11 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       >>> new_state = jzero.shard_train_state(plain_state, config=choice.config, mesh=mesh)
       >>> step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
     """
-    _check(stages, remat, max_accumulate_steps, hbm_bytes)
+    stages = check("stages", stages, some_of(*STAGES))
+    remat = check("remat", remat, some_of(*RECOMPUTED))
+    check("max_accumulate_steps", max_accumulate_steps, whole(1))
+    check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    check("confirm", confirm, FLAG)
     hardware, devices, notes = _hardware(topology, confirm=confirm)
     limit = _limit(hbm_bytes, hardware, devices)
     if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
@@ -148,18 +153,6 @@ def _workload(state: Any, batch: Any) -> str:
     arrays = [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(batch)]
     more = f" and {len(arrays) - 3} more" if len(arrays) > 3 else ""
     return f"{size:,} parameters; global batch {', '.join(arrays[:3])}{more}"
-
-
-def _check(stages: Any, remat: Any, max_accumulate_steps: Any, hbm_bytes: Any) -> None:
-    for name, values, allowed in (("stages", stages, STAGES), ("remat", remat, tuple(RECOMPUTED))):
-        if not isinstance(values, Sequence) or not values or any(x not in allowed for x in values):
-            raise ValueError(f"`{name}` must be some of {allowed}, at least one: got {values!r}.")
-    is_count = isinstance(max_accumulate_steps, int) and not isinstance(max_accumulate_steps, bool)
-    if not is_count or max_accumulate_steps < 1:
-        raise ValueError(f"`max_accumulate_steps` must be an integer >= 1: got {max_accumulate_steps!r}.")
-    is_size = isinstance(hbm_bytes, int | float) and not isinstance(hbm_bytes, bool)
-    if hbm_bytes is not None and not (is_size and 1 <= hbm_bytes < math.inf):
-        raise ValueError(f"`hbm_bytes` must be None or a number of bytes >= 1: got {hbm_bytes!r}.")
 
 
 def _allowed(stages: Sequence[Stage], config: ZeroConfig | None) -> tuple[Stage, ...]:

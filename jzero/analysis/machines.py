@@ -319,7 +319,7 @@ def machine(name: str) -> Machine:
 
 def parse_machine(name: str) -> tuple[str, tuple[int, ...]]:
     """Returns the chip that `name` names, and the shape of the machine: `(count,)` for GPUs."""
-    chip, _, text = name.partition(":")
+    chip, _, text = name.partition(":") if isinstance(name, str) else ("", "", "")
     if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text) or chip not in (*GPUS, *TPUS):
         raise ValueError(
             "`topology` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "

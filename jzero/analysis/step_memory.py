@@ -195,8 +195,6 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
       >>> memory.params == 512 * 512 * 4 // 64
       True
     """
-    if topology is not None and not isinstance(topology, str):
-        raise TypeError(f"`topology` must name a machine, such as 'h200:8': got {topology!r}.")
     if config is not None and not isinstance(config, ZeroConfig):
         raise TypeError(f"`config` must be a `ZeroConfig`: got {config!r}.")
     if not isinstance(step, TrainStep):

@@ -13,6 +13,7 @@ from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.exporting import read_whole
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
 from jzero.checkpoint.restoring import read_extra
+from jzero.config.settings import FLAG, check
 from jzero.plan.table import format_bytes
 
 __all__ = ["CheckpointInfo", "inspect_checkpoint"]
@@ -128,6 +129,7 @@ def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
       >>> len(info.leaves), info.extra, info.damaged
       (5, {'epoch': 3}, {})
     """
+    check("verify", verify, FLAG)
     contents = read_contents(path)
     damaged: dict[str, str] | None = None
     if verify:

@@ -7,7 +7,7 @@ their own, and its dtype is not a value that the user meant.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ __all__ = [
     "number",
     "one_of",
     "optional",
+    "some_of",
     "whole",
 ]
 
@@ -69,6 +70,17 @@ def one_of(*choices: Any, says: str | None = None) -> Setting:
         return _require(bool(found), value)
 
     return Setting(says or f"one of {choices}", kept)
+
+
+def some_of(*choices: Any) -> Setting:
+    """A sequence of some Python values, at least one."""
+    one = one_of(*choices)
+
+    def kept(values: Any) -> tuple[Any, ...]:
+        is_some = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+        return tuple(map(one.of, _require(is_some, values)))
+
+    return Setting(f"some of {choices}, at least one", kept)
 
 
 def whole(least: int, says: str | None = None) -> Setting:

@@ -19,11 +19,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jzero.config.settings import check, one_of
+
 __all__ = ["Formulas", "MemoryEstimate", "MemoryRow", "find_row", "tabulate"]
 
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)
 LIMIT = 2**63
+SWITCH = one_of(True, False, np.True_, np.False_, 0, 1, says="True or False")
+"""A flag; DeepSpeed's are also 0 and 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +168,8 @@ def tabulate(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
     factor = additional_buffer_factor
     if not _is_number(factor, numbers.Real) or not 0 < factor < LIMIT:
         raise ValueError(f"`additional_buffer_factor` must be a number > 0 (and below 2**63): got {factor!r}.")
-    if formulas not in FORMULAS:
-        raise ValueError(f"`formulas` must be one of {FORMULAS}: got {formulas!r}.")
+    check("formulas", formulas, one_of(*FORMULAS))
+    check("verbose", verbose, SWITCH)
     setup = int(num_gpus_per_node), int(num_nodes), _plain(factor)
     needs = _table(params, layer or 0, *setup)[stage, formulas]
     rows = tuple(MemoryRow(int(cpu), int(gpu), *options) for cpu, gpu, *options in needs)
@@ -178,8 +182,7 @@ def tabulate(  # noqa: PLR0913  # the stage and DeepSpeed's arguments
 def find_row(estimate: MemoryEstimate, **switches: bool) -> MemoryRow:
     """Returns the row of an estimate with these options."""
     for name, value in switches.items():
-        if not isinstance(value, bool | np.bool_ | int) or value not in (True, False):
-            raise ValueError(f"`{name}` must be True or False: got {value!r}.")
+        check(name, value, SWITCH)
     if "cpu_offload_params" in switches and not switches["cpu_offload"]:
         switches["cpu_offload_params"] = False  # parameters do not go to the host alone
     return next(row for row in estimate.rows if all(getattr(row, name) == x for name, x in switches.items()))

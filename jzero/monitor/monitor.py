@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jzero.config.settings import FLAG, check
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
@@ -86,6 +87,8 @@ class Monitor:
         profile_steps: tuple[int, int] = (10, 12),
         every_process: bool = False,
     ) -> None:
+        check("every_process", every_process, FLAG)
+        check("progress", progress, FLAG)
         _check_counts(total_steps=total_steps, every=every, tokens_per_step=tokens_per_step)
         if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
             raise ValueError(f"`start_step` must be a whole number of at least 0: got {start_step!r}.")

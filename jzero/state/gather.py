@@ -14,6 +14,7 @@ from jzero.arrays.casts import apply_edits
 from jzero.arrays.fingerprints import describe_value
 from jzero.arrays.placement import Look, gather_leaves, make_strongly_typed, place_leaf
 from jzero.arrays.processes import agree
+from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import apply_pending
@@ -99,6 +100,7 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     References:
       DeepSpeed's `GatheredParameters`.
     """
+    check("masters", masters, FLAG)
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
     check_alive(train_state)

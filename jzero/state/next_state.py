@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
 from jzero.arrays.streamed import Update, source, stream
 from jzero.config.precision import scale_by
+from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import PendingUpdate
 from jzero.plan.plan import ZeroPlan
@@ -185,6 +186,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
       >>> int(late.step), int(jzero.apply_pending(late).step)
       (0, 1)
     """
+    check("donate", donate, FLAG)
     adapted = adapt_sharded(state)
     train_state, plan = adapted.state, adapted.state.tx.plan
     pending = train_state.opt_state.pending if plan.has_opt_state else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jzero.config.settings import NAMES, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, check_host_memory
 from jzero.plan.plan import ZeroPlan
@@ -82,12 +83,13 @@ def reload_train_state(state: State) -> State:
 
 
 def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]:
+    names = check("include", include, NAMES)
     others = other_fields(train_state)
     known = {"params", "opt_state", *others}
-    if isinstance(include, str) or not set(include) <= known:
+    if not set(names) <= known:
         raise ValueError(f"`include` must name fields of the state, a collection of {sorted(known)}: got {include!r}.")
-    frozen = getattr(train_state, "frozen_fields", ()) if "params" in include else ()
-    return frozenset({*include, *frozen})
+    frozen = getattr(train_state, "frozen_fields", ()) if "params" in names else ()
+    return frozenset({*names, *frozen})
 
 
 def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind: str | None) -> Any:

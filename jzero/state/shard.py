@@ -13,6 +13,7 @@ from jzero._text import path_str
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.placement import gather_leaves, place_leaf
 from jzero.arrays.processes import agree, check_wait
+from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import AnyMesh, make_mesh
@@ -120,6 +121,7 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
     config = resolve_config(stage, config, state)
+    check("donate", donate, FLAG)
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
