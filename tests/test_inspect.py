@@ -122,7 +122,7 @@ def test_flattened_leaf():
         ours = jzero.set_full_opt_state(jzero.set_full_param(ours, "w", value=value), "w", name="trace", value=value)
         np.testing.assert_array_equal(jzero.get_full_param(ours, "w"), value)
         np.testing.assert_array_equal(jzero.get_full_opt_state(ours, "w", name="trace"), value)
-        for stored in (ours.opt_state[0].trace["w"], *(jax.tree.leaves(ours.params) if stage == 3 else [])):
+        for stored in jax.tree.leaves((ours.opt_state[0].trace, ours.params if stage == 3 else [])):
             assert stored.shape == (16,)
             assert np.asarray(stored)[15] == 0
 

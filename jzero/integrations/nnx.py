@@ -14,6 +14,7 @@ from jax import lax
 from jzero.engine.trace import FROZEN
 from jzero.engine.written_variables import Changed, WrittenShape, by_path
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
+from jzero.plan.padded import is_padded
 from jzero.state.model_size import Params, register_model_view, state_params
 from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
 
@@ -148,7 +149,8 @@ def adapt_nnx(state: Any) -> AdaptedState | None:
         return made
 
     def wrap_grads(grads: PyTree) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
+        leaves = jax.tree.leaves(grads, is_leaf=is_padded)
+        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_padded), leaves)
 
     def absorb(changed: Changed) -> None:
         new = write_fields(train_state, changed)

@@ -179,7 +179,8 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
     new = train_state.replace(params=plan.stored_params(params))
     if not plan.has_opt_state:
         return new
-    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(masters))
+    boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
+    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
     return new.replace(opt_state=own)
 
 

@@ -135,7 +135,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     plan = train_state.tx.plan
     i = _opt_index(plan, path, name)
     leaf = plan.inner_leaves[i]
-    whole = _gather(plan.inner_treedef.flatten_up_to(_inner(train_state, plan))[i], leaf, plan)
+    whole = _gather(plan.flat_opt_state(train_state.opt_state)[i], leaf, plan)
     return whole if leaf.wide is None else whole.astype(leaf.wide)
 
 
@@ -169,11 +169,9 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> Sta
     i = _opt_index(plan, path, name)
     check_alive(train_state)
     leaf = plan.inner_leaves[i]
-    leaves = plan.inner_treedef.flatten_up_to(_inner(train_state, plan))
+    leaves = plan.flat_opt_state(train_state.opt_state)
     (leaves[i],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
-    inner = plan.inner_treedef.unflatten(leaves)
-    opt_state = dataclasses.replace(train_state.opt_state, inner=inner) if plan.has_opt_state else inner
-    return adapted.rebuild(train_state.replace(opt_state=opt_state))
+    return adapted.rebuild(train_state.replace(opt_state=plan.stored_opt_state(leaves)))
 
 
 def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
@@ -263,10 +261,6 @@ def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
 def _matching(name: str, names: dict[str, int]) -> list[str]:
     """Returns `name` itself if it is in `names`, else all names that end with it."""
     return [name] if name in names else [full for full in names if full.endswith(f"/{name}")]
-
-
-def _inner(train_state: Any, plan: ZeroPlan) -> PyTree:
-    return train_state.opt_state.inner if plan.has_opt_state else train_state.opt_state
 
 
 def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:

@@ -123,7 +123,7 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) 
     params = plan.flat_params(state.params)
     seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
     before = state.replace(tx=dataclasses.replace(tx, applied=applied), params=plan.stored_params(seen))
-    new = before.apply_gradients(grads=plan.params_treedef.unflatten([g.value() for g in grads]))
+    new = before.apply_gradients(grads=plan.stored_grads([g.value() for g in grads]))
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))
     return new if applied is None else keep_unless(applied, new, state)

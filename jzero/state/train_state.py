@@ -303,13 +303,11 @@ def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
 def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
     """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given."""
     params = [fn(x, leaf.param) for x, leaf in zip(plan.flat_params(state.params), plan.leaves, strict=True)]
-    opt = [
-        fn(x, leaf) for x, leaf in zip(plan.opt_treedef.flatten_up_to(state.opt_state), plan.opt_leaves, strict=True)
-    ]
+    opt = [fn(x, leaf) for x, leaf in zip(plan.flat_opt_state(state.opt_state), plan.opt_leaves, strict=True)]
     others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
     changed = treedef.unflatten(
         [leaf.box(fn(unbox(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
     )
     if tx is not None:
         changed["tx"] = tx
-    return state.replace(params=plan.stored_params(params), opt_state=plan.opt_treedef.unflatten(opt), **changed)
+    return state.replace(params=plan.stored_params(params), opt_state=plan.stored_opt_state(opt), **changed)

@@ -54,7 +54,7 @@ class ValueAndGrad(Step):
         grads = result.grads
         if inputs.loss_scale is None:  # else 16 bits would lose the small gradients that the scale saved
             grads = [g.astype(leaf.grad.dtype) for g, leaf in zip(grads, plan.leaves, strict=True)]
-        return result.loss, result.aux, changed, jax.tree.structure(state.params).unflatten(grads)
+        return result.loss, result.aux, changed, plan.stored_grads(grads)
 
 
 class TrainStep(Step):

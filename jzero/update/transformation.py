@@ -118,7 +118,7 @@ class ZeroTransformation:
 
         after = plan.stored_params([new_param(i, leaf) for i, leaf in enumerate(plan.leaves)])
         new = new if applied is None else keep_unless(applied, new, own)
-        return after, new if plan.has_opt_state else new.inner
+        return after, _to_opt_state(plan, new)
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
         """Returns the factor of the loss, in float32; `None` without a loss scale."""
@@ -167,9 +167,8 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         x if leaf is None else stored_leaf(x, leaf, plan) for x, leaf in zip(zero_grads(plan), waiting, strict=True)
     ]
     own = own_opt_state(plan, masters, zeros)
-    if own is None:
-        return inner
-    return jax.tree.map(jnp.asarray, dataclasses.replace(own, inner=inner))
+    own = ZeroOptState(inner, None, None, None) if own is None else dataclasses.replace(own, inner=inner)
+    return _to_opt_state(plan, jax.tree.map(jnp.asarray, own))
 
 
 def _update(
@@ -204,15 +203,21 @@ def _update(
             for i, (x, leaf) in enumerate(zip(changes, plan.leaves, strict=True))
         ]
         made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
-        return made, new if plan.has_opt_state else new.inner
+        return made, _to_opt_state(plan, new)
 
 
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
 def _to_own_state(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
-    """Returns the optimizer state as a `ZeroOptState`; jzero's own fields are `None` if the plan needs none."""
-    return state if plan.has_opt_state else ZeroOptState(state, None, None, None)
+    """Returns the stored arrays as a `ZeroOptState`; jzero's own fields are `None` if the plan needs none."""
+    leaves = plan.opt_treedef.unflatten(plan.flat_opt_state(state))
+    return leaves if plan.has_opt_state else ZeroOptState(leaves, None, None, None)
+
+
+def _to_opt_state(plan: ZeroPlan, own: ZeroOptState) -> PyTree:
+    """Returns the optimizer state for a state: with the padded leaves as nodes."""
+    return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(own if plan.has_opt_state else own.inner))
 
 
 def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
