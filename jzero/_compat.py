@@ -39,6 +39,7 @@ __all__ = [
     "has_side_effects",
     "in_names",
     "is_literal",
+    "is_placeholder",
     "jaxprs_retraced",
     "names_of",
     "open_jaxpr",
@@ -321,6 +322,11 @@ def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[An
     else:
         outputs = eqn.primitive.bind(*inputs, **params)
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
+
+
+def is_placeholder(x: Any) -> bool:
+    """Whether `x` stands for a leaf of a tree that jax makes only to say how two structures differ."""
+    return type(type(x)).__name__ == "LeafMeta"
 
 
 def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:

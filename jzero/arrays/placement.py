@@ -17,7 +17,7 @@ from jzero.arrays.misfits import describe_misfit
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
-from jzero.plan.padded import to_natural, to_stored
+from jzero.plan.padded import is_padded, to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "device_sharding",
     "edit_master",
     "gather_leaves",
+    "gather_padded",
     "is_on_host",
     "make_strongly_typed",
     "natural_leaf",
@@ -195,6 +196,17 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf], mesh
         return []
     sharding = NamedSharding(mesh, PartitionSpec())
     return _gather([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), sharding)
+
+
+def gather_padded(x: Any) -> Any:
+    """Returns a padded leaf whole on every device, in its natural shape; anything else as it is."""
+    if not is_padded(x):
+        return x
+    sharding = getattr(x.stored, "sharding", None)
+    if isinstance(x.stored, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return x.natural
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return _gather([on_device(x.stored)], (x.cut_now,), whole)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
-from jzero.plan.padded import box
+from jzero.plan.padded import box, is_padded
 
 __all__ = ["LeafPlan", "StateLeaf", "itemsize"]
 
@@ -77,6 +77,10 @@ class StateLeaf:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
         return box(x, self.path, self.shape, self.cut)
 
+    def unbox(self, x: Any) -> Any:
+        """Returns the array of a leaf: as stored if the leaf is laid out so, else in its natural shape."""
+        return x if not is_padded(x) else x.stored if x.cut == self.cut else x.natural
+
     def for_collectives(self, mesh: AnyMesh) -> Cut | None:
         """Returns its cut for collectives, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.with_other_axes(self.base, dict(mesh.shape))
@@ -115,6 +119,10 @@ class LeafPlan:
     def path(self) -> str:
         """Key path of the parameter."""
         return self.param.path
+
+    def unbox(self, x: Any) -> Any:
+        """Returns the array of a parameter, of its gradient or of its master, as `StateLeaf.unbox` does."""
+        return self.grad.unbox(x) if is_padded(x) and x.cut == self.grad.cut else self.param.unbox(x)
 
     @property
     def updated(self) -> StateLeaf:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jzero import _compat
 from jzero.plan.layout import Cut
 
 __all__ = ["Padded", "box", "is_padded", "to_natural", "to_stored", "unbox"]
@@ -72,8 +73,19 @@ class _Inside:
 _INSIDE = _Inside()
 
 
+class _SaysWhatToDo(type):
+    """Jax's errors about trees of different structure show the types of their nodes: this one says more."""
+
+    def __repr__(cls) -> str:
+        return (
+            f"{super().__repr__()} (a leaf stored with padding: beside other parts of a sharded state use "
+            "`state.params` rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in `jax.tree.map`, "
+            "put the tree first that has plain arrays)"
+        )
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class Padded:
+class Padded(metaclass=_SaysWhatToDo):
     """A stored leaf that behaves like the array of its natural shape.
 
     Attributes:
@@ -103,10 +115,11 @@ class Padded:
         """Returns a node around numbers; returns anything else, such as a sharding, as it is."""
         (stored,) = children
         is_number = hasattr(stored, "dtype") or isinstance(stored, float | complex)
-        return cls(stored, aux.path, aux.cut) if is_number else stored
+        return cls(stored, aux.path, aux.cut) if is_number or _compat.is_placeholder(stored) else stored
 
-    def _cut(self) -> Cut:
-        """Returns the cut of the stored array, which may be a slice of the leaf, or a stack of slices."""
+    @property
+    def cut_now(self) -> Cut:
+        """The cut of the stored array, which may be a slice of the leaf, or a stack of slices."""
         shape, cut = np.shape(self.stored), self.cut
         while len(shape) < len(cut.stored_shape) and cut.dim > 0:
             cut = cut.drop_leading()
@@ -124,9 +137,13 @@ class Padded:
     def natural(self) -> jax.Array:
         """The array in its natural shape."""
         x = self.stored
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, x.dtype)
+        if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # a variable of NNX around the array
+            x = x.__jax_array__()
         if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             x = jax.device_put(x, jax.memory.Space.Device)
-        return to_natural(x, self._cut())
+        return to_natural(x, self.cut_now)
 
     @property
     def at(self) -> Any:
@@ -136,7 +153,7 @@ class Padded:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its natural shape."""
-        return self._cut().shape
+        return self.cut_now.shape
 
     @property
     def ndim(self) -> int:
@@ -152,6 +169,13 @@ class Padded:
     def size(self) -> int:
         """Elements without padding."""
         return int(np.prod(self.shape))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # In place, the edit would show in every other tree that holds this node, where arrays do not change.
+        raise TypeError(
+            f"{self.path!r} is stored padded, as {self.cut.stored_shape} for {self.cut.shape}, and cannot be assigned "
+            "to in place. Edit it with `jzero.update_params`, or replace it by the result of `.at[...].set(...)`."
+        )
 
     def unbox(self) -> jax.Array:
         """Returns the natural array; Flax takes the node for a box around a parameter."""
@@ -200,7 +224,7 @@ class _At:
             new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
             if new.shape != leaf.shape:  # from `get`
                 return new
-            new = to_stored(new, leaf._cut())
+            new = to_stored(new, leaf.cut_now)
             is_traced = isinstance(new, jax.core.Tracer)
             return Padded(new if is_traced else jax.device_put(new, leaf.sharding), leaf.path, leaf.cut)
 

@@ -14,7 +14,7 @@ from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
-from jzero.plan.padded import Padded, unbox
+from jzero.plan.padded import Padded
 from jzero.plan.table import format_plan, plan_as_dict
 
 __all__ = ["BytesPerDevice", "WholeLeaf", "ZeroPlan"]
@@ -88,15 +88,15 @@ class ZeroPlan:
 
     def flat_params(self, tree: PyTree) -> list[Any]:
         """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
-        return [unbox(x) for x in self.params_treedef.flatten_up_to(tree)]
+        return [leaf.unbox(x) for leaf, x in zip(self.leaves, self.params_treedef.flatten_up_to(tree), strict=True)]
 
     def stored_params(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of parameters for a state, see [Note: Padded leaves in your own loop]."""
         return self.params_treedef.unflatten([x.param.box(y) for x, y in zip(self.leaves, leaves, strict=True)])
 
     def flat_opt_state(self, tree: PyTree) -> list[Any]:
-        """Returns the leaves of an optimizer state as stored; for padded leaves, the stored arrays."""
-        return [unbox(x) for x in self.opt_treedef.flatten_up_to(tree)]
+        """Returns the leaves of an optimizer state; for padded leaves, the stored arrays."""
+        return [leaf.unbox(x) for leaf, x in zip(self.opt_leaves, self.opt_treedef.flatten_up_to(tree), strict=True)]
 
     def stored_opt_state(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the optimizer state for a state, see [Note: Padded leaves in your own loop]."""
@@ -104,6 +104,7 @@ class ZeroPlan:
 
     def stored_grads(self, leaves: Sequence[Any]) -> PyTree:
         """Returns the tree of gradients for user code: padded ones, and those of padded parameters, as nodes."""
+
         def node(leaf: LeafPlan, x: Any) -> Any:
             cut = leaf.param.cut
             has_no_grad = not leaf.trained and cut is not None and not cut.is_stored_naturally

@@ -27,6 +27,7 @@ from jzero._text import path_str
 from jzero.config.precision import is_key
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
+from jzero.plan.padded import is_padded
 
 __all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
 
@@ -127,7 +128,7 @@ def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTr
     """
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
     wanted = jax.eval_shape(tx.init, abstract)
-    have = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state)}
+    have = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_padded)}
     paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted.inner_state)]
     missing = [path for path in paths if path not in have]
     if missing:

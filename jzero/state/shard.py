@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.placement import gather_leaves, place_leaf
+from jzero.arrays.placement import gather_padded, place_leaf
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import AnyMesh, make_mesh
+from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
@@ -153,23 +153,20 @@ def _place(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
-    arrays, before = _arrange(train_state, old, plan, tx)
+    arrays = _arrange(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
 
     def place(x: Any, leaf: StateLeaf) -> jax.Array:
-        was = next(before, None)
-        whole = x
-        if old is not None and isinstance(was, StateLeaf) and was.cut is not None and not was.cut.is_stored_naturally:
-            (whole,) = gather_leaves([x], [was], old.mesh)
-        placed = place_leaf(whole, leaf, plan, look=note_value(values, leaf))
-        uses[id(x)] -= 1
-        if old is not None or donate:  # one leaf at a time, so that at most one is whole
+        placed = place_leaf(gather_padded(x), leaf, plan, look=note_value(values, leaf))
+        if old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
             jax.block_until_ready(placed)
+        x = unbox(x)
+        uses[id(x)] -= 1
         if donate and isinstance(x, jax.Array) and not uses[id(x)]:
             x.delete()
         return placed
 
-    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan))
+    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan), with_nodes=True)
     if donate:  # free the leaves that the new state does not need
         for x in jax.tree.leaves(train_state):
             if isinstance(x, jax.Array) and not x.is_deleted():
@@ -229,25 +226,18 @@ def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, 
     return state.replace(opt_state=restrict_opt_state(new_tx, state.params, state.opt_state)), new_tx
 
 
-def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> tuple[Any, Iterator[Any]]:
-    """Returns the state in the structure that `plan` stores, and the old layouts of its leaves, in order."""
-
-    def arrange(plain: Any, old_tx: Any, before: Any = None) -> Any:
-        if tx is not old_tx:
-            shapes = plan.params_treedef.unflatten(
-                [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
-            )
-            plain = plain.replace(opt_state=restrict_opt_state(tx, shapes, plain.opt_state))
-        return stored_state(plain, plan, before)
-
-    if old is None:
-        return arrange(train_state, train_state.tx), iter(())
-    before, old_tx = train_state.opt_state, train_state.tx.inner
-    plain = plain_state(train_state, old, take_edits=True)
-    order: list[Any] = []
-    layouts = arrange(map_state(lambda x, leaf: leaf, old.plain, plain), old_tx, before)
-    map_state(lambda x, leaf: order.append(x), plan, layouts)
-    return arrange(plain, old_tx, before), iter(order)
+def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) -> Any:
+    """Returns the state in the structure that `plan` stores. Padded leaves are nodes, which know their own layout."""
+    plain, old_tx, before = train_state, train_state.tx, None
+    if old is not None:
+        plain = map_state(lambda x, leaf: x, old.plain, plain_state(train_state, old, take_edits=True))
+        old_tx, before = train_state.tx.inner, train_state.opt_state
+    if tx is not old_tx:
+        shapes = plan.params_treedef.unflatten(
+            [jax.ShapeDtypeStruct(leaf.param.shape, leaf.param.dtype) for leaf in plan.leaves]
+        )
+        plain = plain.replace(opt_state=restrict_opt_state(tx, shapes, plain.opt_state))
+    return stored_state(plain, plan, before)
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
@@ -295,11 +285,21 @@ def _check_concrete(train_state: Any) -> None:
         )
 
 
+def _natural_shape(x: Any) -> Any:
+    """Returns a padded leaf of another sharded state as a natural shape; anything else as it is."""
+    if not is_padded(x):
+        return x
+    spec, cut = getattr(getattr(x.stored, "sharding", None), "spec", ()), x.cut_now
+    base = PartitionSpec(*[None if cut.cuts(d) else names for d, names in enumerate(spec)])
+    sharding = NamedSharding(x.stored.sharding.mesh, base) if any(base) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def _natural_state(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
     """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
     stored = plan_if_sharded(train_state)
     if stored is None:
-        return train_state, train_state.tx, None
+        return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded), train_state.tx, None
     train_state, old = plain_state(train_state, stored), stored.plain
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:

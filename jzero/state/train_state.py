@@ -12,11 +12,11 @@ import jax
 import optax
 
 from jzero._text import path_str
-from jzero.arrays.placement import edit_master, is_on_host
+from jzero.arrays.placement import edit_master, gather_padded, is_on_host
 from jzero.config.precision import is_key
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import ZeroOptState
-from jzero.plan.padded import is_padded, unbox
+from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state, zero_grads
 from jzero.update.transformation import ZeroTransformation
@@ -74,10 +74,11 @@ class TrainState:
         """Returns the state before the first step.
 
         Args:
-          params: Any pytree of arrays.
+          params: Any pytree of arrays. Padded parameters of a sharded state are gathered, whole on every device.
           tx: An optax transformation.
           apply_fn: Kept as it is.
         """
+        params = jax.tree.map(gather_padded, params, is_leaf=is_padded)
         return cls(
             step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn
         )
@@ -265,7 +266,7 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
         x if leaf.master is None else edit_master(leaf, plan, x, m) if take_edits else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
-    return state.replace(params=plan.stored_params(kept), opt_state=own.inner)
+    return state.replace(params=plan.plain.stored_params(kept), opt_state=own.inner)
 
 
 def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
@@ -277,7 +278,7 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bo
       before: The optimizer state of an earlier layout, whose loss scale and counter continue.
       in_trace: Whether this runs inside a trace, where zeros take no memory.
     """
-    params = plan.flat_params(state.params)
+    params = plan.params_treedef.flatten_up_to(state.params)  # padded ones as nodes, so that masters are, too
     own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
     if own is None:
         return state
@@ -300,14 +301,25 @@ def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
     return state.replace(**{field: new(field) for field in changed}) if changed else state
 
 
-def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None) -> Any:
-    """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given."""
-    params = [fn(x, leaf.param) for x, leaf in zip(plan.flat_params(state.params), plan.leaves, strict=True)]
-    opt = [fn(x, leaf) for x, leaf in zip(plan.flat_opt_state(state.opt_state), plan.opt_leaves, strict=True)]
+def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None, with_nodes: bool = False) -> Any:
+    """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given.
+
+    Args:
+      fn: Takes an array, as stored by the plan, and its layout.
+      plan: The plan of the new state.
+      state: The state.
+      tx: Its new optimizer.
+      with_nodes: Whether `fn` gets padded leaves as nodes, which know their own layout.
+    """
+
+    def new(x: Any, leaf: StateLeaf) -> Any:
+        return fn(x if with_nodes else leaf.unbox(x), leaf)
+
+    params, opt = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
+    params = [new(x, leaf.param) for x, leaf in zip(params, plan.leaves, strict=True)]
+    opt = [new(x, leaf) for x, leaf in zip(opt, plan.opt_leaves, strict=True)]
     others, treedef = jax.tree.flatten(other_fields(state), is_leaf=is_padded)
-    changed = treedef.unflatten(
-        [leaf.box(fn(unbox(x), leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)]
-    )
+    changed = treedef.unflatten([leaf.box(new(x, leaf)) for x, leaf in zip(others, plan.other_leaves, strict=True)])
     if tx is not None:
         changed["tx"] = tx
     return state.replace(params=plan.stored_params(params), opt_state=plan.stored_opt_state(opt), **changed)

@@ -20,6 +20,7 @@ from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
 from jzero.plan.leaves import StateLeaf, itemsize
 from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 
@@ -64,14 +65,16 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
     bad: list[str] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        if tuple(x.shape) != leaf.stored_shape:
+        if is_padded(x) and x.cut != leaf.cut:  # a leaf of another plan
+            bad.append(f"  {leaf.path}: stored as {x.cut.stored_shape}, but the plan stores {leaf.stored_shape}")
+        elif np.shape(unbox(x)) != leaf.stored_shape:
             bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
         elif leaf in params and x.dtype != leaf.dtype:
             bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
         return x
 
     params = {leaf.param for leaf in plan.leaves}
-    map_state(check, plan, state)
+    map_state(check, plan, state, with_nodes=True)
     if bad:
         raise ValueError(
             "These leaves are not as the plan stores them:\n"

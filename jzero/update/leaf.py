@@ -73,12 +73,14 @@ class Grad(NamedTuple):
 
 
 def check_params_stored(plan: ZeroPlan, params: Any) -> None:
-    """Raises if parameters have their natural shape but the plan stores another; optax could not add to them."""
-    for x, leaf in zip([] if params is None else plan.flat_params(params), plan.leaves, strict=params is not None):
-        if np.shape(x) == leaf.param.shape != leaf.param.stored_shape:
+    """Raises if parameters do not have the shape that the plan stores; optax could not add to them."""
+    for i, x in enumerate([] if params is None else plan.flat_params(params)):
+        leaf = plan.leaves[i].param
+        if np.shape(x) != leaf.stored_shape and i not in plan.keys:
             raise ValueError(
-                f"{leaf.path!r} is stored as {leaf.param.stored_shape}, but the parameters to be updated hold it in "
-                f"its natural shape {leaf.param.shape}. Edit parameters with `jzero.update_params` or `.at[...]`."
+                f"{leaf.path!r} is stored as {leaf.stored_shape}, but the parameters to be updated hold it as "
+                f"{np.shape(x)}. Edit parameters with `jzero.update_params` or `.at[...]`; shard the state again "
+                "(`jzero.shard_train_state`) if they come from another one."
             )
 
 
