@@ -79,8 +79,8 @@ class _SaysWhatToDo(type):
     def __repr__(cls) -> str:
         return (
             f"{super().__repr__()} (a leaf stored with padding: beside other parts of a sharded state use "
-            "`state.params` rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in `jax.tree.map`, "
-            "put the tree first that has plain arrays)"
+            "`state.params` rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in "
+            "`jax.tree.map`, put the tree first that has plain arrays)"
         )
 
 
