@@ -41,6 +41,7 @@ class Case:
     aux: bool = False
     poisoned: int | None = None  # the step whose gradient is not a number
     frozen_by: str = "trainable"  # or "optax", or "both": some leaves by either
+    written: tuple[str, ...] = ()  # what the loss writes into the state, see `WRITERS`
     optimizer: str = "sgd"
     entry: str = "train_step"  # or "value_and_grad", "own_loop"
     num_devices: int = 8
@@ -439,6 +440,76 @@ def make_batch(case: Case, d: int, step: int) -> dict[str, Any]:
     }
 
 
+class Writer(NamedTuple):
+    """State that a loss writes, computed from the batch alone.
+
+    Attributes:
+      start: The value before the first step, given the rows of a micro-batch on all devices, and their width.
+      write: What one device writes, given its rows and the value before.
+      word: How the devices' values become one; `None` if nothing needs to be said.
+      expected: The same in NumPy, given the rows of all devices.
+    """
+
+    start: Callable[[int, int], Any]
+    write: Callable[[dict[str, Any], Any], Any]
+    word: str | None
+    expected: Callable[[dict[str, Any], Any], Any]
+
+
+def _gathered(x: Any) -> Any:
+    return lax.all_gather(x, "data", tiled=True)
+
+
+WRITERS = {
+    "calls": Writer(lambda n, d: np.int32(0), lambda b, v: v + 1, None, lambda b, v: v + 1),
+    "rows": Writer(lambda n, d: np.int32(3), lambda b, v: v + len(b["x"]), "summed", lambda b, v: v + len(b["x"])),
+    "histogram": Writer(
+        lambda n, d: np.zeros(5, np.int32),
+        lambda b, v: v + jnp.bincount(b["ids"] % 5, length=5),
+        "summed",
+        lambda b, v: v + np.bincount(b["ids"] % 5, minlength=5),
+    ),
+    "weights": Writer(
+        lambda n, d: np.float32(0.5),
+        lambda b, v: v + b["weight"].sum(),
+        "summed",
+        lambda b, v: v + b["weight"].sum(),
+    ),
+    "statistics": Writer(
+        lambda n, d: np.ones(d, np.float32),
+        lambda b, v: jnp.square(v) / 2 + b["x"].mean(0) / 4,  # not linear: only the average of all devices will do
+        None,
+        lambda b, v: np.square(v) / 2 + b["x"].mean(0) / 4,
+    ),
+    "last": Writer(lambda n, d: np.zeros((n, d), np.float32), lambda b, v: b["x"], "per_example", lambda b, v: b["x"]),
+    "largest": Writer(
+        lambda n, d: np.int32(0),
+        lambda b, v: jnp.maximum(v - 1, lax.pmax(b["ids"].max(), "data")),
+        None,
+        lambda b, v: np.maximum(v - 1, b["ids"].max()),
+    ),
+    "queue": Writer(
+        lambda n, d: np.zeros((2 * n + 1, d), np.float32),
+        lambda b, v: jnp.concatenate([_gathered(b["x"]), v])[: 2 * len(_gathered(b["x"])) + 1],
+        None,
+        lambda b, v: np.concatenate([b["x"], v])[: 2 * len(b["x"]) + 1],
+    ),
+}
+
+
+def expected_writes(case: Case, d: int, steps: int) -> dict[str, Any]:
+    """Returns what a loop over all micro-batches of all steps that are applied leaves."""
+    micro = dict(case.step).get("accumulate_steps", 1)
+    values = {name: WRITERS[name].start(case.num_devices * case.rows, d) for name in case.written}
+    for step in range(steps):
+        batch = {k: x for k, x in make_batch(case, d, step).items() if x.ndim}
+        parts = {k: x.reshape(case.num_devices, micro, case.rows, *x.shape[1:]) for k, x in batch.items()}
+        for i in range(micro if step != case.poisoned else 0):
+            rows = {k: x[:, i].reshape(-1, *x.shape[3:]) for k, x in parts.items()}
+            values = {name: WRITERS[name].expected(rows, value) for name, value in values.items()}
+    return values
+
+
 # Adam and its kin divide by the gradient's own size; an eps of 1e-3 keeps that from amplifying the order of summation.
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(0.1),
@@ -532,6 +603,13 @@ def _optimizers(layers: tuple[Layer, ...], extras: tuple[str, ...], policy: jzer
     return sorted(able)
 
 
+def _written(random: Random, entry: str, framework: str, replicas: int) -> tuple[str, ...]:
+    if entry == "own_loop" or framework == "plain" or random.random() < 0.5:
+        return ()
+    names = sorted({*WRITERS} - {"largest", "queue"} if replicas > 1 else WRITERS)  # those two name one axis
+    return tuple(sorted(random.sample(names, random.randint(1, 3))))
+
+
 LOSSES = ("mean", "cross_entropy", "weighted", "cross_entropy", "weighted", "weighted_by_params")
 
 
@@ -551,6 +629,7 @@ def cases(draw: Any) -> Case:
     layers, extras = _layers(random, entry), _extras(random, entry, framework)
     if any(layer.kind == "cond_each" for layer in layers):  # the reference would have to go over its slices twice
         losses = losses[:5]
+    replicas = random.choice((1, 2)) if num_devices in (4, 8) else 1
     return Case(
         seed=random.randint(0, 999),
         layers=layers,
@@ -561,10 +640,11 @@ def cases(draw: Any) -> Case:
         aux=entry != "own_loop" and random.random() < 0.3,
         poisoned=random.choice((None, 1)) if policy.skips and entry == "train_step" else None,
         frozen_by=random.choice(("trainable", "optax", "both")),
+        written=_written(random, entry, framework, replicas),
         optimizer=random.choice(_optimizers(layers, extras, policy)),
         entry=entry,
         num_devices=num_devices,
-        replicas=random.choice((1, 2)) if num_devices in (4, 8) else 1,
+        replicas=replicas,
         rows=random.randint(1, 3),
         step=tuple(_step(random, entry).items()),
         config=tuple(config.items()),

@@ -36,8 +36,10 @@ from tests.fuzz_cases import (
     OPTIMIZERS,
     SOME_TRAINABLE,
     TRAINABLE,
+    WRITERS,
     Case,
     cases,
+    expected_writes,
     forward,
     make_batch,
     make_params,
@@ -45,7 +47,7 @@ from tests.fuzz_cases import (
 )
 from tests.test_loss_scale import expected_scales
 
-STEPS, WIDTH = 3, 6
+STEPS, WIDTH = 3, 7
 REFUSALS = ("`Weighted.weight` depends on parameters",)  # with micro-batches
 """How the errors begin that a draw may end in; all others are failures."""
 IGNORED = (
@@ -78,6 +80,7 @@ class Run(NamedTuple):
     norms: np.ndarray
     params: dict[str, np.ndarray]
     aux: list[Any]
+    written: dict[str, Any] = {}  # noqa: RUF012  # not changed
 
 
 def path_str(path: Any) -> str:
@@ -270,14 +273,56 @@ def _host(flat: dict[str, Any]) -> dict[str, np.ndarray]:
     return {path: np.asarray(key(x)) for path, x in flat.items()}
 
 
-def _own_step(case: Case, problem: Problem) -> Any:
+class WithFields(train_state.TrainState):
+    """A state whose field `written` the loss writes."""
+
+    written: Any
+
+
+def add_written(case: Case, problem: Problem) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns a state and a loss that writes into it, and the arguments of a step for both."""
+    kwargs = {"has_aux": case.aux, **dict(case.step)}
+    if not case.written:
+        return problem.state, problem.loss_fn, kwargs
+    start = {name: WRITERS[name].start(case.num_devices * case.rows, WIDTH) for name in case.written}
+    write = {name: WRITERS[name].write for name in case.written}
+    kwargs["merge"] = {f"written/{name}": word for name in case.written if (word := WRITERS[name].word)}
+    if case.framework.startswith("nnx"):
+        problem.state[0].written = nnx.Dict({name: nnx.Variable(jnp.asarray(x)) for name, x in start.items()})
+
+        def nnx_loss(model, batch):
+            for name, variable in model.written.items():
+                variable.set_value(write[name](batch, variable.get_value()))
+            return problem.loss_fn(model, batch)
+
+        return problem.state, nnx_loss, kwargs
+
+    def loss_fn(params, batch, written):
+        result = problem.loss_fn(params, batch)
+        loss, aux = result if case.aux else (result, {})
+        return loss, {**aux, "written": {name: write[name](batch, x) for name, x in written.items()}}
+
+    state = WithFields(**vars(problem.state), written=start)
+    return state, loss_fn, {**kwargs, "has_aux": True, "mutable": ("written",)}
+
+
+def written_into(state: Any) -> dict[str, np.ndarray]:
+    """What the loss wrote into a state."""
+    if isinstance(state, tuple):
+        return {name: np.asarray(x.get_value()) for name, x in getattr(state[0], "written", {}).items()}
+    return jax.tree.map(np.asarray, getattr(state, "written", {}))
+
+
+def _own_step(case: Case, loss_fn: Any, kwargs: dict[str, Any]) -> Any:
     """A step of one's own, in the two ways that there are."""
     if case.entry == "value_and_grad":
-        loss_and_grads = jzero.value_and_grad(problem.loss_fn, case.aux, **dict(case.step))
+        loss_and_grads = jzero.value_and_grad(loss_fn, **kwargs)
 
         def step(state, batch):
             value, grads = loss_and_grads(state, batch)
-            loss, aux = value if case.aux else (value, {})
+            loss, aux = value if kwargs["has_aux"] else (value, {})
+            if "written" in aux:
+                state = state.replace(written=aux.pop("written"))
             if case.framework.startswith("nnx"):
                 state[1].update(state[0], grads)
                 return state, {"loss": loss, "aux": aux}
@@ -287,7 +332,7 @@ def _own_step(case: Case, problem: Problem) -> Any:
 
     @jax.jit
     def step(state, batch):
-        loss, grads = jax.value_and_grad(problem.loss_fn)(jzero.natural_params(state), batch)
+        loss, grads = jax.value_and_grad(loss_fn)(jzero.natural_params(state), batch)
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     return step
@@ -298,11 +343,10 @@ def run_jzero(case: Case, problem: Problem) -> Run:
     mesh = jzero.make_mesh(devices=jax.devices()[: case.num_devices], **sizes, data=-1)
     by_name = set(case.extras) & set(FROZEN) and not case.framework.startswith("nnx")
     trainable = {"trainable": TRAINABLE, "both": SOME_TRAINABLE}.get(case.frozen_by) if by_name else None
-    state = jzero.shard_train_state(problem.state, config=case.zero_config(), mesh=mesh, trainable=trainable)
-    if case.entry == "train_step":
-        step = jzero.make_train_step(problem.loss_fn, case.aux, **dict(case.step))
-    else:
-        step = _own_step(case, problem)
+    state, loss_fn, kwargs = add_written(case, problem)
+    state = jzero.shard_train_state(state, config=case.zero_config(), mesh=mesh, trainable=trainable)
+    is_ready_made = case.entry == "train_step"
+    step = jzero.make_train_step(loss_fn, **kwargs) if is_ready_made else _own_step(case, loss_fn, kwargs)
     losses, norms, auxes = [], [], []
     for i, scale in enumerate(scales_of(case)):
         state, metrics = step(state, make_batch(case, WIDTH, i))
@@ -314,7 +358,7 @@ def run_jzero(case: Case, problem: Problem) -> Run:
             assert float(metrics.get("loss_scale", 1)) == scale, f"loss scale of step {i}"
     params = jzero.gather_params(state, masters=True)
     flat = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    return Run(np.array(losses), np.array(norms), _host(flat), auxes)
+    return Run(np.array(losses), np.array(norms), _host(flat), auxes, written_into(state))
 
 
 def unit(dtype: Any) -> float:
@@ -351,6 +395,8 @@ def check(case: Case) -> bool:
                 return False
             raise
     _compare(case, got, want, controls, rounding)
+    for name, x in expected_writes(case, WIDTH, STEPS).items():
+        np.testing.assert_allclose(got.written[name], x, rtol=1e-5, atol=1e-5, err_msg=f"written/{name}")
     return True
 
 
@@ -449,6 +495,7 @@ def features(case: Case) -> list[str]:
         *{f"layer {layer.kind}" for layer in case.layers},
         *{f"dtype {layer.dtype}" for layer in case.layers},
         *(f"extra {x}" for x in case.extras),
+        *(f"written {x}" for x in case.written),
         *(f"step {name}={value}" for name, value in case.step),
         *(f"config {name}={value}" for name, value in config.items() if name not in ("precision", "rules")),
         *(f"rule {rule}" for rule in config.get("rules", {})),
