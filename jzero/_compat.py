@@ -50,6 +50,7 @@ __all__ = [
     "scan_groups",
     "shape_of",
     "shard_map_axes",
+    "source_of",
     "starves_steps",
     "store",
     "stored",
@@ -346,5 +347,10 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
 
 
 def source_of(eqn: Equation) -> str:
-    """Returns the line of the user's program that made an equation; empty inside of functions that jax has jitted."""
-    return source_info_util.summarize(eqn.source_info)
+    """Returns the line that made an equation, e.g. `train.py:12 (loss_fn)`, outside of installed packages if possible.
+
+    It is empty inside of functions that jax has jitted.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [frame for frame in frames if "site-packages" not in frame.file_name] or frames
+    return f"{own[0].file_name}:{own[0].start_line} ({own[0].function_name})" if own else ""

@@ -180,7 +180,7 @@ def test_carried_state_of_a_skipped_step_stays():
     class State(train_state.TrainState):
         batch_stats: dict
 
-    model = nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False), nn.Dense(8)])
+    model = nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False, axis_name="data"), nn.Dense(8)])
     variables = model.init(jax.random.key(0), jnp.ones((4, 16)))
     plain = State.create(
         apply_fn=model.apply,
@@ -299,7 +299,7 @@ def test_weighted_sums_are_scaled_as_means(accumulate_steps):
         return jzero.Weighted(mean * batch["weight"].sum(), batch["weight"].sum())
 
     weight = np.full(ROWS, 1e5, np.float32)
-    step = jzero.make_train_step(weighted, accumulate_steps=accumulate_steps)
+    step = jzero.make_train_step(weighted, accumulate_steps=accumulate_steps, check_rows=False)
     _, metrics = step(make_state(2), {**models.mlp_batch(ROWS), "weight": weight})
     assert bool(metrics["step_applied"])
     want = jax.grad(lambda p: models.mlp_loss(p, models.mlp_batch(ROWS)))(models.mlp_params())

@@ -1,4 +1,4 @@
-"""How values depend on the rows of a batch: what differs between devices, holds rows, is a mean, or couples rows."""
+"""How values depend on the rows of a batch: which differ between devices, and which dimensions hold rows."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_what_waits_is_not_differentiated_for_it(loss_fn, stages, monkeypatch):
     for stage in stages:
         # What a loop that gathers ahead carries counts as differentiated.
         config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, prefetch_bytes=0)
-        _, grads = jzero.value_and_grad(loss_fn)(jzero.shard_train_state(plain, config=config), batch)
+        _, grads = jzero.value_and_grad(loss_fn, check_rows=False)(jzero.shard_train_state(plain, config=config), batch)
         grads = jax.tree.map(np.asarray, grads)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), grads, want)
 

@@ -99,8 +99,11 @@ def _multiply(eqn: Equation, ins: list[Value]) -> Value:
 @rule("div")
 def _divide(eqn: Equation, ins: list[Value]) -> Value:
     x, y = ins
+    is_sum = y.kind is Kind.LINEAR or (y.cause is not None and y.cause.how == "sum")  # maximum(mask.sum(), 1), say
+    if x.kind is Kind.LINEAR and is_sum:
+        return Value(Kind.COUPLED, merged((x.layout, y.layout)), cause=Cause(eqn, "ratio"))
     if y.kind:
-        return applied(ins, eqn, how="ratio" if x.kind and y.kind is not Kind.ROW else "sum")
+        return applied(ins, eqn, how="ratio" if x.kind else "sum")
     number = number_of(y, eqn.invars[1])
     return scaled(x, 1 / number if isinstance(number, float) and number else number)
 

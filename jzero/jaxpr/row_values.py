@@ -79,7 +79,7 @@ class Cause:
 
     @property
     def source(self) -> str:
-        """The line of the program, e.g. `train.py:12:8 (loss_fn)`; empty if it is not known."""
+        """The line of the program, e.g. `train.py:12 (loss_fn)`; empty if it is not known."""
         return _compat.source_of(self.eqn if self.place is None else self.place)
 
 
@@ -178,7 +178,8 @@ def _worst(values: Sequence[Value]) -> Kind:
 
 
 def _cause(values: Sequence[Value]) -> Cause | None:
-    return next((x.cause for x in sorted(values, key=lambda x: -x.kind) if x.cause is not None), None)
+    causes = [x.cause for x in sorted(values, key=lambda x: -x.kind) if x.cause is not None]
+    return next((x for x in causes if x.how == "ratio"), causes[0] if causes else None)  # which has a simple remedy
 
 
 def applied(values: Sequence[Value], eqn: Any, *, how: Literal["rows", "ratio", "sum"] = "sum") -> Value:

@@ -1,0 +1,344 @@
+"""Which losses are means over independent rows, as the traced loss says, and which line couples the rows of others.
+
+Each loss is evaluated on a batch and on four parts of it: the mean over the parts is what a step computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jzero.jaxpr.rows import Kind
+from tests.test_rows import ROWS, TIME, WIDTH, facts
+
+RIGHT, WRONG = [], []
+
+
+def right(fn):
+    """A loss of which the mean over the parts of a batch is that of the batch."""
+    RIGHT.append(fn)
+    return fn
+
+
+def wrong(how):
+    """A loss of which it is not, because of the line that says so, or because it is a sum."""
+
+    def register(fn):
+        WRONG.append(pytest.param(fn, how, id=fn.__name__))
+        return fn
+
+    return register
+
+
+def each(p, x):
+    """One loss per row."""
+    return jnp.square(jnp.tanh(x @ p["w"])).mean(-1)
+
+
+@right
+def mean(p, x, t, key):
+    return 3 * each(p, x).mean() + 0.1 * jnp.square(p["w"]).sum()
+
+
+@right
+def means_of_means(p, x, t, key):
+    return jnp.square(t @ p["w"]).sum(-1).mean(1).mean() - x.mean(0).mean() / 2
+
+
+@right
+def sum_divided_by_the_rows(p, x, t, key):
+    return each(p, x).sum() / len(x) + each(p, 2 * x) @ jnp.full(len(x), 1 / len(x))
+
+
+@right
+def tokens_flattened(p, x, t, key):
+    logits = t.reshape(-1, WIDTH) @ p["w"]
+    labels = t[..., 0].reshape(-1).astype(int) % 3
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels].mean()
+
+
+@right
+def attention_in_rows(p, x, t, key):
+    y = jax.nn.dot_product_attention(t[:, :, None], t[:, :, None], t[:, :, None], is_causal=True)
+    return jnp.tanh(y[:, :, 0] @ p["w"]).mean()
+
+
+@right
+def layers(p, x, t, key):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return lax.scan(layer, x, jnp.stack([p["queue"][:WIDTH]] * 3))[0].mean()
+
+
+@right
+def time(p, x, t, key):
+    def step(h, now):
+        h = jnp.tanh(now @ p["queue"][:WIDTH] + h)
+        return h, h.sum(-1)
+
+    h, ys = lax.scan(step, jnp.zeros_like(x), t.swapaxes(0, 1))
+    both = lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (t, t), axis=1)
+    return h.mean() + jnp.square(ys).mean() + both[1].mean()
+
+
+@right
+def chunks(p, x, t, key):
+    total, _ = lax.scan(lambda c, x: (c + each(p, x).sum(), None), 0.0, x.reshape(-1, 2, WIDTH))
+    parts, _ = lax.scan(lambda c, x: (c + each(p, x).mean(), None), 0.0, x.reshape(2, -1, WIDTH))
+    return total / len(x) + parts / 2
+
+
+@right
+def rows_one_by_one(p, x, t, key):
+    mapped = lax.map(lambda row: each(p, row[None])[0], x)
+    listed = jnp.stack([jnp.square(row @ p["w"]).sum() for row in x])
+    return mapped.mean() + listed.mean() + sum(row[0] ** 2 for row in x) / len(x)
+
+
+@right
+def vmapped(p, x, t, key):
+    loop = lambda row: lax.while_loop(lambda c: c.sum() > 1, lambda c: c / 2, row)
+    slope = jax.vmap(jax.grad(lambda row: jnp.tanh(row @ p["w"]).sum()))(x)
+    chosen = jax.vmap(lambda row, i: lax.dynamic_slice(row, (i,), (2,)))(x, x[:, 0].astype(int))
+    return jax.vmap(loop)(x).mean() + jnp.linalg.norm(slope, axis=-1).mean() + jnp.square(chosen).mean()
+
+
+@right
+def branch_of_a_parameter(p, x, t, key):
+    return lax.cond(p["at"] > 0, lambda: each(p, x).mean(), lambda: 2 * each(p, 3 * x).mean())
+
+
+@jax.custom_vjp
+def _tripled(x):
+    return 3 * x
+
+
+_tripled.defvjp(lambda x: (3 * x, None), lambda _, g: (3 * g,))
+
+
+@right
+def custom_rules(p, x, t, key):
+    return _tripled(jax.nn.relu(x)).mean() + jnp.square(_tripled(x)).mean()
+
+
+@right
+def experts_in_rows(p, x, t, key):
+    gates = jax.nn.softmax(t @ p["w"])
+    weight, chosen = lax.top_k(gates, 2)
+    place = jnp.cumsum(jax.nn.one_hot(chosen[..., 0], 3, dtype=int), axis=1)
+    slots = jax.nn.one_hot(place - 1, 2) * jax.nn.one_hot(chosen[..., 0], 3)[..., None]  # [B, T, E, C]
+    y = jnp.tanh(jnp.einsum("btec,btd->becd", slots, t))
+    balance = (jax.nn.one_hot(chosen[..., 0], 3).mean(1) * gates.mean(1)).sum(-1).mean()
+    return jnp.einsum("btec,becd->btd", slots * weight[..., :1, None], y).mean() + balance
+
+
+@right
+def images(p, x, t, key):
+    y = nn.relu(lax.conv(t[:, None], jnp.ones((2, 1, 2, 2)), (1, 1), "SAME"))
+    y = nn.max_pool(y.transpose(0, 2, 3, 1), (2, 2), (2, 2))
+    return jax.nn.standardize(y, axis=(1, 2)).max(-1).mean() + jnp.square(jnp.sort(y, 1)[:, 0]).mean()
+
+
+@right
+def two_views_at_once(p, x, t, key):
+    y = jnp.tanh(jnp.concatenate([x, 2 * x]) @ p["w"])
+    a, b = jnp.split(y, 2)
+    return jnp.square(a - b).mean() + (y[: len(x)] * y[len(x) :]).mean()
+
+
+@right
+def shifted_by_the_largest(p, x, t, key):
+    y = x @ p["w"]
+    top = lax.stop_gradient(y.max())
+    return (jnp.log(jnp.exp(y - top).sum(-1)) + top).mean() + jnp.where(jnp.isfinite(y.mean()), y.mean(), 0.0)
+
+
+@right
+def linear_in_rows(p, x, t, key):
+    return (x.mean(0) @ p["w"]).sum() + (each(p, x) - each(p, x).mean() + p["w"][0, 0]).mean()
+
+
+@right
+def negatives_of_all(p, x, t, key):
+    y = lax.all_gather(x, "data", tiled=True)
+    return jax.nn.logsumexp(x @ y.T, axis=-1).mean() + jnp.log(lax.pmean(jnp.square(x).mean(), "data"))
+
+
+@right
+def batch_norm_over_the_axis(p, x, t, key):
+    norm = nn.BatchNorm(use_running_average=False, axis_name="data", momentum=0.9)
+    variables = {
+        "params": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)},
+        "batch_stats": {"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)},
+    }
+    y, _ = norm.apply(variables, x, mutable=["batch_stats"])
+    return jnp.tanh(y @ p["w"]).mean()
+
+
+@wrong("is_sum")
+def total(p, x, t, key):
+    return each(p, x).sum()
+
+
+@wrong("is_sum")
+def sum_of_means(p, x, t, key):
+    return jnp.square(t @ p["w"]).mean((1, 2)).sum()
+
+
+@wrong("is_sum")
+def sum_of_chunks(p, x, t, key):
+    return lax.scan(lambda c, x: (c + each(p, x).sum(), None), 0.0, x.reshape(-1, 2, WIDTH))[0]
+
+
+@wrong("is_sum")
+def mean_and_sum(p, x, t, key):
+    return each(p, x).mean() + each(p, 2 * x).sum()
+
+
+@wrong("ratio")
+def masked_mean(p, x, t, key):
+    mask = x[:, 0] > -1
+    losses = each(p, x) * mask
+    return losses.sum() / mask.sum()  # here
+
+
+@wrong("ratio")
+def mean_where(p, x, t, key):
+    return jnp.mean(each(p, x), where=x[:, 0] > -1)  # here
+
+
+@wrong("ratio")
+def tokens_that_count(p, x, t, key):
+    mask = jnp.maximum(t[..., 0], 0)
+    return jnp.where(mask.sum() > 0, (mask * t[..., 1]).sum() / mask.sum(), 0.0)  # here
+
+
+@wrong("rows")
+def in_batch_negatives(p, x, t, key):
+    scores = x @ (2 * x).T  # here
+    return -jnp.diagonal(jax.nn.log_softmax(scores)).mean()
+
+
+@wrong("rows")
+def pairwise(p, x, t, key):
+    differences = x[:, None] - x[None]  # here
+    return jnp.square(differences).mean()
+
+
+@wrong("rows")
+def centered(p, x, t, key):
+    y = x - x.mean(0, keepdims=True)  # here
+    return jnp.square(y).mean()
+
+
+@wrong("rows")
+def whitened_in_a_function(p, x, t, key):
+    @jax.jit
+    def normalize(x):
+        scale = x.max(0, keepdims=True)  # here
+        return x / scale
+
+    return normalize(x).mean()
+
+
+@wrong("sum")
+def standardized(p, x, t, key):
+    y = jax.nn.standardize(x, axis=0)  # here
+    return jnp.square(jnp.tanh(y)).mean()
+
+
+@wrong("rows")
+def hardest_rows(p, x, t, key):
+    return lax.top_k(each(p, x), 2)[0].mean()  # here
+
+
+@wrong("rows")
+def middle_row(p, x, t, key):
+    return jnp.median(each(p, x))  # here
+
+
+@wrong("rows")
+def halves(p, x, t, key):
+    a, b = jnp.split(x, 2)
+    return jnp.square(a - b).mean()
+
+
+@wrong("rows")
+def running_totals(p, x, t, key):
+    y = jnp.cumsum(x, 0)  # here
+    return jnp.square(y).mean()
+
+
+@wrong("sum")
+def perplexity(p, x, t, key):
+    return jnp.exp(9 * each(p, x).mean())  # here
+
+
+@wrong("sum")
+def root_of_a_mean(p, x, t, key):
+    return jax.checkpoint(lambda x: jnp.sqrt(each(p, x).mean()))(x**3)  # here
+
+
+@wrong("sum")
+def softmax_over_rows(p, x, t, key):
+    return jax.nn.logsumexp(each(p, x))  # here
+
+
+@wrong("sum")
+def balance_of_the_batch(p, x, t, key):
+    gates = jax.nn.softmax(x @ p["w"])
+    return (jax.nn.one_hot(gates.argmax(-1), 3).mean(0) * gates.mean(0)).sum()  # here
+
+
+@wrong("sum")
+def from_row_to_row(p, x, t, key):
+    step = lambda c, row: (jnp.tanh(c) + row.sum(), None)  # here
+    return lax.scan(step, 0.0, x)[0] / len(x)
+
+
+def loss_facts(fn):
+    return facts(lambda p, x, t, n, key: fn(p, x, t, key))[0]
+
+
+@functools.cache
+def deviations():
+    """By how much the mean of each loss over four parts of a batch differs from that over the whole."""
+    losses = [*RIGHT, *(param.values[0] for param in WRONG)]
+    draw = lambda i, shape: jax.random.normal(jax.random.key(i), shape)
+    p = {"w": draw(0, (WIDTH, 3)), "queue": draw(1, (20, WIDTH)), "at": jnp.zeros((), jnp.int32)}
+    x, t = draw(2, (4 * ROWS, WIDTH)), draw(3, (4 * ROWS, TIME, WIDTH))
+
+    def mean_over(parts):
+        cut = [v.reshape(parts, -1, *v.shape[1:]) for v in (x, t)]
+        some = lambda x, t: jnp.stack([fn(p, x, t, jax.random.key(4)) for fn in losses])
+        return jax.vmap(some, axis_name="data")(*cut).mean(0)
+
+    whole, parts = jax.jit(lambda: (mean_over(1), mean_over(4)))()
+    return dict(zip(losses, (abs(parts - whole) / abs(whole)).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("fn", RIGHT, ids=lambda fn: fn.__name__)
+def test_no_false_alarm_for_means_over_independent_rows(fn):
+    found = loss_facts(fn)
+    assert found.kind in (Kind.LINEAR, Kind.SAME)
+    assert not found.is_sum
+    assert found.coupled is None
+    assert deviations()[fn] < 1e-5
+
+
+@pytest.mark.parametrize(("fn", "how"), WRONG)
+def test_the_line_that_couples_rows_is_found(fn, how):
+    found = loss_facts(fn)
+    assert deviations()[fn] > 1e-4
+    if how == "is_sum":
+        assert found.is_sum
+        return
+    lines, first = inspect.getsourcelines(fn)
+    marked = [i for i, line in enumerate(lines) if "# here" in line] or [len(lines) - 1]
+    assert found.coupled.how == how
+    assert f"{__file__}:{first + marked[0]} (" in found.coupled.source
