@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._text import key_names
-from jzero.checkpoint.damage import REMEDY, CheckpointError, reading
+from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
@@ -98,17 +98,17 @@ class Contents:
 
     def has(self, item: str) -> bool:
         """Whether the checkpoint has an item of this name beside the state."""
-        return bool((self.directory / item).exists())
+        return is_there(self.directory / item)
 
     def read_json(self, item: str) -> Any:
         """Returns an item that was written as JSON; `None` if there is none."""
         path = self.directory / item / "metadata"
-        if not path.exists() and item not in self.notes.get("digests", {}):
+        if not is_there(path) and item not in self.notes.get("digests", {}):
             return None
         with reading(path):
             value = json.loads(path.read_text())
         if digest(value) != self.notes.get("digests", {}).get(item, digest(value)):
-            raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
+            raise DamageError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
         return value
 
 
@@ -133,9 +133,9 @@ def read_contents(path: Any) -> Contents:
         directory = steps[max(steps)]
         state_directory = _find_state(directory)
     if state_directory is None:
-        raise CheckpointError(
+        raise DamageError(
             f"There is no checkpoint at {path}"
-            + (": it holds no tree of arrays." if directory.exists() else ".")
+            + (": it holds no tree of arrays." if is_there(directory) else ".")
             + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
         )
     notes = _read_notes(directory)
@@ -154,30 +154,41 @@ def read_contents(path: Any) -> Contents:
             leaves[keys] = StoredLeaf(keys, tuple(x.shape), np.dtype(x.dtype), checksums.get("/".join(keys)))
     if notes and checksums.keys() != {leaf.path for leaf in leaves.values()}:
         differ = sorted(checksums.keys() ^ {leaf.path for leaf in leaves.values()})
-        raise CheckpointError(f"{state_directory / METADATA_FILE} is damaged: it differs about {differ[:5]}.\n{REMEDY}")
+        raise DamageError(f"{state_directory / METADATA_FILE} is damaged: it differs about {differ[:5]}.\n{REMEDY}")
     return Contents(directory, state_directory, leaves, tree, notes)
 
 
 def find_steps(directory: epath.Path) -> dict[int, epath.Path]:
     """Returns the complete steps in a manager's directory."""
-    if not directory.is_dir():
-        return {}
-    found = _step_names().find_all(directory)
-    return {step.step: step.path for step in found}
+    named = [child for child in _children(directory) if re.fullmatch(r"0|[1-9]\d*", child.name) and is_there(child)]
+    return {int(child.name): child for child in named if _is_complete(child)}
 
 
-@functools.cache
-def _step_names() -> Any:
-    return ocp.path.step.standard_name_format()
+def _is_complete(step: epath.Path) -> bool:
+    """Whether a step is complete: where folders are renamed, by its name, else as Orbax marks it."""
+    if "://" in str(step):
+        return bool(ocp.path.step.is_path_finalized(step))
+    return _is_folder(step)
+
+
+def _is_folder(path: epath.Path) -> bool:
+    with reading(path):
+        return is_there(path) and bool(path.stat().is_directory)
+
+
+def _children(directory: epath.Path) -> list[epath.Path]:
+    """Returns what a directory holds, in order; an empty list if there is none."""
+    if not _is_folder(directory):
+        return []
+    with reading(directory):
+        return sorted(directory.iterdir())
 
 
 def _find_state(directory: epath.Path) -> epath.Path | None:
     """Returns the directory with the tree of arrays of a checkpoint; `None` if there is none."""
-    if (directory / METADATA_FILE).exists():
+    if is_there(directory / METADATA_FILE):
         return directory
-    if not directory.is_dir():
-        return None
-    found = [child for child in sorted(directory.iterdir()) if (child / METADATA_FILE).exists()]
+    found = [child for child in _children(directory) if is_there(child / METADATA_FILE)]
     named = [child for child in found if child.name in (STATE, "state", "train_state", "pytree")]
     found = named or found
     if len(found) > 1:
@@ -191,18 +202,18 @@ def _find_state(directory: epath.Path) -> epath.Path | None:
 def _read_notes(directory: epath.Path) -> dict[str, Any]:
     path = directory / NOTES / "metadata"
     with reading(path):
-        if not path.parent.exists() and NOTES not in _items_of(directory):
+        if not is_there(path.parent) and NOTES not in _items_of(directory):
             return {}
         notes = json.loads(path.read_text())
     if not isinstance(notes, dict) or notes.get(DIGEST) != digest({k: x for k, x in notes.items() if k != DIGEST}):
-        raise CheckpointError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
+        raise DamageError(f"{path} is damaged: it is not what was written.\n{REMEDY}")
     return notes
 
 
 def _items_of(directory: epath.Path) -> Mapping[str, Any]:
     """Returns the items that Orbax wrote, from its metadata."""
     path = directory / "_CHECKPOINT_METADATA"
-    handlers = json.loads(path.read_text()).get("item_handlers") if path.exists() else None
+    handlers = json.loads(path.read_text()).get("item_handlers") if is_there(path) else None
     return handlers if isinstance(handlers, dict) else {}
 
 

@@ -1,9 +1,21 @@
-"""Errors about damaged checkpoints, which name leaf and file."""
+"""Errors about checkpoints that cannot be read, which name leaf and file, and tell damage from errors that pass.
+
+[Note: What is damage]
+A run that takes a good checkpoint for a damaged one loses work, and moves that checkpoint away. So damage needs
+evidence: bytes that are wrong by their checksum or format, or not there. An interrupt is raised again, however deep in
+the libraries' errors it is. Errors of the file system, of the network and of memory are no evidence. Interrupts may
+also leave other errors behind, such as an event loop that stopped, so a manager reads a step a second time before it
+goes to an earlier one.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
+import errno
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +23,22 @@ import jax
 import tensorstore as ts
 from etils import epath
 
-__all__ = ["REMEDY", "CheckpointError", "files_of", "reading", "wrong_checksums"]
+__all__ = [
+    "REMEDY",
+    "CheckpointError",
+    "DamageError",
+    "files_of",
+    "is_passing",
+    "is_there",
+    "reading",
+    "wrong_checksums",
+]
 
 REMEDY = (
     "Restore an earlier step (`manager.restore(like, step=...)`; without `step` the newest one that can be read is "
     "taken), or copy the checkpoint again from where it came from."
 )
+TRY_AGAIN = "That is no sign of damage: try again once it works, rather than go on from an earlier step."
 
 
 class CheckpointError(RuntimeError):
@@ -31,25 +53,75 @@ class CheckpointError(RuntimeError):
     """
 
 
+class DamageError(CheckpointError):
+    """The bytes of a checkpoint are wrong, so an earlier one may take its place."""
+
+
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+"""The numbers in TensorStore's errors that say that a file is not there."""
+PASSING = (
+    "ABORTED:",
+    "CANCELLED:",
+    "DEADLINE_EXCEEDED:",
+    "PERMISSION_DENIED:",
+    "RESOURCE_EXHAUSTED:",
+    "UNAUTHENTICATED:",
+    "UNAVAILABLE:",
+)
+"""How TensorStore's errors begin that say nothing about bytes."""
+
+
 @contextlib.contextmanager
 def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Turns the libraries' errors into a `CheckpointError`, except those about memory.
+    """Turns the libraries' errors into a `CheckpointError`, except interrupts and those about memory.
+
+    See [Note: What is damage].
 
     Args:
       directory: The directory to read.
       leaves: Paths of leaves by Orbax's names.
+
+    Raises:
+      DamageError: The bytes are wrong.
+      CheckpointError: The file system fails.
     """
+    handled = sys.exc_info()[1]  # by the caller: it caused none of the errors here
     try:
         yield
-    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+    except CheckpointError:
         raise
     except Exception as error:
-        raise _as_checkpoint_error(directory, error, leaves or {}) from error
+        causes = list(_causes(error, handled))
+        for cause in causes:
+            if isinstance(cause, KeyboardInterrupt | SystemExit | MemoryError | jax.errors.JaxRuntimeError):
+                raise cause from None
+        raise _as_checkpoint_error(directory, causes, leaves or {}) from error
 
 
-def _as_checkpoint_error(directory: epath.Path, error: BaseException, leaves: Mapping[str, str]) -> CheckpointError:
-    """Returns a library's error as one that names the checkpoint, the file and the leaf."""
-    causes = list(_causes(error))
+def is_there(path: epath.Path) -> bool:
+    """Whether there is a file or directory; raises a `CheckpointError` if the file system does not say."""
+    with reading(path):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is one of the file system, the network or a cancelled task, and says nothing about bytes."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return False
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):
+        return int(found[1]) not in ABSENT
+    passing = (OSError, concurrent.futures.CancelledError, asyncio.CancelledError)
+    return isinstance(error, passing) or str(error).startswith(PASSING)
+
+
+def _as_checkpoint_error(
+    directory: epath.Path, causes: Sequence[BaseException], leaves: Mapping[str, str]
+) -> CheckpointError:
+    """Returns a library's error, and what caused it, as one that names the checkpoint, the file and the leaf."""
     text = "\n".join(str(cause) for cause in causes)
     keys = re.findall(r'Error reading "([^"]+)" in OCDBT', text)
     files = [name for name in re.findall(r'local file "([^"]+)"', text) if not name.endswith("/")][-1:]
@@ -60,18 +132,22 @@ def _as_checkpoint_error(directory: epath.Path, error: BaseException, leaves: Ma
         files = files or files_of(directory, keys[0])
     if files:
         where += f", file {files[0]}"
-    reason = f"{type(causes[-1]).__name__}: {_first_line(str(causes[-1]))}"
-    return CheckpointError(f"{where}. It is damaged, or the file system fails ({reason}).\n{REMEDY}")
+    passing = [cause for cause in causes if is_passing(cause)]
+    cause = [*causes, *passing][-1]
+    reason = f"{type(cause).__name__}: {_first_line(str(cause))}"
+    if passing:
+        return CheckpointError(f"{where}, since the file system fails ({reason}).\n{TRY_AGAIN}")
+    return DamageError(f"{where}: it is damaged ({reason}).\n{REMEDY}")
 
 
-def wrong_checksums(directory: epath.Path, paths: Sequence[str]) -> CheckpointError:
+def wrong_checksums(directory: epath.Path, paths: Sequence[str]) -> DamageError:
     """Returns the error about leaves whose checksums differ from those written."""
     lines = []
     for path in paths[:10]:
         files = files_of(directory, path.replace("/", ".") + "/")
         lines.append(f"  {path}" + (f" (in {', '.join(files[:4])})" if files else ""))
     more = [f"  ... {len(paths) - 10} more"] if len(paths) > 10 else []
-    return CheckpointError(
+    return DamageError(
         f"The checkpoint at {directory} is damaged: these leaves are not what was written, by their checksums:\n"
         + "\n".join(lines + more)
         + f"\n{REMEDY}"
@@ -104,9 +180,12 @@ def _file_name(location: str) -> str:
     return location.partition(":")[2].rsplit(":", 2)[0].replace(":", "")
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+def _causes(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and what caused it, up to an error that was there before."""
+    seen = {id(handled)}  # an error that is raised again may be its own context
+    while error is not None and id(error) not in seen:
         yield error
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
 
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jzero.arrays.processes import gather_texts
-from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.damage import CheckpointError, DamageError
 
 __all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
 
@@ -130,7 +130,10 @@ def _method(iterator: Any, *names: str) -> Any:
 
 
 def everywhere(attempt: Callable[[], Any]) -> Any:
-    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it."""
+    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it.
+
+    All processes raise a `DamageError`, or none does: what they do next must be the same.
+    """
     if jax.process_count() == 1:
         return attempt()
     result, error = None, None
@@ -138,10 +141,12 @@ def everywhere(attempt: Callable[[], Any]) -> Any:
         result = attempt()
     except Exception as e:
         error = e
-    texts = gather_texts("" if error is None else str(error) or type(error).__name__)
-    if error is not None:
+    found = None if error is None else [isinstance(error, DamageError), str(error) or type(error).__name__]
+    failed = {i: told for i, text in enumerate(gather_texts(json.dumps(found))) if (told := json.loads(text))}
+    if not failed:
+        return result
+    kind = DamageError if all(is_damage for is_damage, _ in failed.values()) else CheckpointError
+    if error is not None and isinstance(error, DamageError) == (kind is DamageError):
         raise error
-    failed = [f"process {i}: {text}" for i, text in enumerate(texts) if text]
-    if failed:
-        raise CheckpointError("Other processes failed, so this one does not go on either:\n" + "\n".join(failed[:3]))
-    return result
+    lines = [f"process {i}: {text}" for i, (_, text) in failed.items()]
+    raise kind("Other processes failed, so this one does not go on either:\n" + "\n".join(lines[:3])) from error

@@ -19,7 +19,7 @@ from etils import epath
 
 from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
-from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.preemption import PreemptionNotice
@@ -28,7 +28,7 @@ from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items
 from jzero.checkpoint.writer import Writer
 from jzero.state.next_state import apply_pending, settled_step
-from jzero.state.train_state import adapt_sharded
+from jzero.state.train_state import AdaptedState, adapt_sharded
 
 __all__ = ["CheckpointManager"]
 
@@ -195,8 +195,8 @@ class CheckpointManager:
 
         Args:
           like: A state sharded by jzero, or its shapes (`abstract_train_state`).
-          step: The step. By default the newest that can be read: if one is damaged, a warning describes the damage, and
-            the step before is restored.
+          step: The step. By default the newest that is not damaged: if bytes of one are wrong or missing, a warning
+            describes the damage, and the step before is restored.
           paths: As for `restore_checkpoint`.
           params_only: As for `restore_checkpoint`.
           strict: As for `restore_checkpoint`.
@@ -208,7 +208,7 @@ class CheckpointManager:
           The state; `last_restore` describes what was restored.
 
         Raises:
-          CheckpointError: There is no checkpoint, or none can be read.
+          CheckpointError: There is no checkpoint, all are damaged, or the file system fails.
           ValueError: It is of another model, or `like` has no values for leaves that are not restored.
           TypeError: `like` was not sharded by jzero.
         """
@@ -224,10 +224,13 @@ class CheckpointManager:
         self._seen = None
         damaged: list[str] = []
         for candidate in [step] if step is not None else sorted(steps, reverse=True):
+            read = functools.partial(self._read, candidate, adapted, choice, data_iterator)
             try:
-                contents = everywhere(functools.partial(read_contents, self.directory / str(candidate)))
-                state, report = restore_from(contents, adapted, choice, data_iterator=data_iterator)
-            except CheckpointError as error:
+                try:
+                    state, report = read()
+                except CheckpointError:
+                    state, report = read()  # what passes does not come twice, see [Note: What is damage]
+            except DamageError as error:
                 if step is not None:
                     raise
                 damaged.append(str(error))
@@ -284,6 +287,10 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _read(self, step: int, adapted: AdaptedState, choice: Choice, data_iterator: Any) -> tuple[Any, RestoreReport]:
+        contents = everywhere(functools.partial(read_contents, self.directory / str(step)))
+        return restore_from(contents, adapted, choice, data_iterator=data_iterator)
 
     def _find_committed(self) -> dict[int, epath.Path]:
         return find_steps(self.directory)

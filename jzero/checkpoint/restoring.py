@@ -26,7 +26,7 @@ from jzero.arrays.placement import on_device, place_array, place_leaf
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
-from jzero.checkpoint.damage import REMEDY, CheckpointError, reading, wrong_checksums
+from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Keys, Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
@@ -278,12 +278,12 @@ def read_extra(contents: Contents) -> Any:
         return {}
     arrays: dict[str, np.ndarray] = {}
     directory = contents.directory / EXTRA_ARRAYS
-    if directory.exists():
+    if is_there(directory):
         with reading(directory):
             arrays = state_handler(reads=True).restore(directory, args=ocp.args.PyTreeRestore())
     digests = {name: value for name, value in contents.notes.get("digests", {}).items() if "/" in name}
     if digests and digests != {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in arrays.items()}:
-        raise CheckpointError(f"The arrays in {directory} are damaged: they are not what was written.\n{REMEDY}")
+        raise DamageError(f"The arrays in {directory} are damaged: they are not what was written.\n{REMEDY}")
     return decode(encoded, arrays)
 
 

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jzero.checkpoint.damage import is_there, reading
+
 __all__ = ["Retention"]
 
 
@@ -57,7 +59,8 @@ class Retention:
         scores = {}
         for step, path in steps.items():
             file = path / "metrics" / "metrics"
-            if file.exists():
-                scores[step] = self.score(json.loads(file.read_text()))
+            with reading(file):
+                if is_there(file):
+                    scores[step] = self.score(json.loads(file.read_text()))
         known = [step for step, score in scores.items() if score > -math.inf]
         return max(known, key=lambda step: (scores[step], step), default=None)
