@@ -1,5 +1,8 @@
 """Leaves of a state that are stored padded, as code sees them that is given `state.params`."""
 
+import dataclasses
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,10 @@ import optax
 import pytest
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
+from optax import contrib
 
 import jzero
+from jzero.plan.padded import is_padded
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
 TOKENS = np.arange(32) % 61
@@ -86,3 +91,121 @@ def test_what_is_made_of_padding_is_refused():
         float(jax.tree.map(jnp.mean, state.params)["embed"])
     with pytest.raises(ValueError, match="'embed' has the shape"):
         jax.lax.scan(lambda total, row: (total + row.max(), None), 0.0, state.params["embed"])
+
+
+def step_by_hand(plain):
+    return plain.apply_gradients(grads=jax.grad(loss)(plain.params, TOKENS))
+
+
+def assert_close(found, want, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **(tolerance or {"atol": 1e-5})), found, want)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape(stage):
+    plain, _ = sharded(contrib.schedule_free_adamw(1e-2))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    _, grads = jzero.value_and_grad(loss)(state, TOKENS)
+    want, new = step_by_hand(plain), state.apply_gradients(grads=grads)
+    for made in (contrib.schedule_free_eval_params, lambda opt_state, params: opt_state.z):
+        found = made(new.opt_state, new.params)
+        assert jax.tree.map(lambda x: x.shape, found, is_leaf=is_padded) == jax.tree.map(jnp.shape, params())
+        assert_close({name: np.asarray(x) for name, x in found.items()}, made(want.opt_state, want.params))
+    moved = jax.tree.map(lambda p, g: p - g, state.params, grads)
+    want = jax.tree.map(lambda p, g: p - g, plain.params, jax.grad(loss)(plain.params, TOKENS))
+    assert_close({name: np.asarray(x) for name, x in moved.items()}, want)
+
+
+def line_search(value_and_grad, params_of):
+    fn = lambda params: loss(params, TOKENS)
+
+    @jax.jit
+    def step(state):
+        value, grads = value_and_grad(fn)(params_of(state), state=state.opt_state)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params, value=value, grad=grads, value_fn=fn)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    return lambda state: step(step(state))
+
+
+def test_the_gradient_that_a_line_search_keeps_is_that_of_the_stored_parameters():
+    plain, state = sharded(optax.lbfgs())
+    step = line_search(optax.value_and_grad_from_state, lambda state: state.params)
+    assert_close(jzero.gather_params(step(state)), step(plain).params, atol=1e-3)
+    with pytest.raises(TypeError, match=r"stored with padding: .*`state.params` rather than `jzero.natural_params"):
+        line_search(optax.value_and_grad_from_state, jzero.natural_params)(state)
+    with pytest.raises(ValueError, match=r"stored with padding: .*plain arrays"):
+        jax.tree.map(jnp.add, state.params, plain.params)
+
+
+create_flax = functools.partial(TrainState.create, apply_fn=None)
+
+
+@pytest.mark.parametrize("create", [jzero.TrainState.create, create_flax], ids=["jzero", "flax"])
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=2)])
+def test_a_second_optimizer_over_padded_parameters(create, tx, tmp_path):
+    plain, first = sharded(optax.sgd(0.1))
+
+    def second(params):
+        return create(params=params, tx=tx)
+
+    if create is create_flax and not hasattr(tx.init(plain.params)[0], "mu"):  # rows and columns of padded matrices
+        with pytest.raises(ValueError, match=r"(?s)v_col/embed: shape \(64,\), but \(61,\).*natural_params"):
+            jzero.shard_train_state(second(first.params), config=CONFIG)
+        return
+    state = jzero.shard_train_state(second(first.params), config=CONFIG, donate=True)
+    assert jzero.plan_of(state).leaves == jzero.plan_of(jzero.shard_train_state(second(params()), config=CONFIG)).leaves
+    state, _ = jzero.make_train_step(loss)(state, TOKENS)
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    whole = jzero.restore_checkpoint(tmp_path / "checkpoint", jzero.shard_train_state(second(params()), stage=1))
+    assert_close(jzero.gather_params(whole), step_by_hand(second(params())).params)
+
+
+def test_a_step_refuses_leaves_that_another_plan_laid_out():
+    plain, state = sharded(optax.sgd(0.1))
+    config = dataclasses.replace(CONFIG, rules={"embed": jzero.LeafRule(dim=1)})
+    mixed = state.replace(params=jzero.shard_train_state(plain, config=config).params)
+    with pytest.raises(ValueError, match=r"embed: stored as \(61, 16\), but the plan stores \(64, 15\)"):
+        jzero.make_train_step(loss)(mixed, TOKENS)
+    with pytest.raises(
+        ValueError, match=r"'embed' is stored as \(64, 15\), .* hold it as \(61, 15\).*shard_train_state"
+    ):
+        mixed.apply_gradients(grads=plain.params)
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        layers = lambda seed: [nnx.Linear(5, 23, rngs=nnx.Rngs(seed)), nnx.Linear(23, 3, rngs=nnx.Rngs(seed))]
+        (self.a, self.b), (self.c, self.d) = layers(0), layers(1)
+
+    def __call__(self, x):
+        softmax = lambda h: jax.nn.softmax(h * 5)  # padding would change it
+        return self.b(softmax(self.a(x))) - self.d(softmax(self.c(x)))
+
+
+def test_two_optimizers_of_one_nnx_model_take_turns():
+    x = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    loss = lambda model, x: jnp.square(model(x) - 1).mean()
+    wrts = [nnx.All(nnx.Param, lambda path, _, names=names: path[0] in names) for names in ("ab", "cd")]
+    txs = [optax.adam(1e-2), optax.sgd(0.1, momentum=0.9)]
+
+    model, want = Two(), Two()
+    optimizers = [nnx.Optimizer(want, tx, wrt=wrt) for tx, wrt in zip(txs, wrts, strict=True)]
+    steps, pairs = [jzero.make_train_step(loss) for _ in wrts], []
+    for tx, wrt in zip(txs, wrts, strict=True):  # the second one is made for a model that is sharded already
+        model, optimizer = jzero.shard_train_state((model, nnx.Optimizer(model, tx, wrt=wrt)), config=CONFIG)
+        pairs.append(optimizer)
+    for _ in range(2):
+        for i, wrt in enumerate(wrts):
+            (model, pairs[i]), _ = steps[i]((model, pairs[i]), x)
+            optimizers[i].update(want, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(want, x))
+    assert_close(jzero.gather_params((model, pairs[0])), nnx.as_pure(nnx.state(want, wrts[0])))
+
+
+def test_a_padded_leaf_is_not_assigned_to_in_place():
+    model = nnx.Linear(5, 23, rngs=nnx.Rngs(0))
+    model, _ = jzero.shard_train_state((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), config=CONFIG)
+    with pytest.raises(TypeError, match=r"'kernel' is stored padded, .*`jzero.update_params`"):
+        model.kernel[...] = jnp.clip(model.kernel[...], -0.1, 0.1)
+    model.kernel.set_value(model.kernel.at[...].set(jnp.clip(model.kernel[...], -0.1, 0.1)))
+    np.testing.assert_allclose(jnp.abs(model.kernel[...]).max(), 0.1)

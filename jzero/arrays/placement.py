@@ -88,6 +88,13 @@ def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
     """Raises unless an array has a leaf's natural or stored shape."""
     if tuple(x.shape) not in (leaf.shape, leaf.stored_shape):
+        if tuple(x.shape[1:]) == leaf.shape:
+            raise ValueError(
+                f"{leaf.path!r} has shape {tuple(x.shape)}, that of the parameter with one more dimension in front: a "
+                "gradient of each example? A sharded state takes one gradient per parameter. Aggregate them first, for "
+                "example by `update` of `optax.contrib.differentially_private_aggregate` on gradients and parameters "
+                "of `jzero.natural_params(state)`, and hand the result to an optimizer without that transformation."
+            )
         raise ValueError(
             f"{leaf.path!r} has shape {tuple(x.shape)}; the plan knows it as {leaf.shape} (natural) or "
             f"{leaf.stored_shape} (stored). Hand over "

@@ -14,7 +14,7 @@ from jax import lax
 from jzero.engine.trace import FROZEN
 from jzero.engine.written_variables import Changed, WrittenShape, by_path
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
-from jzero.plan.padded import is_padded
+from jzero.plan.padded import is_padded, unbox
 from jzero.state.model_size import Params, register_model_view, state_params
 from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
 
@@ -143,7 +143,9 @@ def adapt_nnx(state: Any) -> AdaptedState | None:
         nnx.update(new_model, new.params)
         nnx.update(new_model, new.frozen)
         nnx.update(new_model, new.rest)
-        new_optimizer.opt_state = nnx.data(jax.tree.map(OptArray, new.opt_state))
+        # Stored arrays: NNX would take a node inside of the optimizer's state for one more level of names.
+        opt_state = jax.tree.map(lambda x: OptArray(unbox(x)), new.opt_state, is_leaf=is_padded)
+        new_optimizer.opt_state = nnx.data(opt_state)
         new_optimizer.step.set_value(new.step)
         new_optimizer.tx = new.tx
         return made

@@ -73,7 +73,8 @@ def check_opt_state(
         raise ValueError(
             "`opt_state` does not belong to `params`: `tx.init(params)` gives another tree.\n"
             + "\n".join(bad)
-            + "\nMake it again with `tx.init(params)`."
+            + "\nMake it again with `tx.init(params)`; for parameters of a sharded state with "
+            "`tx.init(jzero.natural_params(state))`."
         )
 
 

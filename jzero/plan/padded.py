@@ -78,9 +78,9 @@ class _SaysWhatToDo(type):
 
     def __repr__(cls) -> str:
         return (
-            f"{super().__repr__()} (a leaf stored with padding: beside other parts of a sharded state use "
-            "`state.params` rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in "
-            "`jax.tree.map`, put the tree first that has plain arrays)"
+            f"{super().__repr__()} (a leaf stored with padding: beside other parts of a state use `state.params` "
+            "rather than `jzero.natural_params(state)`, and `jzero.value_and_grad` for gradients; in `jax.tree.map`, "
+            "put the tree first that has plain arrays)"
         )
 
 
@@ -134,13 +134,11 @@ class Padded(metaclass=_SaysWhatToDo):
         return cut
 
     @property
-    def natural(self) -> jax.Array:
-        """The array in its natural shape."""
+    def natural(self) -> Any:
+        """The array, or its placeholder, in natural shape."""
         x = self.stored
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, x.dtype)
-        if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # a variable of NNX around the array
-            x = x.__jax_array__()
         if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             x = jax.device_put(x, jax.memory.Space.Device)
         return to_natural(x, self.cut_now)

@@ -43,12 +43,14 @@ class StepGrads(NamedTuple):
       applied: Whether to apply them, a 0-d boolean; `None` means yes.
       weighs: Whether the batch had any weight, a 0-d boolean; `None` means yes.
       overflowed: One boolean per parameter leaf, if the precision policy needs them.
+      value: The loss, the mean over the global batch.
     """
 
     grads: list[Grad]
     applied: jax.Array | None
     weighs: jax.Array | None
     overflowed: jax.Array
+    value: jax.Array
 
 
 def scaled_grads(
@@ -84,7 +86,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
     if plan.config.offload.delay:
         new = _with_pending(_apply_pending_grads(carried), found)
     else:
-        new = _update(carried, found.grads, found.applied)
+        new = _update(carried, found.grads, found.applied, found.value)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
         scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
@@ -99,17 +101,17 @@ def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     return map_state(stored, plan, state)
 
 
-def _update(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+def _update(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if not is_plain(state):
-        return _update_by_itself(state, grads, applied)
-    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied)
+        return _update_by_itself(state, grads, applied, value)
+    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value)
     step = state.step + 1
     step = step if applied is None else jnp.where(applied, step, state.step)
     return state.replace(step=step, params=params, opt_state=opt_state)
 
 
-def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) -> Any:
+def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     tx, plan = state.tx, state.tx.plan
     away = any(leaf.param.on_host for leaf in plan.leaves)
@@ -122,7 +124,7 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None) 
         )
     params = plan.flat_params(state.params)
     seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
-    before = state.replace(tx=dataclasses.replace(tx, applied=applied), params=plan.stored_params(seen))
+    before = state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(seen))
     new = before.apply_gradients(grads=plan.stored_grads([g.value() for g in grads]))
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))
@@ -134,7 +136,7 @@ def _apply_pending_grads(state: Any) -> Any:
     plan, pending = state.tx.plan, state.opt_state.pending
     kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
     grads = [Grad(jnp.zeros((), leaf.grad.dtype) if x is None else x) for x, leaf in kept]
-    return _update(state, grads, pending.ready)
+    return _update(state, grads, pending.ready, None)  # the loss of these gradients is not kept
 
 
 def _with_pending(state: Any, found: StepGrads) -> Any:

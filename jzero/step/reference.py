@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.arrays.casts import round_to
@@ -23,6 +24,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, write_fields
+from jzero.update.extra_args import extra_args
 
 __all__ = ["Reference"]
 
@@ -33,8 +35,8 @@ Loss = Callable[..., Any]
 class Reference:
     """Training on one device.
 
-    It uses only three parts of jzero: the dtypes of the plan, the layout of a state, and the walk, to evaluate a loss
-    that names a mesh on another mesh.
+    It uses only four parts of jzero: the dtypes of the plan, the layout of a state, what a step hands to an optimizer
+    that asks for the loss, and the walk, to evaluate a loss that names a mesh on another mesh.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class Reference:
             (grads[i] * factor).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
-        new = _overwrite_fields(state, changed).apply_gradients(grads=treedef.unflatten(for_optax))
-        return new, total / divisor, norm, weight
+        loss, for_optax, tx = total / divisor, treedef.unflatten(for_optax), state.tx
+        given = functools.partial(tx.update, **extra_args(tx, loss, for_optax))
+        written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, given))
+        return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
 
     def _loss_and_grads(self, state: Any) -> Loss:
         """Returns `fn(trained, seen, batch, carried, scale) -> ((_, (sum, weight, changed)), grads)`."""

@@ -111,7 +111,8 @@ class TrainStep(Step):
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
-        return next_state(state, StepGrads(grads, applied, weighs, result.overflowed), changed), applied
+        step_grads = StepGrads(grads, applied, weighs, result.overflowed, result.loss)
+        return next_state(state, step_grads, changed), applied
 
 
 class EvalStep(Step):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jzero import _compat
 from jzero.arrays.casts import apply_edits, round_to
 from jzero.arrays.placement import is_on_host, make_strongly_typed, natural_leaf, stored_leaf
 from jzero.arrays.streamed import StreamedValue, source
@@ -21,6 +19,7 @@ from jzero.plan.opt_state import ZeroOptState, next_loss_scale
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
+from jzero.update.extra_args import check_grads, extra_args, said_clearly
 from jzero.update.leaf import (
     Grad,
     LeafUpdate,
@@ -35,7 +34,7 @@ from jzero.update.leaf import (
     streamed_update,
     update_leaf,
 )
-from jzero.update.walk import UpdateWalk
+from jzero.update.walk import evaluate_update
 
 __all__ = ["ZeroTransformation", "keep_unless", "with_next_loss_scale"]
 
@@ -54,11 +53,13 @@ class ZeroTransformation:
       plan: The plan of the state.
       applied: If the state has its own `apply_gradients`: whether the train step applies its result, a 0-d boolean.
         Otherwise `None`: `update` then skips non-finite gradients if the precision policy says so.
+      value: If the state has its own `apply_gradients`: the loss of the train step, for optimizers that ask for it.
     """
 
     inner: Any
     plan: ZeroPlan
     applied: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
+    value: jax.Array | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the initial optimizer state for stored `params`, laid out as planned."""
@@ -84,6 +85,7 @@ class ZeroTransformation:
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
             )
+        check_grads(self.plan, updates)
         check_params_stored(self.plan, params)
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
         arrays = {k: v for k, v in extra_args.items() if not callable(v)}
@@ -92,7 +94,12 @@ class ZeroTransformation:
         return update(self, updates, state, params, arrays, functions)
 
     def apply(
-        self, grads: Sequence[Grad], state: PyTree, params: PyTree, applied: jax.Array | None = None
+        self,
+        grads: Sequence[Grad],
+        state: PyTree,
+        params: PyTree,
+        applied: jax.Array | None = None,
+        value: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree]:
         """Returns the parameters and optimizer state after a step, as stored; call it inside `jit`.
 
@@ -103,12 +110,14 @@ class ZeroTransformation:
           state: The optimizer state as stored.
           params: The parameters as stored.
           applied: Whether anything changes, a 0-d boolean; `None` means yes.
+          value: The loss, for optimizers that ask for it; `None` if it is not known.
         """
         plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
         seen = [_like_grad(plan, i, g.reduced, *g.factors) for i, g in enumerate(grads)]
         gathered = find_gathered_new(plan)
+        extra = extra_args(self.inner, value, plan.params_treedef.unflatten(seen))
         moved, new = _apply_updates(
-            plan, own, _optimize(plan, self.inner.update, own, seen, old, {}), applied, gathered
+            plan, own, _optimize(plan, self.inner.update, own, seen, old, extra), applied, gathered
         )
 
         def new_param(i: int, leaf: LeafPlan) -> jax.Array:
@@ -193,7 +202,8 @@ def _update(
             if jax.tree.structure(v, is_leaf=is_padded) == plan.params_treedef
         }
         optimize = functools.partial(tx.inner.update, **dict(functions))
-        optimized = _optimize(plan, optimize, own, grads, known, {**arrays, **like_params})
+        of_step = extra_args(tx.inner, tx.value, plan.params_treedef.unflatten(grads))
+        optimized = _optimize(plan, optimize, own, grads, known, {**of_step, **arrays, **like_params})
         changes, new = _apply_updates(plan, own, optimized, applied)
         if overflowed is not None and applied is not None:
             changes = [x if x is None else jnp.where(applied, x, jnp.asarray(-0.0).astype(x.dtype)) for x in changes]
@@ -203,7 +213,7 @@ def _update(
             for i, (x, leaf) in enumerate(zip(changes, plan.leaves, strict=True))
         ]
         made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
-        return made, _to_opt_state(plan, new)
+        return made, _to_opt_state(plan, new, like=state)
 
 
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
@@ -215,9 +225,12 @@ def _to_own_state(plan: ZeroPlan, state: PyTree) -> ZeroOptState:
     return leaves if plan.has_opt_state else ZeroOptState(leaves, None, None, None)
 
 
-def _to_opt_state(plan: ZeroPlan, own: ZeroOptState) -> PyTree:
-    """Returns the optimizer state for a state: with the padded leaves as nodes."""
-    return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(own if plan.has_opt_state else own.inner))
+def _to_opt_state(plan: ZeroPlan, own: ZeroOptState, *, like: PyTree = None) -> PyTree:
+    """Returns the optimizer state for a state, its padded leaves as nodes; as arrays if those of `like` are."""
+    state = own if plan.has_opt_state else own.inner
+    if like is not None and not any(map(is_padded, jax.tree.leaves(like, is_leaf=is_padded))):
+        return state  # of an NNX optimizer
+    return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(state))
 
 
 def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -295,7 +308,8 @@ def _optimize(
     tree = plan.params_treedef.unflatten
     seen_inner = plan.inner_treedef.unflatten(_inner_view(plan, own.inner))
     seen = (tree(grads), seen_inner, None if params is None else tree(masters), extra)
-    new_updates, new_inner = _evaluate(plan, optimize, seen)
+    with said_clearly():
+        new_updates, new_inner = evaluate_update(plan, optimize, seen)
     inner = plan.inner_treedef.flatten_up_to(new_inner)
     moments: list[list[Moments]] = [[] for _ in plan.leaves]
     changes = zip(plan.inner_leaves, plan.inner_treedef.flatten_up_to(own.inner), inner, strict=True)
@@ -362,35 +376,3 @@ def _not_finite(x: jax.Array | None) -> jax.Array:
     if x is None or not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.zeros((), jnp.bool_)
     return ~jnp.all(jnp.isfinite(x))
-
-
-def _evaluate(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
-    """Evaluates `optimize(grads, opt_state, params, **extra)` with arrays and streamed values; see `UpdateWalk`."""
-
-    def call(grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-        return optimize(grads, opt_state, params, **extra)
-
-    if plan.num_shards == 1 and not plan.offloaded:
-        return call(*args)
-    leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, StreamedValue))
-    shapes = treedef.unflatten([x.aval() if isinstance(x, StreamedValue) else x for x in leaves])
-    traced = jax.jit(call).trace(*shapes)
-    opened, consts = _compat.open_jaxpr(traced.jaxpr)
-    walk, out = UpdateWalk(plan), traced.out_info
-    if not plan.offloaded and not walk.mixes(opened):  # already traced: call it
-        return jax.jit(call)(*args)
-    outputs = walk(opened, consts, leaves)
-    new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
-    updates = [x if i in plan.offloaded else walk.compute(x) for i, x in enumerate(plan.flat_params(new_updates))]
-    inner = [
-        x if leaf.on_host else walk.compute(x)
-        for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)
-    ]
-    if walk.fetched_whole:
-        warnings.warn(
-            "The optimizer needs more than single elements, or their sum, of what is on the host, so each step brings "
-            f"these leaves to the devices as a whole: {sorted(walk.fetched_whole)}. Their memory is needed once more "
-            "there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
-            stacklevel=2,
-        )
-    return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)

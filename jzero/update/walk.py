@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["UpdateWalk"]
+__all__ = ["UpdateWalk", "evaluate_update"]
+
+PyTree = Any
 
 
 class UpdateWalk:
@@ -180,6 +183,39 @@ class UpdateWalk:
         if id(jaxpr) not in self.known:
             self.known[id(jaxpr)] = any(self._mixes(eqn) for eqn in jaxpr.eqns)
         return self.known[id(jaxpr)]
+
+
+def evaluate_update(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
+    """Evaluates `optimize(grads, opt_state, params, **extra)` with arrays and streamed values; see `UpdateWalk`."""
+
+    def call(grads: PyTree, opt_state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
+        return optimize(grads, opt_state, params, **extra)
+
+    if plan.num_shards == 1 and not plan.offloaded:
+        return call(*args)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=lambda x: isinstance(x, StreamedValue))
+    shapes = treedef.unflatten([x.aval() if isinstance(x, StreamedValue) else x for x in leaves])
+    # What `value_fn` closes over are constants of this jaxpr; of `jit(call).trace` they would be further inputs.
+    jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
+    opened, consts = _compat.open_jaxpr(jaxpr)
+    walk = UpdateWalk(plan)
+    if not plan.offloaded and not walk.mixes(opened):  # already traced: call it
+        return jax.jit(call)(*args)
+    outputs = walk(opened, consts, leaves)
+    new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
+    updates = [x if i in plan.offloaded else walk.compute(x) for i, x in enumerate(plan.flat_params(new_updates))]
+    inner = [
+        x if leaf.on_host else walk.compute(x)
+        for x, leaf in zip(plan.inner_treedef.flatten_up_to(new_inner), plan.inner_leaves, strict=True)
+    ]
+    if walk.fetched_whole:
+        warnings.warn(
+            "The optimizer needs more than single elements, or their sum, of what is on the host, so each step brings "
+            f"these leaves to the devices as a whole: {sorted(walk.fetched_whole)}. Their memory is needed once more "
+            "there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
+            stacklevel=2,
+        )
+    return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)
 
 
 def _bind_one(eqn: Any, *inputs: Any) -> Any:

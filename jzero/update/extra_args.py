@@ -1,0 +1,75 @@
+"""What an optimizer asks for beside gradients and parameters: optax's extra arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.trainable import MaskedTransformation
+
+__all__ = ["check_grads", "extra_args", "said_clearly"]
+
+PyTree = Any
+
+DIFFERENT = (
+    "The optimizer (`tx`) of a sharded state takes gradients of the structure and shapes of the parameters. One whose "
+    "gradients differ from them, such as `optax.lookahead`, cannot train it: keep the second copy of the parameters in "
+    "another field of the state."
+)
+
+
+def extra_args(tx: Any, value: jax.Array | None, grads: PyTree) -> dict[str, Any]:
+    """Returns the extra arguments that a train step hands to an optimizer; none if that takes none.
+
+    Args:
+      tx: The user's transformation.
+      value: The loss of these gradients, the mean over the global batch; `None` if it is not known.
+      grads: The gradients as the optimizer sees them.
+    """
+    inner = tx.inner if isinstance(tx, MaskedTransformation) else tx
+    takes = isinstance(inner, optax.GradientTransformationExtraArgs)
+    return {"value": value, "grad": grads} if takes and value is not None else {}
+
+
+@contextlib.contextmanager
+def said_clearly() -> Iterator[None]:
+    """Says of errors raised in the optimizer where they come from, and how to hand over what it asks for."""
+    try:
+        yield
+    except TypeError as error:
+        missing = re.search(r"missing \d+ required keyword-only arguments?: (.+)", str(error))
+        if missing is None:
+            _add_note(error)
+            raise
+        names = re.findall(r"'(\w+)'", missing[1])
+        given = ", ".join(f"{name}=..." for name in names)
+        raise TypeError(
+            f"The optimizer (`tx`) asks for {names}, which it was not given. A step of `make_train_step` hands over "
+            "`value`, the loss, and `grad`, except with `Offload(delay=1)`, whose gradients belong to an earlier loss. "
+            "Else take a step of your own: `loss, grads = jzero.value_and_grad(loss_fn)(state, batch)`, then "
+            f"`state.tx.update(grads, state.opt_state, state.params, {given})`."
+        ) from error
+    except ValueError as error:
+        _add_note(error)
+        raise
+
+
+def check_grads(plan: ZeroPlan, grads: Any) -> None:
+    """Raises unless gradients have the structure of the parameters."""
+    try:
+        plan.params_treedef.flatten_up_to(grads)
+    except ValueError as error:
+        raise ValueError(
+            "The gradients do not have the structure of the parameters. Parameters: "
+            f"{plan.params_treedef!s:.300}\nGradients: {jax.tree.structure(grads)!s:.300}\n{DIFFERENT}"
+        ) from error
+
+
+def _add_note(error: Exception) -> None:
+    error.add_note(f"Raised in the state's optimizer (`tx`). {DIFFERENT}")
