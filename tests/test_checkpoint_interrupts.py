@@ -1,14 +1,22 @@
 """Errors that pass and Ctrl-C: neither is damage, and neither leaves anything behind."""
 
 import builtins
+import contextlib
 import errno
 import io
 import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
 import warnings
 
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jzero
@@ -95,7 +103,7 @@ READ = orbax_io._PatientHandler.deserialize
     ids=["interrupt", "memory", "network", "tensorstore", "passed"],
 )
 def test_what_libraries_make_of_interrupts_is_no_damage(error, cause, raised, run, monkeypatch):
-    """Orbax raises a plain exception instead of a KeyboardInterrupt; a loop that was interrupted leaves other errors."""
+    """Orbax raises a plain exception instead of a KeyboardInterrupt; an interrupted loop leaves other errors."""
     told = []
 
     async def deserialize(self, infos, args=None):
@@ -124,3 +132,101 @@ def test_damage_that_is_found_after_an_interrupt_is_damage(run):
     except KeyboardInterrupt:
         with pytest.warns(UserWarning, match=r"Step 1 was restored, since what is newer is damaged"):
             manager.restore(make_state())
+
+
+def interrupt(monkeypatch, target, name):
+    """Sends SIGINT to the main thread in the middle of a method of Orbax's, which then takes a while to end."""
+    real = getattr(target, name)
+
+    def slow(*args, **kwargs):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)  # in which the main thread is told
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, name, slow)
+
+
+def test_after_ctrl_c_in_save_checkpoint_nothing_is_left_and_it_can_be_called_again(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, ocp.Checkpointer, "save")
+        with pytest.raises(KeyboardInterrupt):
+            jzero.save_checkpoint(tmp_path / "c", make_state(1))
+    assert names_in(tmp_path) == []
+    jzero.save_checkpoint(tmp_path / "c", make_state(2))
+    assert names_in(tmp_path) == ["c"]
+    restored = jzero.restore_checkpoint(tmp_path / "c", make_state())
+    np.testing.assert_array_equal(jzero.get_full_param(restored, "even"), np.full(64, 3.0))
+
+
+@pytest.mark.parametrize("where", ["save", "wait_until_finished"])
+def test_ctrl_c_in_a_manager_leaves_as_many_checkpoints_as_asked_for(where, tmp_path, monkeypatch):
+    manager = jzero.CheckpointManager(tmp_path, max_to_keep=2)
+    for step in range(5):
+        with monkeypatch.context() as patch:
+            if step % 2:
+                interrupt(patch, ocp.CheckpointManager, where)
+            with pytest.raises(KeyboardInterrupt) if step % 2 else contextlib.nullcontext():
+                manager.save(make_state(step), step=step)
+                manager.wait()
+    kept = [3, 4] if where == "save" else [2, 4]  # step 3 waits for the one before, and is not begun
+    assert manager.all_steps() == kept
+    manager.close()
+    assert names_in(tmp_path) == [*map(str, kept), "removed"]
+    assert not list((tmp_path / "removed").iterdir())
+    restored = jzero.CheckpointManager(tmp_path).restore(make_state(), step=kept[0])
+    np.testing.assert_array_equal(jzero.get_full_param(restored, "even"), np.full(64, 1.0 + kept[0]))
+
+
+def test_steps_that_were_deleted_by_hand_are_not_there(run):
+    with jzero.CheckpointManager(run) as manager:
+        manager.save(make_state(3), step=3)
+        assert not manager.save(make_state(3), step=3), "is there, or will be"
+        for step in (2, 3):
+            manager.wait()
+            shutil.rmtree(run / str(step))
+        assert manager.all_steps() == [1]
+        assert manager.save(make_state(7), step=2)
+        manager.wait()
+        shutil.rmtree(run / "2")
+        assert manager.save(make_state(8), step=2), "though nobody asked for the steps in between"
+        assert manager.save(make_state(9), step=3)
+    assert names_in(run)[:3] == ["1", "2", "3"]
+    restored = jzero.CheckpointManager(run).restore(make_state(), step=2)
+    np.testing.assert_array_equal(jzero.get_full_param(restored, "even"), np.full(64, 9.0))
+
+
+FORKED = """
+import multiprocessing, signal, sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+import jzero
+from tests.test_checkpoint_interrupts import make_state
+
+mine = lambda *_: None
+signal.signal(signal.SIGTERM, mine)
+manager = jzero.CheckpointManager(sys.argv[1])
+manager.save(make_state())
+ours = signal.getsignal(signal.SIGTERM)
+
+def work():
+    assert signal.getsignal(signal.SIGTERM) is mine
+    assert manager.all_steps() == [0]
+    manager.close()
+
+manager.wait()
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start()
+worker.join(20)
+assert worker.exitcode == 0, worker.exitcode  # its end has run the hooks
+assert signal.getsignal(signal.SIGTERM) == ours
+print(manager.all_steps())
+"""
+
+
+def test_a_forked_process_has_neither_handlers_nor_hooks(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
+    ran = subprocess.run(
+        command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, "[0]\n"), ran.stderr

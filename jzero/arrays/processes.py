@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import operator
+import os
 import re
 import time
 import zlib
@@ -159,7 +160,7 @@ class _Exchange:
         client = _compat.distributed_client()
         if client is not _history.client:
             _history = _History(client)
-            atexit.register(_say_ended, client, jax.process_index())
+            atexit.register(_say_ended, client, jax.process_index(), os.getpid())
         number = _history.counts[group] = _history.counts.get(group, 0) + 1
         self.before, _history.last = _history.last, where
         self.client, self.group, self.where, self.wait_s = client, group, where, wait_s
@@ -270,8 +271,8 @@ def _ended_key(process: int) -> str:
     return f"jzero/ended/{process}"
 
 
-def _say_ended(client: Any, process: int) -> None:
-    if client is _compat.distributed_client():  # otherwise it was closed
+def _say_ended(client: Any, process: int, pid: int) -> None:
+    if os.getpid() == pid and client is _compat.distributed_client():  # neither in a fork, nor after it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _compat.store(client, _ended_key(process), "")
 

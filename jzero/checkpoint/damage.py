@@ -27,6 +27,7 @@ __all__ = [
     "REMEDY",
     "CheckpointError",
     "DamageError",
+    "causes_of",
     "files_of",
     "is_passing",
     "is_there",
@@ -91,7 +92,7 @@ def reading(directory: epath.Path, leaves: Mapping[str, str] | None = None) -> I
     except CheckpointError:
         raise
     except Exception as error:
-        causes = list(_causes(error, handled))
+        causes = list(causes_of(error, handled))
         for cause in causes:
             if isinstance(cause, KeyboardInterrupt | SystemExit | MemoryError | jax.errors.JaxRuntimeError):
                 raise cause from None
@@ -180,7 +181,7 @@ def _file_name(location: str) -> str:
     return location.partition(":")[2].rsplit(":", 2)[0].replace(":", "")
 
 
-def _causes(error: BaseException | None, handled: BaseException | None) -> Iterator[BaseException]:
+def causes_of(error: BaseException | None, handled: BaseException | None = None) -> Iterator[BaseException]:
     """Yields an error and what caused it, up to an error that was there before."""
     seen = {id(handled)}  # an error that is raised again may be its own context
     while error is not None and id(error) not in seen:

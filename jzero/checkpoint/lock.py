@@ -42,7 +42,7 @@ class DirectoryLock:
     def take_over(self) -> None:
         """Lets another manager of this program finish, and takes its place. Each process must call it."""
         holder = _HOLDERS.get(str(self._directory))
-        give_way = None if holder is None else holder._give_way()
+        give_way = None if holder is None or holder is self else holder._give_way()
         if give_way is not None:
             give_way()
         _HOLDERS[str(self._directory)] = self

@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import operator
+import os
 import threading
 import warnings
 import weakref
@@ -151,6 +152,8 @@ class CheckpointManager:
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
         latest = self._latest()
+        if latest is not None and step <= latest:
+            latest = self._latest(look_again=True)
         goes_back = latest is not None and self._branch is not None and self._branch < step <= latest
         if latest is not None and step < latest and not goes_back and step != self._branch:
             raise CheckpointError(
@@ -262,8 +265,10 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, and of the one being written, in order."""
+        there = self._find_committed()
+        self._writer.forget_deleted(there)
         steps = self._writer.steps()
-        return sorted(self._find_committed() if steps is None else steps)
+        return sorted(there if steps is None else steps)
 
     def latest_step(self) -> int | None:
         """Returns the newest step of `all_steps`; `None` if there is none."""
@@ -302,14 +307,18 @@ class CheckpointManager:
             steps = json.loads(gather_texts(json.dumps(steps))[0])
         return list(steps)
 
-    def _latest(self) -> int | None:
-        """Returns the newest step; reads the directory only once. Each process must call it."""
+    def _latest(self, *, look_again: bool = False) -> int | None:
+        """Returns the newest step. Each process must call it.
+
+        Args:
+          look_again: Whether to read the directory although its steps are known, since someone may have deleted one.
+        """
         steps = self._writer.steps()
-        if steps is not None:
-            return max(steps, default=None)
-        if self._seen is None:
+        if look_again or (steps is None and self._seen is None):
             self._seen = self._agreed_steps()
-        return max(self._seen, default=None)
+            self._writer.forget_deleted(self._seen)
+            steps = self._writer.steps()
+        return max(self._seen or () if steps is None else steps, default=None)
 
     def _settle(self, *, despite_failure: bool) -> None:
         """Waits for the previous save; if it failed, raises, or only warns if this save is the last chance."""
@@ -323,11 +332,11 @@ class CheckpointManager:
 
 def _close_at_exit(manager: CheckpointManager) -> None:
     """Closes a manager at the end of the program, if the program does not, so that its last checkpoint is completed."""
-    reference = weakref.ref(manager)
+    reference, process = weakref.ref(manager), os.getpid()
 
     def close() -> None:
         left = reference()
-        if left is not None:
+        if left is not None and os.getpid() == process:  # forked processes inherit the hook
             left.close()
 
     # This must run while threads can still start; `atexit` is too late, and Python has no public name for it.

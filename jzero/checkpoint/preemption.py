@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import warnings
@@ -69,6 +70,11 @@ class _Signal:
         if in_main and signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
+    def forget(self) -> None:
+        """Gives the signal back in a forked process, whose parent saves the checkpoints."""
+        self._listening.clear()
+        self._give_back()
+
     def _receive(self, number: int, frame: Any) -> None:
         to_tell = [notice for notice in self._listening if not notice.received]
         if not to_tell:  # all were told before, or no longer exist
@@ -82,3 +88,5 @@ class _Signal:
 
 
 _SIGNAL = _Signal()
+
+os.register_at_fork(after_in_child=_SIGNAL.forget)

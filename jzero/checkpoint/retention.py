@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
@@ -31,11 +31,15 @@ class Retention:
         if self.max_to_keep is None:
             return policies.LatestN(None)
         kept: list[Any] = [policies.LatestN(self.max_to_keep if self.best_metric is None else 1)]
-        if self.best_metric is not None:  # sorted from bad to good, the last ones are kept
-            kept.append(policies.BestN(n=self.max_to_keep, get_metric_fn=self.score))
+        if self.best_metric is not None:
+            kept.append(_Best(self, self.max_to_keep))
         if self.keep_every_steps is not None:
             kept.append(policies.EveryNSteps(self.keep_every_steps))
         return policies.AnyPreservationPolicy(kept)
+
+    def has_metric(self, metrics: Mapping[str, Any] | None) -> bool:
+        """Whether a checkpoint was saved with the metric that ranks checkpoints."""
+        return metrics is not None and self.best_metric in metrics
 
     def score(self, metrics: Mapping[str, Any] | None) -> float:
         """Returns a checkpoint's score by its metrics; the worst if the metric is missing or NaN."""
@@ -46,7 +50,7 @@ class Retention:
 
     def check(self, metrics: Mapping[str, Any] | None) -> None:
         """Raises unless `metrics` has the metric that ranks checkpoints."""
-        if self.best_metric is not None and (metrics is None or self.best_metric not in metrics):
+        if self.best_metric is not None and not self.has_metric(metrics):
             raise ValueError(
                 f"`metrics` must hold {self.best_metric!r}, by which checkpoints are kept: got "
                 f"{None if metrics is None else sorted(metrics)}."
@@ -64,3 +68,17 @@ class Retention:
                     scores[step] = self.score(json.loads(file.read_text()))
         known = [step for step, score in scores.items() if score > -math.inf]
         return max(known, key=lambda step: (scores[step], step), default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Best:
+    """Orbax's `BestN` for one metric among several: checkpoints without it stay, whatever other metrics they have."""
+
+    retention: Retention
+    num: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        ranked = [info for info in checkpoints if self.retention.has_metric(info.metrics)]
+        ranked.sort(key=lambda info: self.retention.score(info.metrics))
+        best = {info.step for info in ranked[-self.num :]}
+        return [info.step in best or not self.retention.has_metric(info.metrics) for info in checkpoints]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
-from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import WantedLeaf, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
+from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import apply_pending
@@ -28,7 +31,9 @@ from jzero.state.train_state import adapt_sharded, check_alive, map_state
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
 
-__all__ = ["checkpoint_items", "save_checkpoint"]
+__all__ = ["checkpoint_items", "save_checkpoint", "save_error"]
+
+_THREAD = Uninterrupted()
 
 
 def save_checkpoint(
@@ -38,9 +43,9 @@ def save_checkpoint(
 
     The tree on disk is that of a plain Flax and optax program: natural shapes, masters instead of 16-bit parameters,
     the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is complete it
-    has another name, so a crash leaves no half of a checkpoint. Host memory: this process's part of the state, once,
-    and once more if gradients are pending (`Offload(delay=1)`), which are applied to a copy. With several processes,
-    each must call it.
+    has another name, so a crash leaves no half of a checkpoint; Ctrl-C waits until what was written is removed, a
+    second Ctrl-C does not. Host memory: this process's part of the state, once, and once more if gradients are pending
+    (`Offload(delay=1)`), which are applied to a copy. With several processes, each must call it.
 
     Args:
       path: The directory; must not exist.
@@ -61,26 +66,60 @@ def save_checkpoint(
       True
     """
     directory = absolute(path)
-    if directory.exists():
+    if _THREAD.run(is_there, directory):  # after what an interrupted call began
         raise ValueError(
             f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
             "or use a `jzero.CheckpointManager`, which numbers its checkpoints and removes old ones."
         )
     items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
+    written: list[Any] = []
+    try:
+        _THREAD.run(_write, directory, items, written)
+    except Exception as error:
+        raise save_error(directory, error) from error
+    except BaseException:
+        _THREAD.run(_remove, written)
+        raise
+
+
+def _write(directory: epath.Path, items: ocp.args.Composite, written: list[Any]) -> None:
+    """Writes a checkpoint, whose directory is then in `written`; leaves nothing behind if that fails."""
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
             checkpointer.save(directory, args=items)
-    except Exception as error:
-        raise save_error(directory, error) from error
+    except Exception:
+        _remove_unfinished(directory)
+        raise
+    written.append(directory)
+
+
+def _remove(written: Sequence[epath.Path]) -> None:
+    """Removes checkpoints; from the first moment they look like unfinished ones."""
+    for directory in written if jax.process_index() == 0 else ():
+        with contextlib.suppress(OSError):
+            directory.rename(_unfinished(directory))
+        _remove_unfinished(directory)
+
+
+def _unfinished(directory: epath.Path) -> epath.Path:
+    return directory.with_name(directory.name + ocp.path.step.TMP_DIR_SUFFIX)
+
+
+def _remove_unfinished(directory: epath.Path) -> None:
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):
+            _unfinished(directory).rmtree()
 
 
 def save_error(directory: Any, error: BaseException) -> CheckpointError:
     """Returns the error about a checkpoint that could not be written."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
+    way_out = ""
+    if any(isinstance(cause, OSError) or is_passing(cause) for cause in causes_of(error)):
+        way_out = " See that there is space and that this process may write there, then save again."
     return CheckpointError(
         f"The checkpoint at {directory} could not be written ({type(error).__name__}: {text[:400]}). Nothing of it "
-        "counts as a checkpoint, and earlier ones are as they were. See that there is space and that this process may "
-        "write there, then save again."
+        f"counts as a checkpoint, and earlier ones are as they were.{way_out}"
     )
 
 

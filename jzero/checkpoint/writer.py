@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import save_error
+from jzero.checkpoint.uninterrupted import Uninterrupted
 
 __all__ = ["Writer"]
 
@@ -34,6 +35,8 @@ REMOVED = "removed"
 class Writer:
     """Orbax's manager of a directory and the lock on it, from a save until `close` or a save that fails.
 
+    Everything runs in one thread: see [Note: Ctrl-C while a checkpoint is written].
+
     Args:
       directory: Where the checkpoints are, one directory per step.
       retention: Which of them are kept.
@@ -46,10 +49,19 @@ class Writer:
         self._lock = DirectoryLock(directory, weakref.WeakMethod(self.close))
         self._saving_step: int | None = None
         self._sweeper: threading.Thread | None = None  # removes old checkpoints
+        self._thread = Uninterrupted(_forget(weakref.ref(self)))
 
     def steps(self) -> list[int] | None:
         """Returns the steps of complete checkpoints and of the one being written; `None` unless this is open."""
-        return None if self._orbax is None else list(self._orbax.all_steps())
+        return self._thread.run(self._steps)
+
+    def forget_deleted(self, there: Collection[int]) -> None:
+        """Forgets steps that someone else deleted.
+
+        Args:
+          there: The complete steps in the directory.
+        """
+        self._thread.run(self._forget_deleted, there)
 
     def save(self, step: int, items: Any, metrics: Mapping[str, Any] | None, *, restored: int | None) -> None:
         """Saves a step once `wait` has returned for the one before; returns when it is copied to the host.
@@ -63,20 +75,47 @@ class Writer:
         Raises:
           CheckpointError: It could not be written, or another program writes to the directory.
         """
-        self._remove_old()
         numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
+        moved = self._thread.run(self._save, step, items, numbers, restored)
+        if moved:
+            away = self._directory / SUPERSEDED
+            warnings.warn(
+                f"Training goes on from step {restored}: the later steps {moved} were moved to {away}.", stacklevel=3
+            )
+
+    def wait(self) -> None:
+        """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
+        self._thread.run(self._wait)
+
+    def close(self) -> None:
+        """Waits for the current save, and lets other programs write to the directory."""
+        self._thread.run(self._close)
+
+    def _steps(self) -> list[int] | None:
+        return None if self._orbax is None else list(self._orbax.all_steps())
+
+    def _forget_deleted(self, there: Collection[int]) -> None:
+        if set(self._steps() or ()) - {self._saving_step, *there}:
+            self._wait()  # Orbax would forget the step that it is writing, too
+            assert self._orbax is not None
+            self._orbax.reload()
+
+    def _save(self, step: int, items: Any, metrics: Mapping[str, float] | None, restored: int | None) -> list[int]:
+        """Saves a step; returns the steps that made room for it."""
+        self._remove_old()
         try:
-            orbax = self._open(step, restored)
+            moved = [] if self._orbax is not None else self._open(step, restored)
+            assert self._orbax is not None
             self._saving_step = step
-            orbax.save(step, args=items, metrics=numbers, force=True)
+            self._orbax.save(step, args=items, metrics=metrics, force=True)
+            return moved
         except CheckpointError:
             raise
         except Exception as error:
             self._give_up(step)
             raise save_error(self._directory / str(step), error) from error
 
-    def wait(self) -> None:
-        """Waits until the current save is complete; raises a `CheckpointError` if it failed."""
+    def _wait(self) -> None:
         if self._orbax is None:
             return
         step, self._saving_step = self._saving_step, None
@@ -86,10 +125,9 @@ class Writer:
             self._give_up(step)
             raise save_error(self._directory / str(step), error) from error
 
-    def close(self) -> None:
-        """Waits for the current save, and lets other programs write to the directory."""
+    def _close(self) -> None:
         try:
-            self.wait()
+            self._wait()
             if self._orbax is not None:
                 self._orbax.close()
                 self._remove_old()
@@ -109,35 +147,35 @@ class Writer:
         if self._sweeper is not None:
             self._sweeper.join()
 
-    def _open(self, step: int, restored: int | None) -> ocp.CheckpointManager:
-        """Returns Orbax's manager, which removes incomplete checkpoints; nobody else may be writing."""
-        if self._orbax is None:
-            self._take_lock()
-            self._supersede(step, restored)
-            options = ocp.CheckpointManagerOptions(
-                preservation_policy=self._retention.policy(),
-                best_fn=None if self._retention.best_metric is None else self._retention.score,
-                cleanup_tmp_directories=True,
-                todelete_subdir=REMOVED,
-            )
-            self._orbax = ocp.CheckpointManager(self._directory, options=options, handler_registry=handler_registry())
-        return self._orbax
+    def _open(self, step: int, restored: int | None) -> list[int]:
+        """Starts Orbax's manager, which removes incomplete checkpoints; returns the steps that made room.
 
-    def _supersede(self, step: int, restored: int | None) -> None:
-        """Moves the steps after the restored one out of the way, the newest first."""
+        Nobody else may be writing.
+        """
+        self._take_lock()
+        moved = self._supersede(step, restored)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._retention.policy(),
+            best_fn=None if self._retention.best_metric is None else self._retention.score,
+            cleanup_tmp_directories=True,
+            todelete_subdir=REMOVED,
+        )
+        self._orbax = ocp.CheckpointManager(self._directory, options=options, handler_registry=handler_registry())
+        return moved
+
+    def _supersede(self, step: int, restored: int | None) -> list[int]:
+        """Moves the steps after the restored one out of the way, the newest first; the first process returns them."""
         later = [] if restored is None else [other for other in find_steps(self._directory) if other > restored]
-        if step <= max(later, default=-1) and jax.process_index() == 0:
+        moves = step <= max(later, default=-1) and jax.process_index() == 0
+        if moves:
             away = self._directory / SUPERSEDED
             away.mkdir(exist_ok=True)
             for other in sorted(later, reverse=True):
                 names = (f"{other}" if i == 0 else f"{other}.{i}" for i in range(1000))
                 (self._directory / str(other)).rename(next(away / name for name in names if not (away / name).exists()))
-            warnings.warn(
-                f"Training goes on from step {restored}: the later steps {sorted(later)} were moved to {away}.",
-                stacklevel=5,
-            )
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("jzero: steps superseded")
+        return sorted(later) if moves else []
 
     def _give_up(self, step: int | None) -> None:
         """Forgets a failed save and removes its files, so that the next save starts cleanly."""
@@ -168,6 +206,17 @@ class Writer:
         if refused:
             self._lock.release()
             raise CheckpointError(f"Checkpoints cannot be written to {self._directory}: {refused}")
+
+
+def _forget(writer: weakref.ref[Writer]) -> Callable[[], None]:
+    """Returns what makes a writer that a fork copied as if it had never been open."""
+
+    def forget() -> None:
+        copy = writer()
+        assert copy is not None
+        copy._orbax = copy._saving_step = copy._sweeper = None
+
+    return forget
 
 
 def _remove_all(directory: epath.Path) -> None:
