@@ -37,7 +37,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jzero import _compat
 
-__all__ = ["PROGRAM", "WAIT_S", "agree", "are_several", "check_wait", "gather_texts"]
+__all__ = ["MEET_S", "PROGRAM", "WAIT_S", "agree", "are_several", "check_wait", "gather_texts"]
 
 T = TypeVar("T")
 
@@ -51,6 +51,8 @@ PROGRAM = "the program"
 
 WAIT_S = 300.0
 """How long processes wait for each other, as in `jax.distributed.initialize`."""
+MEET_S = 40.0
+"""How long they wait for each other where nothing is compiled or computed in between."""
 QUIET_S = 10.0
 """How long they wait before they say so."""
 LINGER_S = 1.0
@@ -58,10 +60,10 @@ LINGER_S = 1.0
 MAX_LINES, MAX_COLUMNS = 20, 1000
 
 
-def check_wait(check_processes: Any) -> float | None:
+def check_wait(check_processes: Any, default: float = WAIT_S) -> float | None:
     """Returns the seconds to wait for an argument `check_processes`; `None` if processes are not compared."""
     if isinstance(check_processes, bool):
-        return WAIT_S if check_processes else None
+        return default if check_processes else None
     if isinstance(check_processes, int | float) and check_processes > 0:
         return float(check_processes)
     raise ValueError(

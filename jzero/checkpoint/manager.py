@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jzero.arrays.processes import gather_texts
+from jzero.arrays.processes import MEET_S, check_wait, gather_texts
 from jzero.checkpoint.contents import absolute, find_steps, read_contents
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.extras import everywhere
@@ -26,7 +26,7 @@ from jzero.checkpoint.matching import RestoreReport
 from jzero.checkpoint.preemption import PreemptionNotice
 from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_unless_complete
 from jzero.checkpoint.retention import Retention
-from jzero.checkpoint.saving import checkpoint_items
+from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
 from jzero.state.next_state import apply_pending, settled_step
 from jzero.state.train_state import AdaptedState, adapt_sharded
@@ -57,6 +57,7 @@ class CheckpointManager:
         it all stay; NaN is worse than any number.
       best_mode: Whether large (`"max"`) or small (`"min"`) values are good.
       preemption_exit_code: Exit status after a checkpoint saved at SIGTERM; `None` to continue, see `preempted`.
+      check_processes: As for `save_checkpoint`: how many seconds `save` waits for processes that have not called it.
 
     Attributes:
       directory: The directory of the checkpoints.
@@ -89,6 +90,7 @@ class CheckpointManager:
         best_metric: str | None = None,
         best_mode: Literal["max", "min"] = "min",
         preemption_exit_code: int | None = 0,
+        check_processes: bool | float = True,
     ) -> None:
         for name, value in (
             ("max_to_keep", max_to_keep),
@@ -106,6 +108,7 @@ class CheckpointManager:
         self._retention = Retention(max_to_keep, keep_every_steps, best_metric, best_mode)
         self._interval = save_interval_steps
         self._exit_code = preemption_exit_code
+        self._wait_s = check_wait(check_processes, MEET_S)
         self._writer = Writer(self.directory, self._retention)
         self._restored_step: int | None = None
         self._branch: int | None = None  # the step that was restored, if there are later ones
@@ -125,7 +128,7 @@ class CheckpointManager:
     ) -> bool:
         """Saves the state if its step is due, and returns once it is copied to the host.
 
-        With several processes, each must call it, at every step.
+        With several processes, each must call it, at every step. They must share the directory.
 
         Args:
           state: A sharded train state, after a step.
@@ -142,8 +145,9 @@ class CheckpointManager:
 
         Raises:
           CheckpointError: This checkpoint or the one before could not be written, another program writes to the
-            directory, or the directory holds later steps that were not restored.
-          ValueError: `step` is not an integer, or negative; `metrics` lacks `best_metric`, except at a SIGTERM.
+            directory, the processes do not share it, or it holds later steps that were not restored.
+          ValueError: `step` is not an integer, or negative; `metrics` lacks `best_metric`, except at a SIGTERM; a
+            process did not call it.
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
           SystemExit: A SIGTERM arrived, and the state is saved.
         """
@@ -151,9 +155,10 @@ class CheckpointManager:
         self._notice.listen()
         now = self._notice.reached(step) and not self.preempted
         self.preempted = self.preempted or now
-        latest = self._latest()
+        meet_all = functools.partial(meet, "CheckpointManager.save", state, self._wait_s)
+        latest = self._latest(meet_all)
         if latest is not None and step <= latest:
-            latest = self._latest(look_again=True)
+            latest = self._latest(meet_all, look_again=True)
         goes_back = latest is not None and self._branch is not None and self._branch < step <= latest
         if latest is not None and step < latest and not goes_back and step != self._branch:
             raise CheckpointError(
@@ -169,6 +174,7 @@ class CheckpointManager:
             self._settle(despite_failure=now)
             if goes_back:
                 self._writer.close()
+            meet_all()
             items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
             self._seen = None
             self._writer.save(step, items, metrics, restored=self._branch)
@@ -307,14 +313,16 @@ class CheckpointManager:
             steps = json.loads(gather_texts(json.dumps(steps))[0])
         return list(steps)
 
-    def _latest(self, *, look_again: bool = False) -> int | None:
+    def _latest(self, meet_all: Callable[[], None], *, look_again: bool = False) -> int | None:
         """Returns the newest step. Each process must call it.
 
         Args:
+          meet_all: Called before processes tell each other.
           look_again: Whether to read the directory although its steps are known, since someone may have deleted one.
         """
         steps = self._writer.steps()
         if look_again or (steps is None and self._seen is None):
+            meet_all()
             self._seen = self._agreed_steps()
             self._writer.forget_deleted(self._seen)
             steps = self._writer.steps()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,14 @@ from etils import epath
 
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.processes import agree
+from jzero.arrays.processes import MEET_S, agree, are_several, check_wait
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import WantedLeaf, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
+from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
@@ -31,13 +31,18 @@ from jzero.state.train_state import adapt_sharded, check_alive, map_state
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
 
-__all__ = ["checkpoint_items", "save_checkpoint", "save_error"]
+__all__ = ["checkpoint_items", "meet", "save_checkpoint", "save_error"]
 
 _THREAD = Uninterrupted()
 
 
 def save_checkpoint(
-    path: Any, state: Any, *, data_iterator: Any = None, extra: Mapping[str, Any] | None = None
+    path: Any,
+    state: Any,
+    *,
+    data_iterator: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    check_processes: bool | float = True,
 ) -> None:
     """Writes a sharded train state to a new directory, and returns when it is complete.
 
@@ -45,19 +50,22 @@ def save_checkpoint(
     the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is complete it
     has another name, so a crash leaves no half of a checkpoint; Ctrl-C waits until what was written is removed, a
     second Ctrl-C does not. Host memory: this process's part of the state, once, and once more if gradients are pending
-    (`Offload(delay=1)`), which are applied to a copy. With several processes, each must call it.
+    (`Offload(delay=1)`), which are applied to a copy. With several processes, each must call it, with a directory that
+    all of them share.
 
     Args:
       path: The directory; must not exist.
       state: A sharded train state.
       data_iterator: An iterator whose position to save: anything with `get_state` (Grain) or `state_dict` (PyTorch).
       extra: Other values to save: nested dicts of arrays, PRNG keys, numbers and text.
+      check_processes: How many seconds to wait for processes that have not called it, from when the state is computed;
+        `True` for 40. With `False` it waits for ever.
 
     Raises:
-      ValueError: `path` exists, or the state has leaves that cannot be written: empty ones, or of a dtype such as
-        uint4.
+      ValueError: `path` exists, the state has leaves that cannot be written (empty ones, or of a dtype such as uint4),
+        or a process did not call it.
       TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
-      CheckpointError: It could not be written.
+      CheckpointError: It could not be written, or the processes do not share its directory.
 
     Example:
       >>> path = f"{tmp}/checkpoint"
@@ -65,16 +73,19 @@ def save_checkpoint(
       >>> int(jzero.restore_checkpoint(path, state).step) == int(state.step)
       True
     """
-    directory = absolute(path)
+    directory, wait_s = absolute(path), check_wait(check_processes, MEET_S)
     if _THREAD.run(is_there, directory):  # after what an interrupted call began
         raise ValueError(
             f"There is something at {directory} already, and a checkpoint never replaces another: save to a new path, "
             "or use a `jzero.CheckpointManager`, which numbers its checkpoints and removes old ones."
         )
+    meet("save_checkpoint", state, wait_s)
     items = checkpoint_items(apply_pending(state), data_iterator=data_iterator, extra=extra)
     written: list[Any] = []
     try:
         _THREAD.run(_write, directory, items, written)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise save_error(directory, error) from error
     except BaseException:
@@ -84,6 +95,7 @@ def save_checkpoint(
 
 def _write(directory: epath.Path, items: ocp.args.Composite, written: list[Any]) -> None:
     """Writes a checkpoint, whose directory is then in `written`; leaves nothing behind if that fails."""
+    check_shared(directory.parent)
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
             checkpointer.save(directory, args=items)
@@ -123,8 +135,28 @@ def save_error(directory: Any, error: BaseException) -> CheckpointError:
     )
 
 
+def meet(where: str, state: Any, wait_s: float | None) -> None:
+    """Returns once all processes are at this place, with states of one plan; raises in all if one does not come.
+
+    What follows are collectives, which would hang. A process may be behind as long as it computes the state, which the
+    others wait for, too; after that nothing is left to do for it but to come here.
+
+    Args:
+      where: The public function.
+      state: A sharded train state.
+      wait_s: How many seconds to wait, from when the state is computed.
+    """
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
+    if are_several(plan.mesh):
+        check_alive(train_state)
+        jax.block_until_ready(train_state)
+    same = {"the training state": describe_plan(plan)}
+    agree(f"{where}, which each must call", plan.mesh, lambda: None, lambda _: same, wait_s=wait_s)
+
+
 def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> ocp.args.Composite:
-    """Returns the items of a checkpoint of a sharded train state.
+    """Returns the items of a checkpoint of a sharded train state. All processes must be here, see `meet`.
 
     Most arrays are those of the state itself, so they must not be donated before Orbax has copied them.
     """
@@ -132,8 +164,6 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
     train_state = adapted.state
     plan = train_state.tx.plan
     check_alive(train_state)
-    same = {"the training state": describe_plan(plan)}
-    agree("save_checkpoint", plan.mesh, lambda: None, lambda _: same, wait_s=math.inf)  # others may be far behind
     items: dict[str, Any] = everywhere(lambda: _extra_items(data_iterator, extra))
     if ITERATOR in items:
         items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}

@@ -21,6 +21,7 @@ from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import save_error
+from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 
 __all__ = ["Writer"]
@@ -206,6 +207,11 @@ class Writer:
         if refused:
             self._lock.release()
             raise CheckpointError(f"Checkpoints cannot be written to {self._directory}: {refused}")
+        try:
+            check_shared(self._directory)
+        except CheckpointError:
+            self._lock.release()
+            raise
 
 
 def _forget(writer: weakref.ref[Writer]) -> Callable[[], None]:

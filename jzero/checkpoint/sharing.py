@@ -1,0 +1,51 @@
+"""Whether the processes share the folder of a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+
+import jax
+from etils import epath
+
+from jzero.arrays.processes import gather_texts
+from jzero.checkpoint.damage import CheckpointError, is_there
+from jzero.checkpoint.extras import everywhere
+
+__all__ = ["check_shared"]
+
+LAG_S = 10.0
+"""How long a file that one process wrote may take to appear to another."""
+
+
+def check_shared(directory: epath.Path) -> None:
+    """Raises in all processes unless each sees what the first writes to a directory. Each process must call it."""
+    if jax.process_count() == 1:
+        return
+    is_first = jax.process_index() == 0
+    file = directory / f"jzero.{gather_texts(uuid.uuid4().hex)[0]}"  # a name that no file system remembers as absent
+
+    def write() -> None:
+        if is_first:
+            directory.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+
+    everywhere(write)
+    try:
+        everywhere(lambda: _wait_for(file))
+    finally:
+        if is_first:
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def _wait_for(file: epath.Path) -> None:
+    deadline = time.monotonic() + LAG_S
+    while not is_there(file):
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"Process {jax.process_index()} does not see what process 0 writes to {file.parent}: each writes a "
+                "part of a checkpoint, so all must save to the same folder, on a disk that they share."
+            )
+        time.sleep(0.1)
