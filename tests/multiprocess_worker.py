@@ -25,6 +25,7 @@ from jax.experimental import multihost_utils
 
 import jzero
 from jzero.arrays import processes as _processes
+from jzero.checkpoint import sharing
 from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
@@ -207,6 +208,23 @@ def checkpoints() -> dict[str, Any]:
             warnings.simplefilter("always")
             results["went back to"] = int(manager.restore(like).step)
         results["warning"] = str(caught[0].message)
+    return {**results, **saved_wrongly(directory, state)}
+
+
+def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
+    """Saves into folders that the processes do not share, then in the first process alone; returns what they are told."""
+    own = directory / f"host{jax.process_index()}"
+    sharing.LAG_S = 0.2
+    results: dict[str, Any] = {}
+    results["not shared"] = message(lambda: jzero.save_checkpoint(own / "c", state))
+    results["not shared by managers"] = message(lambda: jzero.CheckpointManager(own / "run").save(state))
+    results["left there"] = sorted(str(path) for path in own.rglob("*") if path.name != "jzero.lock")
+    if jax.process_index():
+        time.sleep(3)
+    else:
+        results["alone"] = message(lambda: jzero.save_checkpoint(directory / "x", state, check_processes=0.5))
+        manager = jzero.CheckpointManager(directory / "x", check_processes=0.5)
+        results["alone with a manager"] = message(lambda: manager.save(state))
     return results
 
 

@@ -230,6 +230,8 @@ def test_extras_and_the_position_of_the_data(plain, tmp_path):
         "other": jax.random.key(3, impl="rbg"),
         "history": [1, 2.5, None, True, "text", b"\x01"],
         "nested": {"array": np.arange(3, dtype=np.int8), "half": jnp.ones(2, jnp.bfloat16)},
+        "swapped": np.arange(3, dtype=">i4"),
+        "small": np.arange(3).astype(jnp.int4),
     }
     with jzero.CheckpointManager(tmp_path / "run") as manager:
         manager.save(state, data_iterator=data, extra=extra)
@@ -241,6 +243,8 @@ def test_extras_and_the_position_of_the_data(plain, tmp_path):
     assert found["nested"]["array"].dtype == np.int8
     assert found["nested"]["array"].tolist() == [0, 1, 2]
     assert found["nested"]["half"].dtype == jnp.bfloat16
+    assert found["swapped"].tolist() == found["small"].tolist() == [0, 1, 2]
+    assert found["small"].dtype == jnp.int4
     for name in ("rng", "other"):
         assert found[name].dtype == extra[name].dtype
         assert (jax.random.bits(found[name], 3) == jax.random.bits(extra[name], 3)).all()
@@ -255,6 +259,10 @@ def test_extras_and_the_position_of_the_data(plain, tmp_path):
         ({"o": np.array([object()])}, r"`extra/o` is an array of object\[1\]"),
         ({"o": np.array(["text"])}, r"`extra/o` is an array of <U4\[1\]"),
         ({"o": np.zeros((0, 3))}, r"`extra/o` is an array of float64\[0, 3\]"),
+        ({"a": [{"o": np.zeros(2, np.longdouble)}]}, r"`extra/a/0/o` is an array of float128\[2\]"),
+        ({"o": np.zeros(2, [("x", int), ("y", float)])}, r"`extra/o` is an array of \[\('x', '<i8'\)"),
+        ({"o": np.zeros(2, "V3")}, r"`extra/o` is an array of \|V3\[2\]"),
+        ({"o": np.zeros(2, jnp.uint4)}, r"`extra/o` is an array of uint4\[2\]"),
     ],
 )
 def test_extras_that_cannot_be_saved(extra, message, plain, tmp_path):

@@ -183,6 +183,15 @@ def test_metrics_that_are_no_numbers_or_not_there(plain, tmp_path):
     assert jzero.CheckpointManager(tmp_path, best_metric="accuracy").best_step() is None
 
 
+def test_a_metric_with_another_name(plain, tmp_path):
+    state = sharded(plain, 1, 2)
+    for name, numbers in (("loss", (1, 2, 3)), ("eval/loss", (4, 5, 6, 7))):
+        with jzero.CheckpointManager(tmp_path, max_to_keep=2, best_metric=name) as manager:
+            for number in numbers:
+                manager.save(numbered(state, number), metrics={name: number, "other": 0.0})
+    assert manager.all_steps() == [1, 2, 3, 4, 5, 7], "all without it, the best two, the latest"
+
+
 def test_metrics_that_are_missing(plain, tmp_path):
     with (
         jzero.CheckpointManager(tmp_path, best_metric="loss") as manager,

@@ -150,6 +150,14 @@ def test_checkpoints_of_two_processes_and_of_one(tmp_path):
         assert results["went back to"] == 2
         assert "Step 2 was restored, since what is newer is damaged" in results["warning"]
         assert "ocdbt.process_1/d/" in results["warning"]
+        for name in ("not shared", "not shared by managers"):
+            assert "Process 1 does not see what process 0 writes to" in results[name]
+            assert "must save to the same folder" in results[name]
+        assert all(path.endswith(("host0/run", "host1/run")) for path in results["left there"])
+    for name, where in (("alone", "save_checkpoint"), ("alone with a manager", "CheckpointManager.save")):
+        assert "process 1 did not come within 0.5 s" in found[0][name]
+        assert f"Process 0 is at {where}, which each must call" in found[0][name]
+    assert not (tmp_path / "x").exists()
     like = jzero.abstract_train_state(make(jax.random.key(0)), config=multiprocess_worker.config(2))
     assert multiprocess_worker.whole(jzero.restore_checkpoint(tmp_path / "kept", like)) == found[0]["trained"]
     with pytest.raises(ValueError, match="saved by 2 processes, each at another place, but there are 1 now"):

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._text import key_names
-from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading
+from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
 
@@ -133,9 +133,10 @@ def read_contents(path: Any) -> Contents:
         directory = steps[max(steps)]
         state_directory = _find_state(directory)
     if state_directory is None:
-        raise DamageError(
+        exists = is_there(directory)
+        raise (DamageError if exists else CheckpointError)(
             f"There is no checkpoint at {path}"
-            + (": it holds no tree of arrays." if is_there(directory) else ".")
+            + (": it holds no tree of arrays." if exists else ".")
             + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
         )
     notes = _read_notes(directory)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.damage import CheckpointError, DamageError
+from jzero.checkpoint.orbax_io import can_store
 
 __all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
 
@@ -60,10 +61,14 @@ def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
             )
         x = x.addressable_data(0)
     name = str(len(arrays))
-    arrays[name] = np.array(x)
-    if arrays[name].dtype.kind in "OSUMm" or not arrays[name].size:
-        what = f"{arrays[name].dtype}{list(arrays[name].shape)}"
-        raise TypeError(f"`{path}` is an array of {what}: only arrays of numbers, with elements, can be saved.")
+    array = np.array(x)
+    dtype = array.dtype
+    arrays[name] = array.astype(dtype.newbyteorder("="), copy=False)  # Orbax notes no byte order
+    if not can_store(dtype) or not array.size:
+        raise TypeError(
+            f"`{path}` is an array of {dtype}{list(array.shape)}: only arrays with elements, of a dtype of numbers that "
+            "Orbax can write, can be saved."
+        )
     return name
 
 
