@@ -46,6 +46,66 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [
+    # Padded leaves, and what an optimizer asks for.
+    Mutant(
+        "optimizer_leaves_are_stored_arrays",
+        "plan/plan.py",
+        "return self.opt_treedef.unflatten([leaf.box(x) for",
+        "return self.opt_treedef.unflatten([x for",
+        "test_padded.py::test_functions_of_parameters_gradients_and_optimizer_state_see_one_shape",
+    ),
+    Mutant(
+        "padded_parameters_planned_as_stored",
+        "state/shard.py",
+        "return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded), train_state.tx, None",
+        "return train_state, train_state.tx, None",
+        "test_padded.py::test_two_optimizers_of_one_nnx_model_take_turns",
+    ),
+    Mutant(
+        "padded_parameters_created_as_stored",
+        "state/train_state.py",
+        "params = jax.tree.map(gather_padded, params, is_leaf=is_padded)",
+        "pass",
+        "test_padded.py::test_a_second_optimizer_over_padded_parameters",
+        "jzero",
+    ),
+    Mutant(
+        "layout_of_another_plan_not_seen",
+        "step/inputs.py",
+        "if is_padded(x) and x.cut != leaf.cut:",
+        "if False:",
+        "test_padded.py::test_a_step_refuses_leaves_that_another_plan_laid_out",
+    ),
+    Mutant(
+        "placeholders_of_structure_errors_dropped",
+        "_compat.py",
+        'return type(type(x)).__name__ == "LeafMeta"',
+        "return False",
+        "test_padded.py::test_the_gradient_that_a_line_search_keeps_is_that_of_the_stored_parameters",
+    ),
+    Mutant(
+        "optimizer_not_told_the_loss",
+        "update/extra_args.py",
+        'return {"value": value, "grad": grads} if takes and value is not None else {}',
+        "return {}",
+        "test_extra_args.py::test_a_train_step_hands_over_the_loss_and_the_gradients",
+        "plateau",
+    ),
+    Mutant(
+        "own_update_not_told_the_loss",
+        "state/next_state.py",
+        "applied=applied, value=value)",
+        "applied=applied)",
+        "test_extra_args.py::test_a_train_step_hands_over_the_loss_and_the_gradients",
+        "own_update",
+    ),
+    Mutant(
+        "line_search_loses_what_it_closes_over",
+        "update/walk.py",
+        "outputs = walk(opened, consts, leaves)",
+        "outputs = walk(opened, [jnp.zeros_like(x) for x in consts], leaves)",
+        "test_extra_args.py::test_a_function_for_a_line_search_may_close_over_traced_values",
+    ),
     # Collectives.
     Mutant(
         "reduction_doubled",

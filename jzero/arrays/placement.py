@@ -210,7 +210,8 @@ def gather_padded(x: Any) -> Any:
     if not is_padded(x):
         return x
     sharding = getattr(x.stored, "sharding", None)
-    if isinstance(x.stored, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+    is_placed = isinstance(x.stored, jax.Array) and not isinstance(x.stored, jax.core.Tracer)
+    if not is_placed or not isinstance(sharding, NamedSharding):
         return x.natural
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     return _gather([on_device(x.stored)], (x.cut_now,), whole)[0]

@@ -2,11 +2,22 @@
 
 [Note: Padded leaves in your own loop]
 A padded (or flattened) leaf is a pytree node that contains the stored array. So `jit`, optax, checkpoints and
-everything else that flattens a state see the stored array. Code that uses the parameter itself, `params["kernel"]`,
+everything else that flattens a state see the stored array. Code that uses the leaf itself, `params["kernel"]`,
 sees the natural array: `shape`, indexing, operators, methods, and by `__jax_array__` every function of `jax.numpy` and
 the layers of Linen and NNX. The natural array is a slice of the stored one; its gradient comes back padded with zeros,
 in the same node. If a transformation slices or stacks the stored array (as a scan does), the result has a natural
 shape, too, as long as the cut dimension is whole; otherwise an error names the leaf.
+
+Parameters, gradients and optimizer leaves of a state have this one form, so `jax.tree.map` and optax's functions of
+several of these trees (`schedule_free_eval_params`, `value_and_grad_from_state`) meet equal nodes at stage 3, and map
+over their stored arrays; padding stays zero if zeros give zero. Parameters that are whole (stages 0-2, small ones at
+stage 3) are not padded: there the tree of parameters comes first, and the function gets an array and a node, which act
+as arrays of one shape. The other order, or gradients of `natural_params` beside stored ones, are trees of different
+structure. Jax's error then shows the type of the node, whose text says what to do. The optimizer of an NNX model keeps
+stored arrays in its variables: Flax would take a node there for one more level of names.
+
+A node knows its own layout. So whatever takes a node in (a new state over the parameters of a sharded one, a model with
+two optimizers) takes it in natural shape; a step refuses one that its plan would have laid out otherwise.
 
 Leaves taken out of the tree (`jax.tree.leaves(state.params)`) are the stored arrays, and `jax.tree.map` maps over
 those: trees of their shardings, dtypes and bytes are as they would be without padding. Their sums and norms are right,

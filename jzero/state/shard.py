@@ -92,7 +92,8 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
 
     Args:
       state: A Flax `TrainState` or subclass, an `nnx.ModelAndOptimizer`, a `(model, nnx.Optimizer)` pair, or a
-        `jzero.TrainState`. An already sharded state is sharded again.
+        `jzero.TrainState`. An already sharded state is sharded again. A new one over the padded parameters of a sharded
+        state (a second optimizer) is taken in natural shapes.
       stage: ZeRO stage; short for `config=ZeroConfig(stage=stage)`.
       config: What to partition, and how. By default that of an already sharded state.
       mesh: The devices. By default all of them, or those of an already sharded state.

@@ -196,7 +196,8 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
     Returns:
       `fn(state, batch, *, rng=None)`, which returns `(loss, grads)` or `((loss, aux), grads)`. It works inside and
       outside `jax.jit`. `batch` holds arrays `[global batch, ...]` (0-d arrays go to every device). `grads` has the
-      structure of `state.params` and the plan's layout and dtypes (fp32 with a loss scale, which is divided out;
+      structure of `state.params` and the plan's layout, padded leaves as nodes that behave like arrays of their natural
+      shape, and its dtypes (fp32 with a loss scale, which is divided out;
       scalar zeros for parameters that are not trained); pass it to `state.apply_gradients(grads=grads)`. Each device
       folds its index into `rng`.
 
@@ -262,12 +263,15 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       `grad_norm` (before clipping, over all parameters), `step_applied`, `loss_scale` (that of this step, if there is
       one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
       not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
-      its gradients are dropped, and those of the step before are applied). The step has `lower`, `trace`, `eval_shape`
+      its gradients are dropped, and those of the step before are applied). An optimizer that takes optax's extra
+      arguments gets `value`, the loss, and `grad`, the clipped gradients (not with `Offload(delay=1)`). The step has
+      `lower`, `trace`, `eval_shape`
       and `clear_cache` like a jitted function, and `plan(state, batch)` and `recomputation(state, batch)`.
 
     Raises:
       ValueError: An argument is out of range.
-      TypeError: `loss_fn` is not callable.
+      TypeError: `loss_fn` is not callable; (when called) the optimizer asks for what a step does not have, such
+        as `value_fn`.
       LossScaleError: (when called) Gradients overflow at the minimum loss scale. The error carries the state.
 
     Example:
