@@ -506,8 +506,8 @@ MUTANTS = [
     Mutant(
         "skipped_step_applied",
         "state/next_state.py",
-        "new = _update(carried, found.grads, found.applied)",
-        "new = _update(carried, found.grads, None)",
+        "new = _update(carried, found.grads, found.applied, found.value)",
+        "new = _update(carried, found.grads, None, found.value)",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),
@@ -522,8 +522,8 @@ MUTANTS = [
     Mutant(
         "skipped_own_update_applied_on_the_host",
         "state/next_state.py",
-        "state.replace(tx=dataclasses.replace(tx, applied=applied), ",
-        "state.replace(tx=tx, ",
+        "state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), ",
+        "state.replace(tx=dataclasses.replace(tx, value=value), ",
         "test_offload_optimizer.py::test_a_skipped_step_changes_nothing_on_the_host",
         "Cleans",
     ),
