@@ -403,13 +403,12 @@ def reduced(case: Case, params: PyTree, logits: Any, batch: dict[str, Any]) -> A
         regular = 1e-2 * sum(
             jnp.square(jnp.abs(x.astype(jnp.promote_types(jnp.float32, wide(x))))).sum() for x in leaves
         )
-    if case.poisoned is not None:  # 0 * inf is not a number
-        regular = regular + 0 * params["head"]["w"].sum() * batch["poison"].sum()
-    loss = each.mean() + regular
+    poison = 0 if case.poisoned is None else 0 * params["head"]["w"].sum() * batch["poison"].sum()  # 0 * inf is NaN
+    loss = each.mean() + regular + poison
     if case.loss.startswith("weighted"):
         by_params = 1 + jnp.abs(logits).mean(1) if case.loss == "weighted_by_params" else 1
         weights = batch["weight"] * by_params
-        loss = jzero.Weighted((each * weights).sum() + weights.sum() * regular, weights.sum())
+        loss = jzero.Weighted((each * weights).sum() + weights.sum() * regular + poison, weights.sum())
     right = (logits.argmax(1) == batch["ids"] % CLASSES).sum()
     return (
         (loss, {"mean": each.mean(), "right": jzero.Summed(right), "each": jzero.PerExample(each)})

@@ -106,6 +106,29 @@ MUTANTS = [
         "outputs = walk(opened, [jnp.zeros_like(x) for x in consts], leaves)",
         "test_extra_args.py::test_a_function_for_a_line_search_may_close_over_traced_values",
     ),
+    # Rows of the batch.
+    Mutant(
+        "examples_averaged",
+        "step/row_check.py",
+        "if not facts.row_dims or mark not in (None, Summed):",
+        "if True:",
+        "test_row_check.py::test_predictions_of_an_evaluation_step_are_refused",
+    ),
+    Mutant(
+        "function_of_a_sum_taken_for_one_of_a_row",
+        "jaxpr/row_values.py",
+        "if worst is Kind.COUPLED or any(x.kind is Kind.LINEAR for x in values):",
+        "if worst is Kind.COUPLED:",
+        "test_coupling.py::test_the_line_that_couples_rows_is_found",
+        "perplexity",
+    ),
+    Mutant(
+        "equal_over_some_axes",
+        "jaxpr/rows.py",
+        "self.axes <= names",
+        "self.axes & names",
+        "test_rows.py::test_a_reduction_over_some_axes_of_the_batch_does_not_make_values_equal",
+    ),
     # Collectives.
     Mutant(
         "reduction_doubled",

@@ -216,7 +216,7 @@ def test_a_step_that_is_skipped_leaves_nothing_to_apply():
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5)(nn.Dense(24)(x)))
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=False, momentum=0.5, axis_name="data")(nn.Dense(24)(x)))
 
 
 class NormedState(TrainState):

@@ -1,4 +1,4 @@
-"""The rules of `row_rules` for operations that move elements: reshapes, slices, gathers, scatters.
+"""The rules of `row_rules` for operations that move elements: reshapes, slices, gathers, scatters; passes of loops.
 
 Where a result's positions no longer tell its rows, it keeps the dimensions that hold rows, with an origin of its own.
 """
@@ -6,13 +6,13 @@ Where a result's positions no longer tell its rows, it keeps the dimensions that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jzero.jaxpr.row_layouts import Layout, merged, moved, num_rows, reshaped, scattered, sliced
 from jzero.jaxpr.row_rules import lost, rule
-from jzero.jaxpr.row_values import Kind, Scale, Value, applied, collected, unknown_origin
+from jzero.jaxpr.row_values import SAME, Kind, Origin, Scale, Value, applied, collected, unknown_origin
 
-__all__: list[str] = []
+__all__ = ["element", "of_last_pass", "stacked"]
 
 Equation = Any
 
@@ -210,3 +210,40 @@ def _scatter(eqn: Equation, ins: list[Value]) -> Value:
     if indices.kind or max(x.kind, updates.kind) > Kind.ROW:
         return Value(Kind.UNKNOWN, layout)
     return Value(Kind.ROW, layout, unknown_origin(eqn))
+
+
+# Loops.
+
+
+def element(x: Value, eqn: Equation) -> Value:
+    """Returns the value of what one pass of a scan takes."""
+    factors = dict(x.layout).get(0)
+    layout = moved(x.layout, lambda d: d - 1 if d else None)
+    if factors is None or x.kind is not Kind.ROW:
+        return x.at(layout) if x.kind else x
+    return x.at(layout, Origin(("pass", id(eqn), factors, x.origin.token), x.origin.first, x.origin.is_exact))
+
+
+def _is_of_pass(token: Any, eqn: Equation) -> bool:
+    return isinstance(token, tuple) and token[:2] == ("pass", id(eqn))
+
+
+def of_last_pass(x: Value, eqn: Equation) -> Value:
+    """Returns the value of what one pass of a loop leaves to the next."""
+    if not x.kind:
+        return SAME if x.number is None else Value(Kind.SAME, number="unknown")
+    x = x.with_scale(x.scale._replace(reduced=0))
+    return x.at(x.layout, Origin(("last", id(eqn)))) if _is_of_pass(x.origin.token, eqn) else x
+
+
+def stacked(x: Value, eqn: Equation, shape: Sequence[int]) -> Value:
+    """Returns the value of what all passes of a scan return."""
+    layout = moved(x.layout, lambda d: d + 1)
+    if x.kind is not Kind.ROW:
+        return x.at(layout) if x.kind else x
+    if _is_of_pass(x.origin.token, eqn):
+        _, _, factors, token = cast(Any, x.origin.token)
+        return x.at(((0, factors), *layout), x.origin._replace(token=token))
+    if x.origin.token == ("last", id(eqn)):
+        return x.at(scattered(layout, shape, (0,)), unknown_origin(eqn))
+    return x.at(layout)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from jzero import _compat
-from jzero.jaxpr import row_moves  # noqa: F401  # registers its rules
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
-from jzero.jaxpr.row_layouts import moved, scattered
+from jzero.jaxpr.row_layouts import scattered
+from jzero.jaxpr.row_moves import element, of_last_pass, stacked
 from jzero.jaxpr.row_rules import RULES, lost, number_of
-from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Origin, Value, applied, joined, unknown_origin
+from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Value, applied, joined, unknown_origin
 
 __all__ = ["Cause", "Kind", "RowFacts", "row_facts"]
 
@@ -177,7 +177,7 @@ class _Interpreter:
     def _scan(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-        elements = [RowFacts(x.differs, _element(x.value, eqn)) for x in xs]
+        elements = [RowFacts(x.differs, element(x.value, eqn)) for x in xs]
 
         def turn(carry: list[RowFacts]) -> list[RowFacts]:
             return self(eqn.params["jaxpr"], [*consts, *carry, *elements])
@@ -186,7 +186,7 @@ class _Interpreter:
         return [
             *carry,
             *(
-                RowFacts(y.differs, _stacked(y.value, eqn, v.aval.shape))
+                RowFacts(y.differs, stacked(y.value, eqn, v.aval.shape))
                 for y, v in zip(outs[num_carry:], eqn.outvars[num_carry:], strict=True)
             ),
         ]
@@ -276,7 +276,7 @@ def _settled(
     for _ in range(MOST_PASSES):
         outs = turn(carry)
         after = [
-            _joined(x, RowFacts(y.differs, _of_last_pass(y.value, eqn)), eqn, i)
+            _joined(x, RowFacts(y.differs, of_last_pass(y.value, eqn)), eqn, i)
             for i, (x, y) in enumerate(zip(carry, outs, strict=False))
         ]
         if after == carry:
@@ -285,40 +285,6 @@ def _settled(
     else:
         carry = [RowFacts(x.differs, lost([x.value])) if x.kind else x for x in carry]
     return carry, outs
-
-
-def _element(x: Value, eqn: Equation) -> Value:
-    """Returns the value of what one pass of a scan takes."""
-    factors = dict(x.layout).get(0)
-    layout = moved(x.layout, lambda d: d - 1 if d else None)
-    if factors is None or x.kind is not Kind.ROW:
-        return x.at(layout) if x.kind else x
-    return x.at(layout, Origin(("pass", id(eqn), factors, x.origin.token), x.origin.first, x.origin.is_exact))
-
-
-def _is_of_pass(token: Any, eqn: Equation) -> bool:
-    return isinstance(token, tuple) and token[:2] == ("pass", id(eqn))
-
-
-def _of_last_pass(x: Value, eqn: Equation) -> Value:
-    """Returns the value of what one pass of a loop leaves to the next."""
-    if not x.kind:
-        return SAME if x.number is None else Value(Kind.SAME, number="unknown")
-    x = x.with_scale(x.scale._replace(reduced=0))
-    return x.at(x.layout, Origin(("last", id(eqn)))) if _is_of_pass(x.origin.token, eqn) else x
-
-
-def _stacked(x: Value, eqn: Equation, shape: Sequence[int]) -> Value:
-    """Returns the value of what all passes of a scan return."""
-    layout = moved(x.layout, lambda d: d + 1)
-    if x.kind is not Kind.ROW:
-        return x.at(layout) if x.kind else x
-    if _is_of_pass(x.origin.token, eqn):
-        _, _, factors, token = cast(Any, x.origin.token)
-        return x.at(((0, factors), *layout), x.origin._replace(token=token))
-    if x.origin.token == ("last", id(eqn)):
-        return x.at(scattered(layout, shape, (0,)), unknown_origin(eqn))
-    return x.at(layout)
 
 
 def _fitted(x: RowFacts, shape: Sequence[int], eqn: Equation) -> RowFacts:

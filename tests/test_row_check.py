@@ -1,0 +1,140 @@
+"""What steps say of values of single examples, and of losses that are no means over independent examples."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+
+ROWS, WIDTH = 24, 5
+W = np.linspace(-1, 1, WIDTH * 3, dtype=np.float32).reshape(WIDTH, 3)
+BATCH = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+MAKERS = (jzero.value_and_grad, jzero.make_train_step)
+
+
+def sharded(devices=8, **options):
+    plain = jzero.TrainState.create(params={"w": jnp.asarray(W)}, tx=optax.sgd(0.1))
+    mesh = jzero.make_mesh(
+        devices=jax.devices()[:devices], **({"replica": 2, "data": -1} if "replica_axis" in options else {})
+    )
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=2, **options), mesh=mesh)
+
+
+def each(params, x):
+    return jnp.square(x @ params["w"]).mean(-1)
+
+
+def masked_mean(params, x):
+    mask = jnp.maximum(x[:, 0], 0)
+    return (each(params, x) * mask).sum() / mask.sum()
+
+
+def with_aux(aux):
+    return lambda params, x: (each(params, x).mean(), aux(params, x))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_values_of_single_examples_are_refused_by_name(maker):
+    def aux(params, x):
+        times = jnp.stack([each(params, x)] * 7)  # [T, B]
+        return {"each": each(params, x), "times": times, "bank": jzero.Summed(x), "mean": x.mean(0)}
+
+    with pytest.raises(TypeError, match="single examples") as error:
+        maker(with_aux(aux), has_aux=True)(sharded(), BATCH)
+    for line in (
+        "aux['each']: float32[3], one value per example",
+        "aux['times']: float32[7, 3], examples along dimension 1",
+        "aux['bank']: Summed of float32[3, 5], one value per example",
+        "jzero.PerExample(x)",
+        "jnp.moveaxis(x, 1, 0)",
+    ):
+        assert line in str(error.value)
+    assert "mean'" not in str(error.value)
+
+
+def test_marked_values_of_examples_and_vectors_of_metrics_are_right():
+    aux = lambda params, x: {"each": jzero.PerExample(each(params, x)), "mean": x.mean(0)}
+    _, metrics = jzero.make_train_step(with_aux(aux), has_aux=True)(sharded(), BATCH)
+    np.testing.assert_allclose(metrics["aux"]["each"], np.square(BATCH @ W).mean(-1), rtol=1e-5)
+    np.testing.assert_allclose(metrics["aux"]["mean"], BATCH.mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_predictions_of_an_evaluation_step_are_refused():
+    predict = lambda params, x: x @ params["w"]
+    with pytest.raises(TypeError, match=r"float32\[3, 3\], one value per example"):
+        jzero.make_eval_step(predict)(sharded(), BATCH)
+    marked = jzero.make_eval_step(lambda params, x: jzero.PerExample(predict(params, x)))
+    np.testing.assert_allclose(marked(sharded(), BATCH), BATCH @ W, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_step_warns_once_and_only_if_asked(maker):
+    step = maker(masked_mean)
+    with pytest.warns(UserWarning, match=r"`div` at .*test_row_check\.py:\d+ \(masked_mean\).*jzero\.Weighted"):
+        step(sharded(), BATCH)
+    step(sharded(), BATCH[:16])  # traced again: pytest makes warnings errors
+    maker(masked_mean, check_rows=False)(sharded(), BATCH)
+    with pytest.raises(ValueError, match="`check_rows` must be True or False"):
+        maker(masked_mean, check_rows="no")
+
+
+@pytest.mark.filterwarnings("ignore:The mesh has one device")
+def test_a_batch_in_one_part_is_not_checked():
+    """Code that runs on one device goes on running there; more devices or micro-batches are told."""
+    aux = lambda params, x: {"each": each(params, x), "spread": x.std()}
+    loss = lambda params, x: (masked_mean(params, x), aux(params, x))
+    _, metrics = jzero.make_train_step(loss, has_aux=True)(sharded(1), BATCH)
+    np.testing.assert_allclose(metrics["aux"]["each"], np.square(BATCH @ W).mean(-1), rtol=1e-5)
+    with pytest.warns(UserWarning, match="each of 2 parts"):
+        jzero.make_train_step(masked_mean, accumulate_steps=2)(sharded(1), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (lambda params, x: each(params, x).sum(), r"loss is a sum over rows: return the mean, or `jzero\.Weighted"),
+        (lambda params, x: jnp.log(each(params, x).mean()), "loss applies a function to a sum over rows, `log` at"),
+        (
+            lambda params, x: jnp.square(x @ x.T).mean(),
+            "loss combines different rows, `dot_general` at .*\n.*all_gather",
+        ),
+        (lambda params, x: jzero.Weighted(each(params, x).sum() ** 2, len(x) * 1.0), "loss.sum applies"),
+    ],
+)
+def test_warnings_name_the_value_and_the_way_out(fn, says):
+    with pytest.warns(UserWarning, match=says):
+        jzero.value_and_grad(fn)(sharded(), BATCH)
+
+
+def test_metrics_are_checked_unless_they_say_how_they_are_reduced():
+    def metrics(params, x):
+        losses, mask = each(params, x), x[:, 0] > 0
+        return {
+            "loss": losses.mean(),
+            "right": jzero.Weighted((losses * mask).sum(), mask.sum()),
+            "count": jzero.Summed(mask.sum()),
+            "share": (mask * 1.0).mean(),
+            "perplexity": jnp.exp(losses.mean()),
+            "total": losses.sum(),
+            "masked": (losses * mask).sum() / mask.sum(),
+        }
+
+    step = jzero.make_eval_step(metrics)
+    with pytest.warns(UserWarning, match="the results are averaged") as caught:
+        step(sharded(), BATCH)
+    lines = str(caught[0].message).split("\n")
+    names = [line.split()[0] for line in lines if line.startswith("  aux")]
+    assert names == ["aux['masked']", "aux['perplexity']", "aux['total']"]
+    assert "sum and weight as `jzero.Summed`" in lines[1]
+
+
+def test_collectives_count_over_all_axes_of_the_batch():
+    """With a replica axis both have to be named; the axis of one device need not be."""
+    loss = lambda axes: lambda params, x: jnp.log(jax.lax.pmean(each(params, x).mean(), axes))
+    for devices in (4, 2):  # replica=2, data=2 or 1
+        jzero.value_and_grad(loss(("replica", "data")))(sharded(devices, replica_axis="replica"), BATCH)
+    jzero.value_and_grad(loss("replica"))(sharded(2, replica_axis="replica"), BATCH)
