@@ -281,7 +281,7 @@ class WithFields(train_state.TrainState):
 
 def add_written(case: Case, problem: Problem) -> tuple[Any, Any, dict[str, Any]]:
     """Returns a state and a loss that writes into it, and the arguments of a step for both."""
-    kwargs = {"has_aux": case.aux, **dict(case.step)}
+    kwargs = {"has_aux": case.aux, "check_rows": not case.depends_on_slices, **dict(case.step)}
     if not case.written:
         return problem.state, problem.loss_fn, kwargs
     start = {name: WRITERS[name].start(case.num_devices * case.rows, WIDTH) for name in case.written}

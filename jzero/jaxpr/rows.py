@@ -85,6 +85,7 @@ def row_facts(jaxpr: Any, *, batch: Sequence[bool], keys: Sequence[bool], axes: 
         on all devices and no longer depends on rows.
 
     Example:
+      >>> from jzero.jaxpr.rows import row_facts
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w, (x @ w).mean()))(jnp.ones(5), jnp.ones((4, 5)))
       >>> rowwise, mean = row_facts(jaxpr, batch=[False, True], keys=[False, False], axes={"data"})
       >>> sorted(rowwise.row_dims), mean.is_sum, mean.differs
