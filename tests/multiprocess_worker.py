@@ -212,7 +212,7 @@ def checkpoints() -> dict[str, Any]:
 
 
 def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
-    """Saves into folders that processes do not share, then in the first process alone; returns what they are told."""
+    """Saves into folders that are not shared, then in the first process alone; returns what the processes are told."""
     own = directory / f"host{jax.process_index()}"
     sharing.LAG_S = 0.2
     results: dict[str, Any] = {}
