@@ -66,8 +66,8 @@ def _keep(x: Any, path: str, arrays: dict[str, np.ndarray]) -> str:
     arrays[name] = array.astype(dtype.newbyteorder("="), copy=False)  # Orbax notes no byte order
     if not can_store(dtype) or not array.size:
         raise TypeError(
-            f"`{path}` is an array of {dtype}{list(array.shape)}: only arrays with elements can be saved, of a dtype of "
-            "numbers that Orbax can write."
+            f"`{path}` is an array of {dtype}{list(array.shape)}: only arrays with elements can be saved, of a dtype "
+            "of numbers that Orbax can write."
         )
     return name
 
