@@ -70,6 +70,13 @@ MUTANTS = [
         "jzero",
     ),
     Mutant(
+        "consumed_leaf_read",
+        "plan/padded.py",
+        "        self.check_alive()\n",
+        "",
+        "test_nnx.py::test_input_is_kept_when_sharding_and_consumed_by_a_step",
+    ),
+    Mutant(
         "layout_of_another_plan_not_seen",
         "step/inputs.py",
         "if is_padded(x) and x.cut != leaf.cut:",

@@ -209,6 +209,7 @@ def gather_padded(x: Any) -> Any:
     """Returns a padded leaf whole on every device, in its natural shape; anything else as it is."""
     if not is_padded(x):
         return x
+    x.check_alive()
     sharding = getattr(x.stored, "sharding", None)
     is_placed = isinstance(x.stored, jax.Array) and not isinstance(x.stored, jax.core.Tracer)
     if not is_placed or not isinstance(sharding, NamedSharding):

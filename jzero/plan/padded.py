@@ -148,11 +148,21 @@ class Padded(metaclass=_SaysWhatToDo):
     def natural(self) -> Any:
         """The array, or its placeholder, in natural shape."""
         x = self.stored
+        self.check_alive()
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, x.dtype)
         if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             x = jax.device_put(x, jax.memory.Space.Device)
         return to_natural(x, self.cut_now)
+
+    def check_alive(self) -> None:
+        """Raises if a step consumed the stored array; jaxlib 0.10 may crash on such arrays."""
+        x = self.stored
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise RuntimeError(
+                f"{self.path!r} was consumed: an earlier step reused its memory. Go on with the state that the step "
+                "returned (`state, metrics = step(state, batch)`)."
+            )
 
     @property
     def at(self) -> Any:
@@ -212,7 +222,7 @@ class Padded(metaclass=_SaysWhatToDo):
         return f"Padded({self.path!r}, shape={self.cut.shape}, stored as {self.cut.stored_shape})"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(jax.Array, name):
+        if name.startswith("_") or not (name in OF_STORAGE or hasattr(jax.Array, name)):
             object.__getattribute__(self, name)  # raises
         return getattr(self.stored if name in OF_STORAGE else self.natural, name)
 
