@@ -59,6 +59,15 @@ def test_a_reduction_over_some_axes_of_the_batch_does_not_make_values_equal():
     assert [x.differs for x in facts(both, axes=("replica", "data"))] == [True, False]
 
 
+def test_what_a_loop_moves_on_by_one_place_in_each_pass_is_followed():
+    def delayed(p, x, t, n, key):
+        step = lambda c, _: ((x.sum(), *c[:-1]), c[-1])
+        carry, last = lax.scan(step, (0.0,) * 20, length=30)
+        return carry[-1], last, lax.fori_loop(0, 30, lambda i, c: step(c, i)[0], (0.0,) * 20)[-1]
+
+    assert all(found.differs and found.is_sum for found in facts(delayed))
+
+
 HOLDING = {
     "a layer": (lambda p, x, t, n, key: x @ p["w"], {0}),
     "transposed": (lambda p, x, t, n, key: jnp.moveaxis(t, 0, 1), {1}),

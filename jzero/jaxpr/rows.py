@@ -32,7 +32,7 @@ Equation = Any
 
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
-COLLECTIVES = EQUALIZING | {"reduce_scatter", "psum_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all"}
+COLLECTIVES = EQUALIZING | {"reduce_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all"}
 KEEPS_NUMBER = primitives_with(Trait.LAYOUT) | {"convert_element_type", "copy", "copy_p", "stop_gradient", "pvary"}
 MOST_PASSES = 8
 
@@ -135,10 +135,10 @@ class _Interpreter:
             return _from_call(eqn, ins, self(called_jaxpr(eqn), ins))
         if name in _CONTAINERS:
             return _CONTAINERS[name](self, eqn, ins)
-        if name in COLLECTIVES:
-            return self._collective(eqn, ins)
         if name == "axis_index":
-            return [RowFacts(eqn.params["axis_name"] in self.axes, SAME)]
+            return [RowFacts(not self.axes.isdisjoint(_named_axes(eqn)), SAME)]
+        if name in COLLECTIVES or "axis_name" in eqn.params:
+            return self._collective(eqn, ins)
         rule = RULES.get(name)
         if rule is None and (inner := list(_compat.contained_jaxprs(eqn))):
             return self._contained(eqn, ins, inner)
@@ -159,13 +159,12 @@ class _Interpreter:
         return [RowFacts(differs, lost(values) if values else SAME)] * len(eqn.outvars)
 
     def _collective(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
-        named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-        names = {named} if isinstance(named, str) else set(named)
-        is_whole = eqn.params.get("axis_index_groups") is None
-        if eqn.primitive.name in EQUALIZING and is_whole and self.axes <= names:
+        names, is_whole = _named_axes(eqn), eqn.params.get("axis_index_groups") is None
+        equalizes = eqn.primitive.name in EQUALIZING and is_whole
+        if equalizes and self.axes <= names:
             return [EQUAL] * len(eqn.outvars)
         is_local = names.isdisjoint(self.axes)  # over other axes of the mesh, each part has the same rows
-        differs = any(x.differs for x in ins) or not (is_local or eqn.primitive.name in EQUALIZING)
+        differs = any(x.differs for x in ins) or not (is_local or equalizes)
         values = [x.value for x in ins]
         if not any(x.kind for x in values):
             return [RowFacts(differs, SAME)] * len(eqn.outvars)
@@ -234,6 +233,12 @@ _CONTAINERS: dict[str, Callable[[_Interpreter, Equation, list[RowFacts]], list[R
 }
 
 
+def _named_axes(eqn: Equation) -> set[Any]:
+    """Returns the axes of the mesh that a collective names."""
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return set(named) if isinstance(named, tuple | list | set | frozenset) else {named}
+
+
 def _literal(atom: Any) -> RowFacts:
     value = atom.val
     is_number = isinstance(value, bool | int | float) or getattr(getattr(value, "dtype", None), "kind", "V") in "biuf"
@@ -274,18 +279,17 @@ def _settled(
     turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: Equation
 ) -> tuple[list[RowFacts], list[RowFacts]]:
     """Returns what a loop carries, whatever the number of its passes, and the results of a pass."""
-    for _ in range(MOST_PASSES):
+    for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
         outs = turn(carry)
         after = [
             _joined(x, RowFacts(y.differs, of_last_pass(y.value, eqn)), eqn, i)
             for i, (x, y) in enumerate(zip(carry, outs, strict=False))
         ]
         if after == carry:
-            break
+            return carry, outs
         carry = after
-    else:
-        carry = [RowFacts(x.differs, lost([x.value])) if x.kind else x for x in carry]
-    return carry, outs
+    carry = [RowFacts(True, _UNKNOWN) for _ in carry]
+    return carry, turn(carry)
 
 
 def _fitted(x: RowFacts, shape: Sequence[int], eqn: Equation) -> RowFacts:
