@@ -694,8 +694,8 @@ MUTANTS = [
     Mutant(
         "ctrl_c_stops_orbax",
         "checkpoint/uninterrupted.py",
-        "return self._pool.submit(call, *args, **kwargs).result()",
-        "return call(*args, **kwargs)",
+        "if self._process != os.getpid():",
+        "if True:\n            return call(*args, **kwargs)\n        if self._process != os.getpid():",
         "test_checkpoint_interrupts.py::test_ctrl_c_in_a_manager_leaves_as_many_checkpoints_as_asked_for",
         "save",
     ),

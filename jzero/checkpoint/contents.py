@@ -133,13 +133,10 @@ def read_contents(path: Any) -> Contents:
         directory = steps[max(steps)]
         state_directory = _find_state(directory)
     if state_directory is None:
-        exists = is_there(directory)
-        error = CheckpointError(
-            f"There is no checkpoint at {path}"
-            + (": it holds no tree of arrays." if exists else ".")
-            + "\nName the directory of a step, one that `save_checkpoint` made, or a manager's."
-        )
-        raise DamageError(*error.args) if exists else error
+        hint = "Name the directory of a step, one that `save_checkpoint` made, or a manager's."
+        if not is_there(directory):
+            raise CheckpointError(f"There is no checkpoint at {path}.\n{hint}")
+        raise DamageError(f"There is no checkpoint at {path}: it holds no tree of arrays.\n{hint}")
     notes = _read_notes(directory)
     with reading(state_directory, {path.replace("/", "."): path for path in notes.get("checksums", {})}):
         tree = state_handler(reads=True).metadata(state_directory).tree

@@ -40,4 +40,8 @@ class Uninterrupted:
         if self._process != os.getpid():
             self._start()
             self._forget()
-        return self._pool.submit(call, *args, **kwargs).result()
+        try:
+            called = self._pool.submit(call, *args, **kwargs)
+        except RuntimeError:  # the interpreter ends, and starts no more threads
+            return call(*args, **kwargs)
+        return called.result()
