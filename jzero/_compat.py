@@ -338,7 +338,8 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     kind = type(x)
 
     def radd(self: Any, other: Any) -> Any:
-        total = kind.__radd__(self, other)
+        with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
+            total = kind.__radd__(self, other)
         return total if total is NotImplemented else then(total)
 
     added = copy.copy(x)

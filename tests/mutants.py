@@ -608,6 +608,14 @@ MUTANTS = [
         "scale * 2",
         "test_loss_scale.py::test_the_scale_stops_growing",
     ),
+    Mutant(
+        "widens_by_implicit_promotion",
+        "config/precision.py",
+        "np.promote_types(dtype, np.float32)",
+        "jnp.promote_types(dtype, jnp.float32)",
+        "test_strict_promotion.py::test_train_steps",
+        "bf16",
+    ),
     # Checkpoints.
     Mutant(
         "edits_not_saved",

@@ -73,6 +73,7 @@ def holds(dtype: Any, value_dtype: Any) -> bool:
     if dtype == value_dtype:
         return True
     try:
-        return bool(jnp.promote_types(dtype, value_dtype) == dtype)
+        with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
+            return bool(jnp.promote_types(dtype, value_dtype) == dtype)
     except (TypeError, ValueError):  # random keys, 8-bit floats
         return False

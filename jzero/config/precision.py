@@ -194,7 +194,8 @@ def wide_dtype(dtype: Any) -> Any:
     """Returns the dtype of widened gradients: fp32 or wider; integer dtypes do not change."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
-    return jnp.dtype(jnp.float32) if is_float8(dtype) else jnp.promote_types(dtype, jnp.float32)
+    # NumPy's promotion: jax's raises under `jax_numpy_dtype_promotion="strict"`.
+    return jnp.dtype(jnp.float32) if is_float8(dtype) else np.promote_types(dtype, np.float32)
 
 
 def scale_by(grad: jax.Array, *factors: jax.Array) -> jax.Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from jzero.deepspeed.params import Params, read_params
 from jzero.deepspeed.schedules import SCHEDULES, Schedule, cycled_momentum
@@ -64,9 +66,20 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
             settings.judge("optimizer.params.lr", "ignored", f"{name} has rates of its own")
         if momentum is not None:
             settings.judge("optimizer.params.betas", "ignored", f"{name} cycles b1, and b2 is {CYCLED_B2}")
-        return Scheduled(made, momentum, made is not None)
+        return Scheduled(_promoting(made), _promoting(momentum), made is not None)
 
     return make
+
+
+def _promoting(schedule: Schedule | None) -> Schedule | None:
+    """Returns a schedule that mixes steps and rates whatever the user set for arithmetic."""
+
+    def promoting(step: Any) -> Any:
+        assert schedule is not None
+        with jax.numpy_dtype_promotion("standard"):
+            return schedule(step)
+
+    return None if schedule is None else promoting
 
 
 def _scales_lr(name: str, params: Params) -> bool:

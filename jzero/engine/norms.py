@@ -10,12 +10,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
-from jzero.config.precision import scale_by
+from jzero.config.precision import scale_by, wide_dtype
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 
@@ -25,18 +26,19 @@ __all__ = ["grad_norm"]
 def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
     """Returns the global norm of reduced gradients times factors, and, if the policy asks, which are not finite."""
     zero = jnp.zeros((), jnp.float32)
-    cut = whole = zero  # sums of squares: of shards, and of whole leaves
     pairs = list(zip(reduced, plan.leaves, strict=True)) if reduced else []
     inexact = [x if leaf.trained and jnp.issubdtype(x.dtype, jnp.inexact) else None for x, leaf in pairs]
     sums = [
         (zero, zero) if x is None else _square_and_not_finite(x, [] if factor is None else [factor], plan)
         for x, factor in zip(inexact, factors, strict=True)
     ]
+    dtype = functools.reduce(np.promote_types, (square.dtype for square, _ in sums), zero.dtype)
+    cut = whole = zero.astype(dtype)  # sums of squares: of shards, and of whole leaves
     for (square, _), (_, leaf) in zip(sums, pairs, strict=True):
         if leaf.grad.cut is None:
-            whole = whole + square  # equal on all devices, so it counts once
+            whole = whole + square.astype(dtype)  # equal on all devices, so it counts once
         else:
-            cut = cut + square  # of this device's [D/N, F]
+            cut = cut + square.astype(dtype)  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
         return jnp.sqrt(sum_along(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
@@ -69,5 +71,5 @@ def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPla
         square, count = _sums(on_device(read_chunk(x, chunk, pieces)), factors)
         return total[0] + square, total[1] + count
 
-    dtype = jnp.promote_types(jnp.real(jnp.zeros((), x.dtype)).dtype, jnp.float32)
+    dtype = wide_dtype(jnp.real(jnp.zeros((), x.dtype)).dtype)
     return for_each_chunk(step, (jnp.zeros((), dtype), jnp.zeros((), jnp.float32)), pieces)

@@ -81,9 +81,10 @@ def _is_thin(avals: Sequence[Any], *, dimension_numbers: Any, preferred_element_
     depth, batch = (math.prod(a.shape[d] for d in dims) for dims in (contracted, batched))
     if not batched or not depth or not batch:
         return False
-    dtype = jnp.result_type(a, b) if preferred_element_type is None else jnp.dtype(preferred_element_type)
-    num_bytes = (a.size // depth) * (b.size // (depth * batch)) * dtype.itemsize
-    return num_bytes > _num_bytes(a) + _num_bytes(b) and 2 * depth < THIN * dtype.itemsize
+    given = [a.dtype, b.dtype] if preferred_element_type is None else [jnp.dtype(preferred_element_type)]
+    itemsize = max(dtype.itemsize for dtype in given)
+    num_bytes = (a.size // depth) * (b.size // (depth * batch)) * itemsize
+    return num_bytes > _num_bytes(a) + _num_bytes(b) and 2 * depth < THIN * itemsize
 
 
 def _num_bytes(aval: Any) -> int:

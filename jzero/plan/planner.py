@@ -307,7 +307,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
     kept = cast_dtype(given, policy.master)
     if policy.master is not None and itemsize(compute) > itemsize(kept):
         kept = compute  # a rule asks for more than the master's dtype
-    update = cast_dtype(given, jnp.promote_types(kept, jnp.float32) if policy.master is not None else None)
+    update = cast_dtype(given, wide_dtype(kept) if policy.master is not None else None)
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
     # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
     separate = (plan.param.cut is None or offloaded) and compute != kept

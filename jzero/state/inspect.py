@@ -6,13 +6,12 @@ import difflib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jzero.arrays.casts import apply_edits
 from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import gather_leaves
-from jzero.config.precision import is_key
+from jzero.config.precision import is_key, widen
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
@@ -213,7 +212,7 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
             f"{leaf.stored_shape}: hand over what `jzero.value_and_grad` returned for this state."
         )
     whole = _gather(leaves[i], leaf, plan)
-    return whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+    return widen(whole)
 
 
 def _frozen_index(plan: ZeroPlan, path: str) -> int | None:

@@ -96,7 +96,8 @@ class TrainState:
 
 def _add_update(param: Any, update: Any) -> Any:
     """Returns a parameter after its update, as optax adds the two; random keys do not change."""
-    return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
+        return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
 
 
 class AdaptedState(NamedTuple):

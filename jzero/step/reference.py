@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.arrays.casts import round_to
 from jzero.arrays.placement import overwrite, place_array
-from jzero.config.precision import is_key
+from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
 from jzero.engine.trace import carried_leaves
@@ -109,14 +109,14 @@ class Reference:
             check_vma=False,
         )(trained, seen, batch, carried, scale)
         divisor = jnp.where(weight == 0, 1, weight)
-        grads = {i: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / divisor / scale for i, g in found.items()}
+        grads = {i: _divide(g, divisor, scale) for i, g in found.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
-        factor = 1 if self.clip_norm is None else jnp.minimum(1, self.clip_norm / (norm + 1e-6))
+        factors = [] if self.clip_norm is None else [jnp.minimum(1, self.clip_norm / (norm + 1e-6))]
         for_optax = [
-            (grads[i] * factor).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
+            scale_by(grads[i], *factors).astype(leaf.update_dtype) if i in grads else jnp.zeros_like(x)
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
-        loss, for_optax, tx = total / divisor, treedef.unflatten(for_optax), state.tx
+        loss, for_optax, tx = _divide(total, divisor), treedef.unflatten(for_optax), state.tx
         given = functools.partial(tx.update, **extra_args(tx, loss, for_optax))
         written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, given))
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
@@ -132,7 +132,7 @@ class Reference:
             loss, aux = result if self.has_aux else (result, {})
             changed = {**changed, **{name: by_path(aux[name]) for name in self.mutable}}
             total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
-            total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
+            total = widen(total)
             return total * scale.astype(total.dtype), (total, jax.lax.stop_gradient(weight), changed)
 
         return jax.value_and_grad(scaled_loss, has_aux=True)
@@ -218,3 +218,11 @@ def _mesh_of_one(mesh: Any, axes: tuple[str, ...]) -> Mesh:
 
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None or x.dtype == dtype else x.astype(dtype)
+
+
+def _divide(x: jax.Array, *divisors: jax.Array) -> jax.Array:
+    """Returns `x` in fp32 or wider, divided by one number after another."""
+    x = widen(x)
+    for divisor in divisors:
+        x = x / divisor.astype(x.dtype)
+    return x

@@ -150,7 +150,8 @@ def find_gathered_new(plan: ZeroPlan) -> frozenset[int]:
 
 def add_update(param: jax.Array, change: jax.Array, applied: jax.Array | None) -> jax.Array:
     """Returns a stored parameter plus its update, added as `optax.apply_updates` does."""
-    new = (param + change).astype(param.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
+        new = (param + change).astype(param.dtype)
     return new if applied is None else jnp.where(applied, new, param)
 
 

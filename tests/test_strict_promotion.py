@@ -1,0 +1,154 @@
+"""`jax_numpy_dtype_promotion="strict"`: jzero mixes dtypes by casts alone, so what trains without trains to the bit."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+
+RANDOM = np.random.default_rng(0)
+PARAMS = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in {"w": (6, 9), "v": (9, 5)}.items()}
+X = RANDOM.normal(size=(16, 6)).astype(np.float32)
+
+
+def rows_loss(params, x):
+    hidden = jnp.tanh(x.astype(params["w"].dtype) @ params["w"])
+    return jnp.square(hidden @ params["v"]).mean(-1)
+
+
+def mean_loss(params, x):
+    return rows_loss(params, x).mean().astype(jnp.float32)
+
+
+def weighted_loss(params, x):
+    rows, real = rows_loss(params, x), x[:, 0] > 0
+    return jzero.Weighted(jnp.where(real, rows, jnp.zeros_like(rows)).sum(), real.sum())
+
+
+def loss_with_aux(params, x):
+    rows = rows_loss(params, x)
+    aux = {"half": jnp.abs(x).mean().astype(jnp.float16), "count": jzero.Summed((x > 0).sum())}
+    return rows.mean(), aux | {"rows": jzero.PerExample(rows)}
+
+
+FP32_SUMS = jzero.Precision(compute_dtype="bfloat16", reduce_dtype="float32", skip_nonfinite=True)
+NO_FP32 = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
+FIXED_SCALE = jzero.Precision(compute_dtype="float16", accumulate_dtype="float32", loss_scale=8)
+ON_HOST = {"optimizer": "host"}
+BY_HOST = {"optimizer": "host", "compute": "host"}
+CASES = {
+    "fp32": (0, "fp32", {}, weighted_loss, {}),
+    "bf16": (1, "bf16", {}, mean_loss, {"clip_norm": 0.1}),
+    "fp16": (3, "fp16", {}, weighted_loss, {"accumulate_steps": 2}),
+    "fp32 sums": (2, FP32_SUMS, ON_HOST, loss_with_aux, {"has_aux": True, "accumulate_steps": 2}),
+    "no fp32": (3, NO_FP32, {}, mean_loss, {"accumulate_steps": 2, "reduce": "last"}),
+    "a fixed scale": (0, FIXED_SCALE, BY_HOST, weighted_loss, {"clip_norm": 0.1}),
+    "parameters on the host": (3, "bf16", {"optimizer": "host", "params": "host"}, loss_with_aux, {"has_aux": True}),
+    "a delayed update": (1, "fp16", {**BY_HOST, "delay": 1}, mean_loss, {}),
+}
+
+
+def check(run):
+    """Compares what a function returns with what it returns under strict promotion, bit by bit."""
+    expected = jax.tree.map(np.asarray, run())
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.tree.map(np.asarray, run())
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())
+
+
+def sharded(stage, precision, offload=None, create=jzero.TrainState.create):
+    """A sharded state of an optimizer that bears strict promotion; optax's Adam does not."""
+    plain = create(params=PARAMS, tx=optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(0.1, momentum=0.9)))
+    config = jzero.ZeroConfig(
+        stage=stage, precision=precision, persistence_threshold=0, offload=jzero.Offload(**(offload or {}))
+    )
+    return jzero.shard_train_state(plain, config=config)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_train_steps(case):
+    stage, precision, offload, loss, options = CASES[case]
+
+    def run():
+        train, state, seen = jzero.make_train_step(loss, **options), sharded(stage, precision, offload), []
+        for _ in range(3):
+            state, metrics = train(state, X)
+            seen.append(metrics)
+        return jzero.gather_params(jzero.apply_pending(state), masters=True), seen
+
+    check(run)
+
+
+@pytest.mark.parametrize(("make", "stage", "precision"), [(TrainState, 1, "bf16"), (jzero.TrainState, 3, "fp16")])
+def test_own_loops(make, stage, precision):
+    create = functools.partial(make.create, apply_fn=None)
+
+    @jax.jit
+    def by_value_and_grad(state):
+        loss, grads = jzero.value_and_grad(mean_loss)(state, X)
+        return state.apply_gradients(grads=grads), loss
+
+    @jax.jit
+    def by_plain_jax(state):
+        loss, grads = jax.value_and_grad(mean_loss)(jzero.natural_params(state), X)
+        return state.apply_gradients(grads=grads), loss
+
+    def run():
+        state, first = by_value_and_grad(sharded(stage, precision, create=create))
+        state, second = by_plain_jax(state)
+        return jzero.gather_params(state, masters=True), first, second, jzero.make_eval_step(mean_loss)(state, X)
+
+    check(run)
+
+
+def test_states_are_looked_into_edited_saved_and_laid_out_anew(tmp_path):
+    numbers = itertools.count()
+
+    def run():
+        folder = tmp_path / str(next(numbers))
+        state = sharded(1, "bf16")
+        grads = jzero.value_and_grad(mean_loss)(state, X)[1]
+        state = jzero.update_params(state, lambda params: jax.tree.map(lambda x: x * 2, params))
+        state = jzero.set_full_param(state, "w", value=PARAMS["w"] + 1)
+        jzero.save_checkpoint(folder / "checkpoint", state)
+        jzero.export_params(state, folder / "x.safetensors", dtype="bfloat16")
+        state = jzero.restore_checkpoint(folder / "checkpoint", sharded(3, "bf16"))
+        state = jzero.shard_train_state(jzero.load_params(state, folder / "x.safetensors"), stage=2)
+        return jzero.gather_params(state, masters=True), jzero.get_full_grad(sharded(1, "bf16"), "w", grads=grads)
+
+    check(run)
+
+
+def test_the_reference_of_check_equivalence():
+    def run():
+        plain = jzero.TrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+        config = jzero.ZeroConfig(stage=2, precision="bf16")
+        report = jzero.check_equivalence(weighted_loss, plain, [X, X], config=config, clip_norm=0.1)
+        return dataclasses.asdict(report)
+
+    check(run)
+
+
+def test_norms_of_mixed_dtypes_and_schedules():
+    def run():
+        config = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
+        _, report = jzero.ZeroConfig.from_deepspeed({"optimizer": {"type": "SGD"}, "scheduler": config})
+        rates = [report.schedule(jnp.int32(step)) for step in range(9)]
+        with jax.enable_x64(True):
+            params = {"w": PARAMS["w"].astype(np.float64), "v": PARAMS["v"]}
+            state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), stage=2)
+            loss = lambda params, x: (
+                jnp.square(x.astype(jnp.float64) @ params["w"]).mean()
+                + jnp.square(params["v"]).mean().astype(jnp.float64)
+            )
+            return rates, jzero.make_train_step(loss)(state, X)[1]["grad_norm"]
+
+    check(run)
