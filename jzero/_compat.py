@@ -33,8 +33,10 @@ __all__ = [
     "changed",
     "compute_on_host",
     "contained_jaxprs",
+    "custom_derivatives",
     "distributed_client",
     "equation_context",
+    "escaped_values",
     "evaluate",
     "has_side_effects",
     "in_names",
@@ -192,6 +194,39 @@ def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: A
         return jax.tree.unflatten(treedef_out, evaluate(closed, inputs, bind))
 
     return compute_on(run, compute_type="device_host", out_memory_spaces=out_memories)(*leaves)
+
+
+def escaped_values(jaxpr: Jaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
+    """Yields the constants of a jaxpr that are values of a trace, unless that goes on around this call.
+
+    Of the jaxprs inside, it yields all constants that are values of a trace, since none can be lowered. Each comes with
+    the line in the user's code that uses it, as text; empty if there is none.
+    """
+    if live is None:
+        live = [core.trace_ctx.trace]
+        while (parent := getattr(live[-1], "parent_trace", None)) is not None:
+            live.append(parent)
+    opened, consts = open_jaxpr(jaxpr)
+    for var, x in zip(opened.constvars, consts, strict=True):
+        if isinstance(x, jax.core.Tracer) and not any(x._trace is trace for trace in live):
+            uses = [eqn for eqn in opened.eqns if any(v is var for v in eqn.invars)]
+            yield x, source_info_util.summarize(uses[0].source_info) if uses else ""
+    for eqn in opened.eqns:
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple) else (param,):
+                if hasattr(inner, "eqns"):
+                    yield from escaped_values(inner, live=())
+
+
+def custom_derivatives(jaxpr: Jaxpr) -> Iterator[tuple[str, str]]:
+    """Yields the functions with derivative rules of their own, such as `custom_vjp masked`, and the line of a call."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        inner = list(contained_jaxprs(eqn))
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            name = f"{eqn.primitive.name.removesuffix('_call')} {inner[0].debug_info.func_name}"
+            yield name, source_info_util.summarize(eqn.source_info)
+        for called in inner:
+            yield from custom_derivatives(called)
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:

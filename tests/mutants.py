@@ -249,6 +249,21 @@ MUTANTS = [
         "plan.config.persistence_threshold",
         "test_errors.py::test_small_arrays_that_the_loss_closes_over_are_fine",
     ),
+    Mutant(
+        "values_around_the_step_refused",
+        "_compat.py",
+        "isinstance(x, jax.core.Tracer) and not any(x._trace is trace for trace in live)",
+        "isinstance(x, jax.core.Tracer)",
+        "test_custom_rules.py::test_values_from_around_the_step_may_be_closed_over",
+    ),
+    Mutant(
+        "values_of_the_loss_closed_over",
+        "engine/differentiate.py",
+        "        raise _captures(traced.jaxpr, value, line)",
+        "        _captures(traced.jaxpr, value, line)",
+        "test_custom_rules.py::test_a_rule_that_closes_over_a_value_of_the_loss_is_named",
+        "scan",
+    ),
     # Which gradients are reduced, and where.
     Mutant(
         "widened_before_reduced",

@@ -69,7 +69,8 @@ def differentiate(
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Raises:
-      ValueError: The weight of a `Weighted` loss depends on parameters, and there are several micro-batches.
+      ValueError: The weight of a `Weighted` loss depends on parameters, and there are several micro-batches; or a
+        derivative rule closes over a traced value.
 
     Example:
       >>> from jzero.arrays.collectives import Wire
@@ -114,7 +115,21 @@ def _program(
     divisor = jax.ShapeDtypeStruct((), jnp.float32)  # 0 until the first micro-batch has set it
     scale = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss_scale]
     jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=axis_env, return_shape=True)(*groups, divisor, scale)
+    for value, line in _compat.escaped_values(jaxpr):
+        raise _captures(traced.jaxpr, value, line)
     return Joint(jaxpr, jax.tree.structure(out), moving)
+
+
+def _captures(loss: Any, value: Any, line: str) -> ValueError:
+    """Returns the error about a derivative rule that closes over a traced value, used in a line of the loss."""
+    calls = list(_compat.custom_derivatives(loss))
+    named = {name for name, at in calls if at == line} or {name for name, _ in calls}
+    which = " or ".join(f"`{name}`" for name in sorted(named)) + (f", called at {line}" if line else "")
+    return ValueError(
+        f"A derivative rule closes over a traced value, {jax.typeof(value).str_short()}: it is a rule of {which}. "
+        "Rules run after the loss was traced, when its values are gone. Pass the value to the function as an argument; "
+        "a `custom_vjp` hands it to its backward rule as a residual."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

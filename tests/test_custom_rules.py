@@ -1,0 +1,104 @@
+"""Derivative rules of the loss's own (`custom_vjp`, `custom_jvp`) and the values that they close over."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+
+RANDOM = np.random.default_rng(0)
+PARAMS = {"w": RANDOM.normal(size=(6, 5)).astype(np.float32)}
+X = RANDOM.normal(size=(8, 6)).astype(np.float32)
+
+
+def scaled_backward(factor):
+    @jax.custom_vjp
+    def scaled(h):
+        return h
+
+    scaled.defvjp(lambda h: (h, None), lambda _, g: (g * factor,))
+    return scaled
+
+
+def scaled_tangents(factor):
+    @jax.custom_jvp
+    def scaled(h):
+        return h
+
+    scaled.defjvp(lambda primals, tangents: (primals[0], tangents[0] * factor))
+    return scaled
+
+
+def scaled_forward(factor):
+    @jax.custom_vjp
+    def scaled(h):
+        return h * factor
+
+    scaled.defvjp(lambda h: (h * factor, None), lambda _, g: (g,))
+    return scaled
+
+
+@jax.custom_vjp
+def scaled_by_argument(h, factor):
+    return h
+
+
+scaled_by_argument.defvjp(lambda h, factor: (h, factor), lambda factor, g: (g * factor, jnp.zeros_like(factor)))
+
+WAYS = {
+    "plain": lambda fn, h: fn(h),
+    "scan": lambda fn, h: jax.lax.scan(lambda h, _: (jnp.sin(fn(h)), None), h, None, length=2)[0],
+    "checkpoint": lambda fn, h: jax.checkpoint(lambda h: jnp.sin(fn(h)))(h),
+    "jit": lambda fn, h: jax.jit(lambda h: jnp.sin(fn(h)))(h),
+    "vmap": lambda fn, h: jax.vmap(fn)(h),
+}
+KINDS = {"custom_vjp": [scaled_backward, scaled_forward], "custom_jvp": [scaled_tangents]}
+
+
+def loss_of(make, way, factor_of):
+    """A loss with a rule that closes over `factor_of(batch)`."""
+    return lambda params, x: jnp.square(jnp.tanh(WAYS[way](make(factor_of(x)), x @ params["w"]))).mean()
+
+
+def sharded(stage):
+    plain = jzero.TrainState.create(params=PARAMS, tx=optax.sgd(0.1))
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "make"), [(kind, make) for kind, makes in KINDS.items() for make in makes])
+def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(kind, make, way):
+    loss = loss_of(make, way, lambda x: 1 + jnp.abs(x).mean())
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match=rf"float32\[\]: it is a rule of `{kind} scaled`.* as an argument"):
+            jzero.make_train_step(loss).lower(sharded(stage), X)
+    if way == "plain":
+        with pytest.raises(ValueError, match=re.escape(__file__)):
+            jzero.make_train_step(loss).lower(sharded(3), X)
+    jzero.make_eval_step(loss)(sharded(3), X)  # no rule runs
+
+
+@pytest.mark.parametrize("make", [scaled_backward, scaled_tangents])
+def test_values_from_around_the_step_may_be_closed_over(make):
+    loss = lambda way, t: loss_of(make, way, lambda _: t)
+    grads = jax.jit(lambda state, t, way: jzero.value_and_grad(loss(way, t))(state, X)[1], static_argnums=2)
+    found = grads(sharded(3), jnp.float32(3), "plain")
+    expected = jax.grad(loss("plain", jnp.float32(3)))(PARAMS, X)
+    np.testing.assert_allclose(found["w"][:6], expected["w"], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="as an argument"):
+        grads(sharded(3), jnp.float32(3), "jit")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_that_are_arguments_train(stage):
+    def loss(params, x):
+        h = x @ params["w"]
+        return jnp.square(jnp.tanh(scaled_by_argument(h, (x.sum(-1, keepdims=True) > 0) * 2.0))).mean()
+
+    _, metrics = jzero.make_train_step(loss)(sharded(stage), X)
+    expected = optax.tree.norm(jax.jit(jax.grad(loss))(PARAMS, X))
+    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
