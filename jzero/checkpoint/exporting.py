@@ -36,7 +36,6 @@ from jzero.checkpoint.safetensors_files import (
     is_known,
     write_tensors,
 )
-from jzero.config.settings import FLAG, check
 from jzero.plan.layout import Cut
 from jzero.state.train_state import adapt_sharded, check_alive
 
@@ -187,8 +186,6 @@ def load_params(
       >>> bool((jzero.get_full_param(loaded, "w") == jzero.get_full_param(state, "w")).all())
       True
     """
-    check("strict", strict, FLAG)
-    check("donate", donate, FLAG)
     adapted = adapt_sharded(state)
     check_alive(adapted.state)
     target = Target(adapted)

@@ -28,6 +28,7 @@ from jzero.checkpoint.restoring import Choice, read_extra, restore_from, warn_un
 from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
+from jzero.config.settings import check, one_of
 from jzero.state.next_state import apply_pending, settled_step
 from jzero.state.train_state import AdaptedState, adapt_sharded
 
@@ -100,8 +101,7 @@ class CheckpointManager:
             optional = value is None and name != "save_interval_steps"
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
-        if best_mode not in ("max", "min"):
-            raise ValueError(f"`best_mode` must be 'max' or 'min': got {best_mode!r}.")
+        best_mode = check("best_mode", best_mode, one_of("max", "min", says="'max' or 'min'"))
         self.directory = absolute(directory)
         self.last_restore: RestoreReport | None = None
         self.preempted = False

@@ -31,6 +31,7 @@ from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Keys, Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
+from jzero.config.settings import FLAG, check_fields
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
@@ -59,6 +60,9 @@ class Choice:
     strict: bool = True
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
     donate: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, {"params_only": FLAG, "strict": FLAG, "donate": FLAG})
 
     @property
     def is_partial(self) -> bool:
