@@ -80,7 +80,7 @@ def test_a_train_step_hands_over_the_loss_and_the_gradients(case):
 @pytest.mark.parametrize("create", [jzero.TrainState.create, create_counted])
 def test_the_loss_of_a_step_that_is_not_applied_does_not_reach_the_optimizer(create):
     weighted = lambda params, batch: jzero.Weighted(loss(params, batch["x"]) * batch["w"].sum(), batch["w"].sum())
-    state, step = sharded(sees(), create), jzero.make_train_step(weighted)
+    state, step = sharded(sees(), create), jzero.make_train_step(weighted, check_rows=False)
     for weight in (1.0, 0.0):
         state, metrics = step(state, {"x": X, "w": np.full(16, weight, np.float32)})
         assert bool(metrics["step_applied"]) == bool(weight)

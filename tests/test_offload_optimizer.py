@@ -218,7 +218,8 @@ def test_stochastic_rounding_on_the_host():
 def test_nnx():
     def run(offload):
         state = jzero.shard_train_state(nnx_state(), config=config(3, "fp32", offload))
-        step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean())
+        # Each device normalizes its own rows.
+        step = jzero.make_train_step(lambda model, batch: jnp.square(model(batch)).mean(), check_rows=False)
         for i in range(2):
             state, _ = step(state, np.arange(16, dtype=np.int32) + i)
         return state
