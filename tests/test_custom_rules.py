@@ -73,13 +73,14 @@ def sharded(stage):
 @pytest.mark.parametrize(("kind", "make"), [(kind, make) for kind, makes in KINDS.items() for make in makes])
 def test_a_rule_that_closes_over_a_value_of_the_loss_is_named(kind, make, way):
     loss = loss_of(make, way, lambda x: 1 + jnp.abs(x).mean())
+    step = jzero.make_train_step(loss, check_rows=False)  # the value is one of several rows
     for stage in (0, 3):
         with pytest.raises(ValueError, match=rf"float32\[\]: it is a rule of `{kind} scaled`.* as an argument"):
-            jzero.make_train_step(loss).lower(sharded(stage), X)
+            step.lower(sharded(stage), X)
     if way == "plain":
         with pytest.raises(ValueError, match=re.escape(__file__)):
-            jzero.make_train_step(loss).lower(sharded(3), X)
-    jzero.make_eval_step(loss)(sharded(3), X)  # no rule runs
+            step.lower(sharded(3), X)
+    jzero.make_eval_step(loss, check_rows=False)(sharded(3), X)  # no rule runs
 
 
 @pytest.mark.parametrize("make", [scaled_backward, scaled_tangents])

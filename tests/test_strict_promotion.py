@@ -12,6 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jzero
+from tests.tiers import default_for
 
 RANDOM = np.random.default_rng(0)
 PARAMS = {name: RANDOM.normal(size=shape).astype(np.float32) for name, shape in {"w": (6, 9), "v": (9, 5)}.items()}
@@ -73,7 +74,7 @@ def sharded(stage, precision, offload=None, create=jzero.TrainState.create):
     return jzero.shard_train_state(plain, config=config)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", default_for(("bf16", "fp16", "fp32 sums", "a fixed scale"), CASES))
 def test_train_steps(case):
     stage, precision, offload, loss, options = CASES[case]
 
