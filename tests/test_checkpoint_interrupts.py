@@ -134,6 +134,14 @@ def test_damage_that_is_found_after_an_interrupt_is_damage(run):
             manager.restore(make_state())
 
 
+@pytest.fixture
+def hears_ctrl_c():
+    """Python's own handler of SIGINT, which a program that a shell has put in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt(monkeypatch, target, name):
     """Sends SIGINT to the main thread in the middle of a method of Orbax's, which then takes a while to end."""
     real = getattr(target, name)
@@ -146,6 +154,7 @@ def interrupt(monkeypatch, target, name):
     monkeypatch.setattr(target, name, slow)
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_after_ctrl_c_in_save_checkpoint_nothing_is_left_and_it_can_be_called_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt(patch, ocp.Checkpointer, "save")
@@ -158,6 +167,7 @@ def test_after_ctrl_c_in_save_checkpoint_nothing_is_left_and_it_can_be_called_ag
     np.testing.assert_array_equal(jzero.get_full_param(restored, "even"), np.full(64, 3.0))
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("where", ["save", "wait_until_finished"])
 def test_ctrl_c_in_a_manager_leaves_as_many_checkpoints_as_asked_for(where, tmp_path, monkeypatch):
     manager = jzero.CheckpointManager(tmp_path, max_to_keep=2)
