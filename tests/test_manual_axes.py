@@ -135,7 +135,8 @@ def test_what_is_computed_inside(name, check_vma):
 
     want, want_grads = jax.jit(jax.value_and_grad(loss_of_parts))(params)
     for stage in (1, 3):
-        loss, grads = jzero.value_and_grad(loss_fn)(state_of(params, mesh, stage=stage), batch)
+        loss_and_grads = jzero.value_and_grad(loss_fn, check_rows=False)
+        loss, grads = loss_and_grads(state_of(params, mesh, stage=stage), batch)
         np.testing.assert_allclose(loss, want, rtol=1e-5)
         assert_close(grads, want_grads)
 

@@ -316,7 +316,7 @@ def assert_as_on_one_device(fn, stage, mesh):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     state = jzero.shard_train_state(plain, config=config, mesh=mesh)
     for remat in ("as_written", True):
-        loss, grads = jzero.value_and_grad(loss_fn, remat=remat)(state, batch)
+        loss, grads = jzero.value_and_grad(loss_fn, remat=remat, check_rows=False)(state, batch)
         np.testing.assert_allclose(loss, want, rtol=1e-5)
         grads = jax.tree.map(np.asarray, grads)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want_grads)
