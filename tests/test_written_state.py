@@ -5,6 +5,8 @@ The reference is a loop over the whole micro-batches, on one device.
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -183,6 +185,15 @@ def test_a_name_that_the_loss_does_not_write_is_refused():
     step = jzero.make_train_step(loss_writing(lambda b, v: v + 1), True, mutable=("value",), merge={"vale": "summed"})
     with pytest.raises(ValueError, match=r"\['vale'\].* It writes \['value'\]"):
         step.eval_shape(make_state(0), BATCH)
+
+
+def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_seen():
+    write = lambda batch, value: value + batch["x"].reshape(ROWS, D).shape[0]
+    with pytest.warns(UserWarning, match=r"equal on all devices: \['value'\].* cannot reshape .*merge=.'value': 'equal'"):
+        make_step(write).eval_shape(make_state(0), BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_step(write, "equal").eval_shape(make_state(0), BATCH)
 
 
 class Online(nnx.Module):

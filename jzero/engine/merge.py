@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,7 +170,14 @@ def _find_counts_of_rows(traced: TracedLoss, merge: Merge, doubled: Callable[[],
         return [False] * len(parts)
     try:
         other = doubled()
-    except Exception:  # the user's code may hold for one number of rows only
+    except Exception as error:  # the user's code may hold for one number of rows only
+        names = [x.name for x, suspect in zip(traced.written, suspects, strict=True) if suspect]
+        warnings.warn(
+            f"jzero takes these variables that the loss writes for equal on all devices: {names}. It could not see "
+            "whether the number of a device's rows is in them, as in `seen + len(x)`, since the loss fails with twice "
+            f"the rows: {type(error).__name__}: {error}. If they are equal, say so: `merge={{{names[0]!r}: 'equal'}}`.",
+            stacklevel=2,
+        )
         return [False] * len(parts)
     if other.written != traced.written:
         return suspects

@@ -247,9 +247,15 @@ class Step:
             steps, remat = self.micro.steps, self.remat
             return drop_unwritten(trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=remat, times=times))
 
-        traced = trace().with_row_facts(plan)
+        traced = trace()
+        if traced.written or (self._checks_rows and self._num_parts(plan) > 1):
+            traced = traced.with_row_facts(plan)
         leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
         return choose_merges(traced, self._merge(plan), plan, leaves, functools.partial(trace, 2)), inputs
+
+    def _num_parts(self, plan: ZeroPlan) -> int:
+        """Returns into how many parts a batch is split, each of which the loss sees alone."""
+        return num_batch_shards(plan.mesh, plan.config) * self.micro.steps
 
     def _merge(self, plan: ZeroPlan) -> Merge:
         return Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
@@ -285,7 +291,7 @@ class Step:
         check_stored(state, plan)
         check_in_place(state, plan, with_opt_state=self.uses_opt_state)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
-        parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+        parts = self._num_parts(plan)
         num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)
         check_loss(traced, num_rows)
         warn_closed_over(traced, plan)
