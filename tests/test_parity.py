@@ -42,7 +42,7 @@ def test_every_optimizer_in_float64(model, optimizer, stage, num_devices):
         assert params < 1e-9
 
 
-FP32 = [("mlp", "adam", 3, 8), ("mlp", "sgd_momentum", 1, 3), ("mlp", "lion", 3, 8), ("gpt", "muon", 3, 8)]
+FP32 = [("mlp", "adam", 3, 8), ("mlp", "sgd_momentum", 1, 3), ("mlp", "lion", 3, 8)]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "stage", "num_devices"), default_for(FP32, ALL))

@@ -242,7 +242,7 @@ def test_barriers_for_some_inputs_alone():
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 takes what waits for other blocks for a leak")
 def test_nothing_of_a_loop_outlives_it():
-    step = jzero.make_train_step(unrolled([layer] * LAYERS), accumulate_steps=2)
+    step = jzero.make_train_step(unrolled([layer] * 3), accumulate_steps=2)
     with jax.checking_leaks():
         step.trace(sharded(make_params()), make_batch())
 
