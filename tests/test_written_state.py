@@ -40,7 +40,7 @@ class Written(TrainState):
 
 def make_state(value, n=DEVICES, stage=3):
     params = {"w": jnp.ones((D, 7))}
-    state = Written.create(apply_fn=None, params=params, tx=optax.sgd(0.1), value=jnp.asarray(value))
+    state = Written.create(apply_fn=None, params=params, tx=optax.sgd(0.1), value=jax.tree.map(jnp.asarray, value))
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
     return jzero.shard_train_state(state, config=config, mesh=mesh_of(n))
 
@@ -51,7 +51,7 @@ def loss_writing(new):
 
 
 def make_step(new, word=None, **kwargs):
-    merge = {} if word is None else {"value": word}
+    merge = word if isinstance(word, dict) else {} if word is None else {"value": word}
     return jzero.make_train_step(
         loss_writing(new), has_aux=True, mutable=("value",), merge=merge, accumulate_steps=STEPS, **kwargs
     )
@@ -189,11 +189,22 @@ def test_a_name_that_the_loss_does_not_write_is_refused():
 
 def test_a_loss_that_holds_for_one_number_of_rows_says_that_its_counts_were_not_seen():
     write = lambda batch, value: value + batch["x"].reshape(ROWS, D).shape[0]
-    with pytest.warns(UserWarning, match=r"equal on all devices: \['value'\].* cannot reshape .*merge=.'value': 'equal'"):
+    with pytest.warns(
+        UserWarning, match=r"equal on all devices: \['value'\].* cannot reshape .*merge=.'value': 'equal'"
+    ):
         make_step(write).eval_shape(make_state(0), BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_step(write, "equal").eval_shape(make_state(0), BATCH)
+
+
+def test_a_count_beside_rows_is_refused_too():
+    """The loss is looked at over more rows than the state has."""
+    write = lambda batch, value: {"seen": value["seen"] + len(batch["x"]), "last": batch["x"]}
+    step = make_step(write, {"value/last": "per_example"})
+    state = make_state({"seen": np.int32(0), "last": np.zeros((B, D), np.float32)})
+    with pytest.raises(ValueError, match=r"value/seen: .* the number of rows"):
+        step.eval_shape(state, BATCH)
 
 
 class Online(nnx.Module):

@@ -73,10 +73,12 @@ class Merge:
     Attributes:
       words: A word of `MERGES` by regular expression over the whole name of a variable.
       num_shards: The number of devices with a part of the batch.
+      times: How many times as many rows the loss is traced over as one device has.
     """
 
     words: Mapping[str, str]
     num_shards: int
+    times: int = 1
 
     def word(self, name: str) -> str | None:
         """Returns the word for a variable; `None` if there is none."""
@@ -85,7 +87,7 @@ class Merge:
     def written_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape that one device writes to a variable."""
         has_rows = self.word(name) == "per_example" and shape and not shape[0] % self.num_shards
-        return (shape[0] // self.num_shards, *shape[1:]) if has_rows else shape  # [n B, ...] -> [B, ...]
+        return (self.times * shape[0] // self.num_shards, *shape[1:]) if has_rows else shape  # [n B, ...] -> [B, ...]
 
 
 def choose_merges(

@@ -239,19 +239,21 @@ class Step:
         """Returns the traced loss and its inputs."""
         check_rng(rng)
         _check_third_argument(self.loss_fn, self.mutable, rng)
-        loss_fn, carried = self._bound_loss(state, plan)
+        merge = self._merge(plan)
+        _, carried = self._bound_loss(state, plan, merge)
         inputs = LossInputs(state.params, carried, batch, rng)
         check_batch(batch, plan, self.micro.steps)
 
         def trace(times: int = 1) -> TracedLoss:
             steps, remat = self.micro.steps, self.remat
+            loss_fn, _ = self._bound_loss(state, plan, dataclasses.replace(merge, times=times))
             return drop_unwritten(trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=remat, times=times))
 
         traced = trace()
         if traced.written or (self._checks_rows and self._num_parts(plan) > 1):
             traced = traced.with_row_facts(plan)
         leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
-        return choose_merges(traced, self._merge(plan), plan, leaves, functools.partial(trace, 2)), inputs
+        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, 2)), inputs
 
     def _num_parts(self, plan: ZeroPlan) -> int:
         """Returns into how many parts a batch is split, each of which the loss sees alone."""
@@ -260,12 +262,12 @@ class Step:
     def _merge(self, plan: ZeroPlan) -> Merge:
         return Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
 
-    def _loss_and_carried(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+    def _loss_and_carried(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
         if hasattr(state, "bind_loss"):
             if self.mutable:
                 raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
-            axes, written_shape = batch_axes(plan.config), self._merge(plan).written_shape
+            axes, written_shape = batch_axes(plan.config), merge.written_shape
             return state.bind_loss(self.loss_fn, axes, keeps=self.keeps_changes, written_shape=written_shape)
         missing = [name for name in self.mutable if not hasattr(state, name)]
         if missing:
@@ -273,15 +275,15 @@ class Step:
         carried = {name: getattr(state, name) for name in self.mutable}
         return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
 
-    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
+    def _bound_loss(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
-        loss_fn, carried = self._loss_and_carried(state, plan)
+        loss_fn, carried = self._loss_and_carried(state, plan, merge)
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
             result, changed = loss_fn(params, batch, *rng, **carried)
             loss, aux = _split_aux(result, self.has_aux)
             if self.mutable:
-                changed, aux = split_mutable(aux, carried, self._merge(plan).written_shape)
+                changed, aux = split_mutable(aux, carried, merge.written_shape)
             return loss, (spread_marks(aux), changed)
 
         return call, carried

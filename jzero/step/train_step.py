@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jzero.config.settings import check, number, one_of, optional
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
+from jzero.engine.merge import Merge
 from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
@@ -126,8 +127,8 @@ class EvalStep(Step):
         """Returns the metrics of the whole batch."""
         return self._call(adapt_sharded(state).state, batch, rng)
 
-    def _bound_loss(self, state: Any, plan: ZeroPlan) -> tuple[Loss, dict[str, PyTree]]:
-        metric_fn, carried = self._loss_and_carried(state, plan)
+    def _bound_loss(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
+        metric_fn, carried = self._loss_and_carried(state, plan, merge)
 
         def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
             metrics, _ = metric_fn(params, batch, *rng, **carried)
