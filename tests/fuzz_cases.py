@@ -489,7 +489,7 @@ WRITERS = {
     ),
     "queue": Writer(
         lambda n, d: np.zeros((2 * n + 1, d), np.float32),
-        lambda b, v: jnp.concatenate([_gathered(b["x"]), v])[: 2 * len(_gathered(b["x"])) + 1],
+        lambda b, v: jnp.concatenate([_gathered(b["x"]), v])[: len(v)],
         None,
         lambda b, v: np.concatenate([b["x"], v])[: 2 * len(b["x"]) + 1],
     ),
