@@ -244,7 +244,7 @@ def test_barriers_for_some_inputs_alone():
 def test_nothing_of_a_loop_outlives_it():
     step = jzero.make_train_step(unrolled([layer] * 3), accumulate_steps=2)
     with jax.checking_leaks():
-        step.trace(sharded(make_params()), make_batch())
+        step.trace(sharded(make_params(3)), make_batch())
 
 
 class Dropping(nn.Module):
