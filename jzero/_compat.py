@@ -11,19 +11,23 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import numpy as np
 from jax._src import (
-    core,  # nor has the effect of naming a mesh axis
+    api_util,  # nor has what a traced function is called in messages
+    core,  # nor has the effect of naming a mesh axis, nor making variables and equations
     distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
+    linear_util,  # nor has the function that is traced to a jaxpr
+    sharding_impls,  # nor has the sharding that nobody gave
     source_info_util,  # nor has re-entering an equation's name stack and traceback
 )
 from jax._src.interpreters import partial_eval  # nor has taking outputs from a jaxpr
 from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
@@ -61,9 +65,10 @@ __all__ = [
     "with_outputs",
 ]
 
-Jaxpr = Any
-Equation = Any
-
+Equation = JaxprEqn
+Atom: TypeAlias = Var | Literal
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+J = TypeVar("J", Jaxpr, ClosedJaxpr)
 
 CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 """Whether a program of several devices that is called with deleted arrays ends the process instead of raising."""
@@ -108,7 +113,12 @@ def stored(client: Any, key: str, wait_s: float = 0.0) -> str | None:
         raise
 
 
-def is_literal(atom: Any) -> bool:
+def type_of(atom: Atom) -> jax.core.ShapedArray:
+    """Returns the type of a variable or literal, which is an array's."""
+    return atom.aval  # type: ignore[return-value]
+
+
+def is_literal(atom: Any) -> TypeGuard[Literal]:
     """Whether an operand of an equation is a literal."""
     return isinstance(atom, jex_core.Literal)
 
@@ -196,7 +206,7 @@ def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: A
     return compute_on(run, compute_type="device_host", out_memory_spaces=out_memories)(*leaves)
 
 
-def escaped_values(jaxpr: Jaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
+def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
     """Yields the constants of a jaxpr that are values of a trace, unless that goes on around this call.
 
     Of the jaxprs inside, it yields all constants that are values of a trace, since none can be lowered. Each comes with
@@ -218,7 +228,7 @@ def escaped_values(jaxpr: Jaxpr, live: Sequence[Any] | None = None) -> Iterator[
                     yield from escaped_values(inner, live=())
 
 
-def custom_derivatives(jaxpr: Jaxpr) -> Iterator[tuple[str, str]]:
+def custom_derivatives(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
     """Yields the functions with derivative rules of their own, such as `custom_vjp masked`, and the line of a call."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         inner = list(contained_jaxprs(eqn))
@@ -380,6 +390,86 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     added = copy.copy(x)
     added.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__radd__": radd})
     return added
+
+
+# Jaxprs under construction, for `jzero.jaxpr.edit`.
+
+
+def variable(aval: Any) -> Var:
+    """Returns a new variable of a type."""
+    return core.Var(aval)
+
+
+def array_type(shape: Sequence[int], dtype: Any, *, on_host: bool = False) -> Any:
+    """Returns the type of an array."""
+    aval = core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
+    return aval.update(memory_space=jax.memory.Space.Host) if on_host else aval
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a type is that of an array in host memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def new_equation(
+    primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], params: dict[str, Any], near: Equation | None
+) -> Equation:
+    """Returns an equation, in the scopes and settings of another one."""
+    info, ctx = (None, None) if near is None else (near.source_info, near.ctx)
+    return core.new_jaxpr_eqn(list(inputs), list(outputs), primitive, params, core.no_effects, info, ctx)
+
+
+def traced(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """Returns the open jaxpr, and the constants, of a function of arrays of exactly these types."""
+
+    def flat(*xs: Any) -> list[Any]:
+        return jax.tree.leaves(fn(*xs))
+
+    debug = api_util.debug_info("jzero", flat, (), {})
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(linear_util.wrap_init(flat, debug_info=debug), list(avals))
+    return jaxpr, list(consts)
+
+
+def literal(value: Any, aval: Any) -> Literal:
+    """Returns a literal of a type."""
+    return core.Literal(value, aval)
+
+
+def moved(eqn: Equation, inputs: Sequence[Atom], outputs: Sequence[Var], near: Equation | None) -> Equation:
+    """Returns an equation with other inputs and outputs, in the scopes of another one."""
+    info = eqn.source_info
+    if near is not None:
+        info = near.source_info.replace(name_stack=near.source_info.name_stack + info.name_stack)
+    return eqn.replace(invars=list(inputs), outvars=list(outputs), source_info=info)
+
+
+def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[Equation]) -> J:
+    """Returns a jaxpr of other equations, inputs and outputs, closed if `like` is."""
+    opened, _ = open_jaxpr(like)
+    found = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
+    # Effects on inputs go by their position, which may be another one.
+    kept = frozenset(effect for effect in found if not isinstance(effect, effects.JaxprInputEffect))
+    debug = opened.debug_info._replace(arg_names=None, result_paths=None)
+    new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), kept, debug)
+    return new if isinstance(like, Jaxpr) and opened is like else like.replace(jaxpr=new)
+
+
+def params_of_call(eqn: Equation, jaxpr: Any, is_changed: Sequence[bool]) -> dict[str, Any]:
+    """Returns the parameters of a call, or of a recomputed block, that runs another jaxpr.
+
+    Args:
+      eqn: The equation.
+      jaxpr: What it runs.
+      is_changed: For each result, whether it has another shape, for which its sharding does not hold.
+    """
+    name = next(name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
+    params = {**eqn.params, name: jaxpr}
+    if "out_shardings" in params:
+        pairs = zip(params["out_shardings"], is_changed, strict=True)
+        params["out_shardings"] = tuple(sharding_impls.UNSPECIFIED if changed else x for x, changed in pairs)
+        pairs = zip(params["out_layouts"], is_changed, strict=True)
+        params["out_layouts"] = tuple(None if changed else x for x, changed in pairs)
+    return params
 
 
 def source_of(eqn: Equation) -> str:

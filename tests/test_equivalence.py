@@ -168,12 +168,12 @@ def test_a_batch_without_weight_is_skipped_by_both():
 def test_a_fault_of_jzero_is_found(monkeypatch):
     """One device gets the gradient of its neighbour for its part of each leaf; norms do not see it."""
 
-    def reduce_shard(x, cut, wire):
-        reduced = collective(x, cut, wire)
-        return jax.lax.ppermute(reduced, wire.axis, [(i, (i + 1) % 8) for i in range(8)])
+    def reduce_shard(x, cut, comm, sums):
+        reduced = collective(x, cut, comm, sums)
+        return jax.lax.ppermute(reduced, comm.shard_axes, [(i, (i + 1) % 8) for i in range(8)])
 
     collective = _collectives.reduce_shard
-    monkeypatch.setattr("jzero.engine.gradient_exits.reduce_shard", reduce_shard)
+    monkeypatch.setattr("jzero.engine.placed.reduce_shard", reduce_shard)
     report = compare(config=make_config(1, "bf16"), batches=BATCHES[:1])
     assert max(report.loss, report.grad_norm) < 1e-3
     with pytest.raises(AssertionError, match=r"^The leaf 'layer_\d/\w+' drifts by \S+, more than 0\.1\.\n"):

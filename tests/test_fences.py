@@ -11,9 +11,9 @@ from jax.interpreters import partial_eval as pe
 
 import jzero
 from jzero import _compat
-from jzero.engine.order import delay, first_elements
-from jzero.plan.platform import PLATFORMS
+from jzero.engine.placed import first_elements, operations_of, wait, wait_p
 from tests import models
+from tests.test_prefetch import on
 from tests.tiers import slow
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device
@@ -42,6 +42,8 @@ def make_state():
 def barriers(jaxpr):
     """Yields the shapes of what goes into each barrier of a program."""
     for eqn in jaxpr.eqns:
+        if eqn.primitive is wait_p:
+            yield from barriers(_compat.open_jaxpr(operations_of(eqn))[0])
         if eqn.primitive.name == "optimization_barrier":
             yield [x.aval.shape for x in eqn.invars]
         for inner in _compat.contained_jaxprs(eqn):
@@ -54,7 +56,7 @@ def found_barriers(fn, *args):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_operands_of_barriers(platform, monkeypatch):
-    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
+    on(platform, monkeypatch)
     fences = found_barriers(jzero.value_and_grad(loss_fn), make_state(), batch())
     of_logits, of_x = (ROWS, VOCAB), (ROWS, WIDTH)
     shards = {"outer": (HIDDEN // 8, WIDTH), "head": (WIDTH, VOCAB // 8)}
@@ -68,7 +70,7 @@ def test_operands_of_barriers(platform, monkeypatch):
 
 @pytest.mark.parametrize("scan", [True, slow(False)])
 def test_gradients_with_light_fences_are_those_of_plain_jax(scan, monkeypatch):
-    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS["tpu"])
+    on("tpu", monkeypatch)
     model = models.GPT(scan=scan, vocab=64, d_model=40)
     tokens = models.tokens(16, vocab=64)
     params = models.draw_params(model, np.zeros((1, models.SEQ), np.int32))
@@ -102,7 +104,7 @@ def test_what_is_held_back_stays_as_it_is(value, dtype):
     """Whatever it waits for, to the bit; a shard of numbers that are none, too."""
     shard = jnp.array([1.5, -0.0, jnp.nan, jnp.inf], dtype)
     waits_for = [jnp.full((2, 3), value, dtype), jnp.full((), -value, jnp.float32), jnp.arange(4)]
-    held = jax.jit(lambda shard, values: delay({0: shard}, values)[0])(shard, waits_for)
+    held = jax.jit(lambda shard, values: wait([shard], values, "select")[0][0])(shard, waits_for)
     assert held.dtype == dtype
     np.testing.assert_array_equal(np.asarray(held).view(np.uint8), np.asarray(shard).view(np.uint8))
 
@@ -110,7 +112,9 @@ def test_what_is_held_back_stays_as_it_is(value, dtype):
 def test_what_is_held_back_cannot_be_had_before():
     """In the compiled program, where barriers are gone: the result is made of what it waits for."""
     compiled = (
-        jax.jit(lambda shard, x: delay({0: shard}, [jnp.sin(x)])[0] * 2).lower(jnp.ones(4), jnp.ones(3)).compile()
+        jax.jit(lambda shard, x: wait([shard], [jnp.sin(x)], "select")[0][0] * 2)
+        .lower(jnp.ones(4), jnp.ones(3))
+        .compile()
     )
     assert "sine" in compiled.as_text()
 
@@ -121,7 +125,7 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
 
     Parameters that stay whole count, too: what makes the gradient of a norm's scale is as large as an activation.
     """
-    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
+    on(platform, monkeypatch)
     params = {f"w{i}": np.full((32, 32), 0.1, np.float32) for i in range(6)}
 
     def loss(params, batch):
@@ -139,7 +143,7 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
 
 def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
     """A norm and a head, say: both of them, not the first alone."""
-    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS["gpu"])
+    on("gpu", monkeypatch)
     params = {name: np.full((32, 32), 0.1, np.float32) for name in ("w0", "w1", "x_norm", "y_head")}
 
     def loss(params, batch):
@@ -166,10 +170,10 @@ def reductions_before_reductions(fn, *args):
             made = frozenset().union(*given)
             if len(inner) == 1:
                 outputs = walk(inner[0], given)
-            elif eqn.primitive.name == "optimization_barrier":
+            elif eqn.primitive.name == "optimization_barrier" or eqn.params.get("how") == "barrier":
                 outputs = given
             else:
-                if eqn.primitive.name == "reduce_scatter":
+                if eqn.primitive.name == "zero_reduce":
                     found.append(len(made))
                     made = made | {next(reductions)}
                 outputs = [made] * len(eqn.outvars)

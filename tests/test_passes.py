@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +14,13 @@ from jax.extend.core import jaxpr_as_fun
 
 import jzero
 from jzero import _compat
-from jzero.arrays.collectives import Wire
 from jzero.engine.differentiate import differentiate
-from jzero.engine.gradient_exits import Part, Reduction
+from jzero.engine.gradient_exits import Reduction
 from jzero.engine.recompute import recompute
-from jzero.engine.reductions import find_reductions
+from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
+from jzero.plan.comm import Direct, Sums
 from jzero.plan.layout import Cut
 
 WIDTH = 16
@@ -55,7 +57,7 @@ def test_a_traced_loss_has_whole_parameters_and_the_rows_of_one_device():
     traced = trace_loss(loss_fn, plan, LossInputs(state.params, {}, BATCH, None), accumulate_steps=2)
     assert [x.shape for x in traced.jaxpr.in_avals] == [(WIDTH, WIDTH), (1, WIDTH)]
     assert traced.num_inputs == (1, 0, 1, 0)
-    assert not any(name in ("all_gather", "reduce_scatter", "psum") for name in names(traced.jaxpr))
+    assert not any(name in ("zero_gather", "zero_reduce", "all_gather", "psum") for name in names(traced.jaxpr))
 
 
 def unrolled(ws, x):
@@ -84,7 +86,7 @@ def test_the_joint_program_returns_the_gradients_of_jax():
     loss = lambda p, x: jnp.square(jnp.tanh(x @ p["w"] + p["b"][None])).mean()
     inputs = LossInputs(state.params, {}, BATCH, None)
     traced = trace_loss(lambda p, x: (loss(p, x), {}), jzero.plan_of(state), inputs, remat="as_written")
-    joint = differentiate(traced, [1], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[("data", 8)])
+    joint = differentiate(traced, [1], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[("data", 8)])
     params, rows = {"b": matrix(WIDTH), "w": matrix()}, BATCH[:2]
     values = jaxpr_as_fun(joint.jaxpr)(params["b"], params["w"], rows, jnp.zeros(()))
     (((total, weight), _, _), grads) = joint.out.unflatten(values)
@@ -96,42 +98,47 @@ def test_the_joint_program_returns_the_gradients_of_jax():
 
 
 def how(shape, dim, *, by_use=True):
-    return Reduction(Cut(dim, shape, 8), Wire("data", None, True), jnp.dtype("float32"), by_use=by_use)
+    return Reduction("w", Cut(dim, shape, 8), Direct("data"), Sums(("data",)), jnp.dtype("float32"), by_use=by_use)
 
 
 def gradient(fn, *shapes):
     return _compat.open_jaxpr(jax.make_jaxpr(jax.grad(fn))(*(jnp.ones(shape) for shape in shapes)))[0]
 
 
-def reduced_at(jaxpr, found):
-    """The primitives whose results are reduced: they leave, and their inputs do not."""
-    leaving = [(i, v) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars if v in found.leaving]
-    return [jaxpr.eqns[i].primitive.name for i, v in leaving if i not in found.on_shards and is_reduction(found, v)]
-
-
-def is_reduction(found, v):
-    return isinstance(found.leaving[v], Reduction)
+def reduced_at(jaxpr, exits):
+    """The primitives whose results are reduced, and the shapes."""
+    new = reduce_early(jaxpr, exits)
+    maker = {v: eqn for eqn in new.eqns for v in eqn.outvars}
+    reductions = [eqn for eqn in new.eqns if eqn.primitive.name == "zero_reduce"]
+    assert [v.aval.shape for v, x in zip(new.outvars, exits, strict=True) if x] == [
+        x.cut.shard_shape for x in exits if x
+    ]
+    return [maker[eqn.invars[0]].primitive.name for eqn in reductions], [eqn.invars[0].aval for eqn in reductions]
 
 
 def test_a_gradient_is_reduced_before_it_is_widened():
     jaxpr = gradient(lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).sum(), (16, 8), (2, 16))
-    assert reduced_at(jaxpr, find_reductions(jaxpr, [how((16, 8), 0)])) in (["transpose"], ["dot_general"])
+    makers, (made,) = reduced_at(jaxpr, [how((16, 8), 0)])
+    assert makers in (["transpose"], ["dot_general"])
+    assert made.dtype == jnp.bfloat16
 
 
 def test_a_slice_is_reduced_alone():
     jaxpr = gradient(lambda w, x: sum((x @ w[i]).sum() for i in range(3)), (3, 16, 8), (2, 16))
-    found = find_reductions(jaxpr, [how((3, 16, 8), 1)])
-    shapes = [found.leaving[v].cut.shape for v in found.leaving if is_reduction(found, v)]
-    assert reduced_at(jaxpr, found).count("transpose") + reduced_at(jaxpr, found).count("dot_general") == 3
-    assert (16, 8) in shapes
+    makers, made = reduced_at(jaxpr, [how((3, 16, 8), 1)])
+    assert makers in (["transpose"] * 3, ["dot_general"] * 3)
+    assert [x.shape for x in made] == [(16, 8)] * 3
 
 
-def test_a_gradient_that_something_else_reads_stays_whole():
+def test_a_gradient_that_something_else_reads_is_reduced_at_the_end():
     """Here it is that of another parameter as well, which is not cut."""
     of_both = jax.grad(lambda w, v, x: (x @ (w + v).T).sum(), argnums=(0, 1))
     jaxpr = jax.make_jaxpr(of_both)(jnp.ones((16, 8)), jnp.ones((16, 8)), jnp.ones((2, 8))).jaxpr
     assert jaxpr.outvars[0] is jaxpr.outvars[1]
-    assert not find_reductions(jaxpr, [how((16, 8), 0), None]).leaving
+    new = reduce_early(jaxpr, [how((16, 8), 0), None])
+    assert [v.aval.shape for v in new.outvars] == [(2, 8), (16, 8)]
+    assert new.eqns[:-1] == jaxpr.eqns
+    assert new.eqns[-1].primitive.name == "zero_reduce"
 
 
 def tied(w, x):
@@ -149,9 +156,19 @@ def tied_around_a_loop(w, x):
 )
 def test_a_tied_gradient_is_summed_first_but_not_across_a_loop(loss, by_use, is_summed):
     jaxpr = gradient(loss, (16, 8), (2, 16))
-    found = find_reductions(jaxpr, [how((16, 8), 0, by_use=by_use)])
-    assert (reduced_at(jaxpr, found) == ["add_any"]) == is_summed
-    assert any(isinstance(x, Part) for x in found.leaving.values()) == is_summed, "noted, since passes wait for it"
+    exits = [how((16, 8), 0, by_use=by_use)]
+    assert (reduced_at(jaxpr, exits)[0] == ["add_any"]) == is_summed
+    marked = [eqn for eqn in reduce_early(jaxpr, exits).eqns if eqn.primitive.name == "zero_unreduced"]
+    assert len(marked) == 2 * is_summed, "noted, since passes wait for them"
+
+
+@pytest.mark.parametrize(("prim", "kept"), [("zero_gather", "w"), ("zero_reduce", "w")])
+def test_a_step_says_who_travels(prim, kept):
+    """`print(step.trace(...).jaxpr)` names each parameter with its cut, its dtype and how it travels."""
+    step = jzero.make_train_step(loss_fn)
+    text = re.sub(r"\s+", " ", str(step.trace(sharded({"w": matrix(WIDTH, 13)}), BATCH).jaxpr))
+    (params,) = re.findall(prim + r"\[ ?([^\]]*)\]", text)
+    assert set(params.split()) >= {f"path={kept}", "cut=0/8", "dtype=float32", "comm=data"}
 
 
 @pytest.mark.parametrize(
@@ -170,15 +187,15 @@ def test_the_roles_of_the_stages(stage, accumulate_steps, reduce, role):
     """By the plan, and by what the walk of a step emits: where gradients are reduced."""
     state = sharded({"w": matrix()}, stage)
     is_last = accumulate_steps > 1 and (reduce == "last" or stage < 2)
-    assert Role.of(jzero.plan_of(state).leaves[0], Wire("data", None, True, reduce_last=is_last)) is role
+    assert Role.of(jzero.plan_of(state).leaves[0], reduce_last=is_last) is role
     options = {} if reduce is None else {"reduce": reduce}
     step = jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps, **options)
     traced = step.trace(state, BATCH).jaxpr
     inside = [x for eqn in scans(traced) for x in names(eqn.params["jaxpr"])]
     everywhere = list(names(traced))
     _, is_cut, as_made = role.value
-    assert ("reduce_scatter" in everywhere) == is_cut
-    assert ("reduce_scatter" in inside) == (as_made and accumulate_steps > 1)
+    assert ("zero_reduce" in everywhere) == is_cut
+    assert ("zero_reduce" in inside) == (as_made and accumulate_steps > 1)
 
 
 def scans(jaxpr):
@@ -195,9 +212,9 @@ def test_the_walk_gathers_where_parameters_are_used(regathers, gathers):
     loss = lambda p, x: jnp.square(jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]).mean()
     state = sharded({name: matrix(seed=i) for i, name in enumerate("abc")}, reshard_after_forward=regathers)
     fn = jzero.value_and_grad(loss, remat="as_written")
-    found = [x for x in names(jax.make_jaxpr(fn)(state, BATCH)) if x in ("all_gather", "reduce_scatter")]
-    assert found.count("all_gather") == gathers
-    assert found.count("reduce_scatter") == 3
+    found = [x for x in names(jax.make_jaxpr(fn)(state, BATCH)) if x in ("zero_gather", "zero_reduce")]
+    assert found.count("zero_gather") == gathers
+    assert found.count("zero_reduce") == 3
 
 
 def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
@@ -205,7 +222,7 @@ def test_a_weight_that_is_computed_from_itself_is_gathered_once_in_each_pass():
     loss = lambda p, x: jnp.square(x @ (p["w"] / jnp.sqrt(jnp.square(p["w"]).sum()))).mean()
     fn = jzero.value_and_grad(loss, remat="as_written")
     found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
-    assert found.count("all_gather") == 2
+    assert found.count("zero_gather") == 2
 
 
 @pytest.mark.parametrize(("length", "operations"), [(8, 16), (24, 24)])
@@ -235,7 +252,7 @@ def test_a_parameter_that_goes_into_a_call_twice_is_gathered_once():
 
     fn = jzero.value_and_grad(lambda p, x: layer(x, p["w"], 2 * p["w"]).mean(), remat="as_written")
     found = list(names(jax.make_jaxpr(fn)(sharded({"w": matrix()}), BATCH)))
-    assert found.count("all_gather") == 2
+    assert found.count("zero_gather") == 2
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
@@ -339,7 +356,7 @@ def test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says(s
     params = {"layers": stack if scan else list(stack)}
     state = sharded(params, tx=optax.adam(1e-3), reshard_after_forward=regathers)
     step, batch = jzero.make_train_step(loss), np.ones((16, 64), np.float32)
-    gathers = list(names(step.trace(state, batch).jaxpr)).count("all_gather")
+    gathers = list(names(step.trace(state, batch).jaxpr)).count("zero_gather")
     assert gathers == (1 if scan else 8) * (2 if regathers else 1), "in the program, before a compiler merges any"
     report = jzero.analyze(step, state, batch)
     planned = 1 + jzero.plan_of(state).gathered_bytes / stack.nbytes  # gathers, and one reduction

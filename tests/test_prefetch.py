@@ -33,7 +33,8 @@ def short_loops_too(monkeypatch):
 
 def on(platform, monkeypatch):
     """Has steps traced as for such devices."""
-    monkeypatch.setattr("jzero.engine.order.platform_facts", lambda mesh: PLATFORMS[platform])
+    facts = {name: getattr(PLATFORMS[platform], name) for name in ("fence", "postpones", "prefetches")}
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(**facts))
 
 
 OFTEN = {
@@ -180,7 +181,7 @@ def carried_shapes(fn, *args):
 
     def search(jaxpr):
         for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
-            if eqn.primitive.name == "scan" and "all_gather" in str(eqn.params["jaxpr"]):
+            if eqn.primitive.name == "scan" and "zero_gather" in str(eqn.params["jaxpr"]):
                 consts, carry = _compat.scan_groups(eqn)
                 found.append([v.aval.shape for v in eqn.invars[consts : consts + carry]])
             for inner in _compat.contained_jaxprs(eqn):
@@ -444,7 +445,7 @@ def gathers_of(fn, *args):
                 outputs = walk(inner[0], given)
             else:
                 needs, holds = (frozenset().union(*(x[i] for x in given)) for i in (0, 1))
-                if eqn.primitive.name == "all_gather":
+                if eqn.primitive.name == "zero_gather":
                     aval = eqn.outvars[0].aval
                     found.append(Gather(math.prod(aval.shape) * aval.dtype.itemsize, needs))
                     holds = holds | {len(found) - 1}
@@ -453,7 +454,10 @@ def gathers_of(fn, *args):
                     for i in holds:
                         found[i].use = number if found[i].use is None else found[i].use
                     needs, holds = needs | {number}, frozenset()
-                if eqn.primitive.name == "optimization_barrier":  # each result waits for all, but is made of its own
+                if eqn.primitive.name in (
+                    "optimization_barrier",
+                    "zero_wait",
+                ):  # waits for all, but is made of its own
                     outputs = [(needs, own) for _, own in given]
                 else:
                     outputs = [(needs, holds)] * len(eqn.outvars)

@@ -201,5 +201,5 @@ def sums_of_shards(jaxpr, shape):
 
 def reduced(jaxpr):
     """What is reduced and scattered."""
-    found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_scatter"]
+    found = [eqn.invars[0].aval for eqn in jaxpr.eqns if eqn.primitive.name == "zero_reduce"]
     return found + [x for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn) for x in reduced(inner)]

@@ -69,7 +69,7 @@ def test_the_backward_loop_waits_for_the_product_of_a_tied_head(monkeypatch):
     fn = jzero.value_and_grad(tied_head_after_a_loop)
     for stage, of_a_use in ((1, (512, 32)), (2, (32, 512 // 8))):
         state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage))
-        kinds = ("dot_general",) if stage == 1 else ("reduce_scatter",)
+        kinds = ("dot_general",) if stage == 1 else ("zero_reduce",)
         assert of_a_use in waited_for_by_loops(fn, state, batch, kinds=kinds), stage
         want = jax.grad(tied_head_after_a_loop)(params, batch)
         grads = jax.tree.map(np.asarray, fn(state, batch)[1])
@@ -194,7 +194,7 @@ def reductions_before(fn, *args):
                 needs.update(zip(eqn.outvars, flow(inner[0], of_inputs), strict=True))
                 continue
             needed = frozenset().union(*of_inputs)
-            if eqn.primitive.name == "reduce_scatter":
+            if eqn.primitive.name == "zero_reduce":
                 (shape,) = (v.aval.shape for v in eqn.outvars)
                 found[shape] = needed
                 needed |= {shape}
@@ -206,7 +206,7 @@ def reductions_before(fn, *args):
     return found
 
 
-def waited_for_by_loops(fn, *args, kinds=("reduce_scatter",)):
+def waited_for_by_loops(fn, *args, kinds=("zero_reduce",)):
     """The shapes of what is reduced over devices, or of other results, before some loop begins."""
     found = set()
 

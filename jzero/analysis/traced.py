@@ -35,6 +35,7 @@ import jax
 
 from jzero import _compat
 from jzero.analysis.sizes import bytes_of, product_flops
+from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 
@@ -255,6 +256,8 @@ class _Visitor:
 
     def __call__(self, inputs: list[_Value]) -> list[_Value]:
         kind = self.eqn.primitive.name
+        if self.eqn.primitive in PLACED:
+            return self._placed(inputs)
         if kind == "optimization_barrier":
             return [self._write(x) for x in inputs]
         if kind in primitives_with(Trait.ALIAS):
@@ -274,6 +277,15 @@ class _Visitor:
         if kind in REDUCTIONS:
             return self._operation(inputs, inputs)
         return self._opaque(inputs)
+
+    def _placed(self, inputs: list[_Value]) -> list[_Value]:
+        """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
+        before = len(self.program.transfers)
+        made = self.program.run(operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+        of_param = self.eqn.primitive is gather_p
+        hops = [Transfer(hop.kind, hop.num_bytes, hop.axes, of_param=of_param) for hop in hops_of(self.eqn)]
+        self.program.transfers[before:] = hops
+        return made
 
     def _write(self, x: _Value) -> _Value:
         return self.program.write(x, backward=self.backward)
@@ -352,8 +364,7 @@ class _Visitor:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
             sizes = [max(x.num_bytes, bytes_of(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
-            of_param = TRANSFERS[kind] == "all-gather" and "zero_gather" in self.name
-            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes, of_param=of_param) for size in sizes]
+            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)

@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
-from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
+from jzero.plan.comm import sum_along
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts

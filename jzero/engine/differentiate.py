@@ -26,13 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr
 
 from jzero import _compat
-from jzero.arrays.collectives import Wire, mean, sum_over
+from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
+from jzero.plan.comm import Sums
 
 __all__ = ["Joint", "differentiate"]
 
@@ -50,20 +52,25 @@ class Joint:
       moving: Indices of the parameters that have gradients.
     """
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     out: Any
     moving: tuple[int, ...]
 
+    @property
+    def num_values(self) -> int:
+        """The number of outputs before the gradients."""
+        return int(self.out.num_leaves) - len(self.moving)
+
 
 def differentiate(
-    traced: TracedLoss, moving: Sequence[int], *, wire: Wire, steps: int, loss_scale: Sequence[Any], axis_env: AxisEnv
+    traced: TracedLoss, moving: Sequence[int], *, sums: Sums, steps: int, loss_scale: Sequence[Any], axis_env: AxisEnv
 ) -> Joint:
     """Differentiates a traced loss.
 
     Args:
       traced: The loss.
       moving: Indices of the parameters that have gradients; if there are none, the loss is not differentiated.
-      wire: How collectives move gradients.
+      sums: How values are summed over devices.
       steps: The number of micro-batches.
       loss_scale: The loss scale, as a list of one or no element.
       axis_env: The names and sizes of the mesh axes that the loss may name.
@@ -73,17 +80,18 @@ def differentiate(
         derivative rule closes over a traced value.
 
     Example:
-      >>> from jzero.arrays.collectives import Wire
       >>> from jzero.engine.differentiate import differentiate
       >>> from jzero.engine.trace import TracedLoss
+      >>> from jzero.plan.comm import Sums
+    from jzero.plan.comm import Sums
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
       >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
-      >>> joint = differentiate(traced, [0], wire=Wire("data", None, True), steps=1, loss_scale=[], axis_env=[])
+      >>> joint = differentiate(traced, [0], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[])
       >>> [tuple(x.shape) for x in joint.jaxpr.out_avals]  # the loss, its weight, the divisor, the gradient of w
       [(), (), (), (8, 4)]
     """
     weights: list[bool] = []  # filled while jax differentiates: whether the weight had a tangent
-    objective = _Objective(traced, wire, steps)
+    objective = _Objective(traced, sums, steps)
     program = functools.partial(_program, traced, tuple(moving), loss_scale, axis_env)
     joint = program(functools.partial(objective, note=weights.append))
     if not any(weights):
@@ -143,7 +151,7 @@ class _Objective:
     """
 
     traced: TracedLoss
-    wire: Wire
+    sums: Sums
     steps: int
 
     def __call__(
@@ -158,7 +166,7 @@ class _Objective:
           note: If given, it is called with whether the weight depends on parameters, and the weight counts as fixed.
         """
         carried, batch, key, divisor, loss_scale = beside
-        traced, wire = self.traced, self.wire
+        traced, sums = self.traced, self.sums
         inputs = [*(moving.get(i, x) for i, x in enumerate(params)), *carried, *batch, *key]
         outputs = _compat.evaluate(traced.jaxpr, inputs, _compat.bind)
         outputs = [x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs]  # literals
@@ -168,20 +176,20 @@ class _Objective:
         fixed = lax.stop_gradient(weight if note is None else _note_derivative(weight, note))
         # The weight depends on parameters: its derivative takes the loss of the whole batch.
         if note is None and moving:
-            objective = total - _global_loss(total, fixed, wire) * weight
+            objective = total - _global_loss(total, fixed, sums) * weight
         if not loss_scale:
             return objective, ((total, fixed), divisor, aux)
         # A mean over devices, so that all of them divide by the same number.
-        mean_weight = mean(fixed, wire) if isinstance(loss, Weighted) else fixed
+        mean_weight = mean(fixed, sums) if isinstance(loss, Weighted) else fixed
         first = jnp.where(mean_weight > 0, mean_weight, 1).astype(jnp.float32) * self.steps  # no tokens: 1
         divisor = jnp.where(divisor > 0, divisor, first)  # later micro-batches keep the first's
         return objective * (loss_scale[0] / divisor).astype(total.dtype), ((total, fixed), divisor, aux)
 
 
-def _global_loss(total: jax.Array, weight: jax.Array, wire: Wire) -> jax.Array:
-    weight = sum_over(weight, wire)
+def _global_loss(total: jax.Array, weight: jax.Array, sums: Sums) -> jax.Array:
+    weight = sum_over(weight, sums)
     # L is held fixed, so no collective is differentiated.
-    return sum_over(lax.stop_gradient(total), wire) / jnp.where(weight == 0, 1, weight)
+    return sum_over(lax.stop_gradient(total), sums) / jnp.where(weight == 0, 1, weight)
 
 
 def _note_derivative(x: jax.Array, note: Note) -> jax.Array:

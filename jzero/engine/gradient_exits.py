@@ -1,22 +1,23 @@
-"""How gradients leave the walk: reduced where they are made, or later.
+"""How gradients leave a program: reduced where they are made, or later.
 
 In: a whole gradient of one device's rows, [D, F]. Out: with a `Reduction`, this device's shard of the sum over all
-devices, [D/N, F]; with a `Part`, the gradient as it is, to be reduced later.
+devices, [D/N, F]; with an `Unreduced`, the gradient as it is, to be reduced later.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.collectives import Wire, reduce_shard
+from jzero import _compat
+from jzero.plan.comm import Comm, Sums
 from jzero.plan.layout import Cut
 
-__all__ = ["GradientExit", "OnShards", "Part", "Reduction"]
+__all__ = ["GradientExit", "Reduction", "Unreduced"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,24 +25,24 @@ class Reduction:
     """A gradient that is reduced where it is made.
 
     Attributes:
+      path: The parameter.
       cut: How it is cut.
-      wire: The axes to reduce over, and how.
+      comm: How it travels.
+      sums: How it is summed.
       dtype: The dtype of its shards.
       by_use: Whether to reduce for each use if a loop stands between the uses.
       to_host: Whether shards move to host memory at once.
       is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
 
+    path: str
     cut: Cut
-    wire: Wire
+    comm: Comm
+    sums: Sums
     dtype: Any
     by_use: bool
     to_host: bool = False
     is_awaited: bool = True
-
-    def __call__(self, grad: jax.Array) -> jax.Array:
-        """Returns this device's shard of the sum over all devices. [..., D] -> [..., P/N]."""
-        return self.place(reduce_shard(grad, self.cut, self.wire).astype(self.dtype))
 
     def place(self, shard: jax.Array) -> jax.Array:
         """Returns a shard in its destination memory."""
@@ -51,6 +52,10 @@ class Reduction:
         """Returns the reduction to device memory, for shards that equations still compute on: hosts only copy."""
         return dataclasses.replace(self, to_host=False)
 
+    def shard_type(self) -> Any:
+        """Returns the type of its shards. [D/N, F]."""
+        return _compat.array_type(self.cut.shard_shape, self.dtype, on_host=self.to_host)
+
     def zeros(self) -> jax.Array:
         """Returns the shard of a gradient that is zero."""
         return jnp.zeros(self.cut.shard_shape, self.dtype)  # [D/N, F]
@@ -58,7 +63,7 @@ class Reduction:
     def for_row(self) -> Reduction | None:
         """Returns the reduction of one row of a stack; `None` if the rows are cut."""
         # A turn makes one row, [D, F]. Of a stack cut over its rows, [L/N, D, F], it belongs to one device alone.
-        return None if self.cut.dim == 0 else dataclasses.replace(self, cut=self.cut.drop_leading())
+        return None if self.cut.dim == 0 else dataclasses.replace(self.on_device(), cut=self.cut.drop_leading())
 
     def for_shape(self, shape: Sequence[int], dims: Sequence[int] | None = None) -> Reduction:
         """Returns the reduction of an array of another shape, whose dimension `i` was `dims[i]` here."""
@@ -67,26 +72,16 @@ class Reduction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Unreduced:
     """A whole gradient, or a summand of one, that is reduced later.
 
     Attributes:
+      path: The parameter.
       is_awaited: Whether a loop, or the first block, waits for it if it is made outside blocks.
     """
 
+    path: str
     is_awaited: bool = True
 
 
-GradientExit: TypeAlias = Reduction | Part
-
-
-class OnShards(NamedTuple):
-    """An equation that runs on shards.
-
-    Attributes:
-      inputs: For each input that is a gradient, by index, its reduction.
-      apply: From all inputs, shards among them, to the shard of the result.
-    """
-
-    inputs: Mapping[int, Reduction]
-    apply: Callable[[list[Any]], jax.Array]
+GradientExit: TypeAlias = Reduction | Unreduced

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero.arrays.casts import round_without_derivative
-from jzero.arrays.collectives import Wire, batch_index, sum_over
+from jzero.arrays.collectives import batch_index, sum_over
 from jzero.arrays.placement import is_on_host
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
@@ -28,9 +28,12 @@ from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
 from jzero.engine.recompute import recompute
+from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Parameter
+from jzero.engine.rules import start_walk
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
-from jzero.engine.walk import Walk
+from jzero.engine.waits import wait_for_gradients
+from jzero.plan.comm import Sums
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
@@ -164,18 +167,15 @@ class _LocalStep:
     grads_to_host: bool
 
     @functools.cached_property
-    def wire(self) -> Wire:
-        """How collectives move parameters and gradients in this step."""
+    def sums(self) -> Sums:
+        """How values are summed over devices in this step."""
         config, policy, mesh = self.plan.config, self.plan.config.policy, self.plan.mesh
         over_some_axes = set(mesh.axis_names) != set(batch_axes(config))
-        return Wire(
-            config.axis,
-            config.replica_axis,
-            config.reduce_scatter,
-            reduce_dtype=policy.reduce,
-            reduce_last=self.micro.steps > 1 and (self.micro.reduce_last or config.stage < 2),
+        return Sums(
+            batch_axes(config),
+            dtype=policy.reduce,
             predivide=1 if policy.loss_scale is None else num_batch_shards(mesh, config),  # fp16 overflows
-            widen_bf16=over_some_axes and not platform_facts(mesh).sums_bf16,
+            widens_bf16=over_some_axes and not platform_facts(mesh).sums_bf16,
         )
 
     @functools.cached_property
@@ -190,8 +190,12 @@ class _LocalStep:
     @functools.cached_property
     def params(self) -> list[Parameter]:
         """The parameters of this step."""
-        stage, mesh = self.plan.config.stage, self.plan.mesh
-        return [Parameter(leaf, mesh, self.wire, stage, i in self.streamed) for i, leaf in enumerate(self.plan.leaves)]
+        plan, stage = self.plan, self.plan.config.stage
+        last = self.micro.steps > 1 and (self.micro.reduce_last or stage < 2)
+        make = functools.partial(
+            Parameter, mesh=plan.mesh, comm=plan.comm, sums=self.sums, reduce_last=last, stage=stage
+        )
+        return [make(leaf, to_host=i in self.streamed) for i, leaf in enumerate(plan.leaves)]
 
     def out_specs(self) -> dict[str, Any]:
         """Returns the specs of the result's fields."""
@@ -206,19 +210,24 @@ class _LocalStep:
         }
 
     def joint(self, loss_scale: Sequence[jax.Array]) -> Joint:
-        """Returns the program of one micro-batch: the passes before the walk."""
+        """Returns the program of one micro-batch, with its reductions and waits: the passes before the walk."""
         moving = [i for i, param in enumerate(self.params) if self.differentiates and param.moves]
         names = axis_env(self.plan)
         remat = self.traced.remat if self.differentiates else "as_written"  # no backward pass to recompute for
         traced = dataclasses.replace(self.traced, jaxpr=recompute(self.traced.jaxpr, remat, names))
-        return differentiate(
-            traced, moving, wire=self.wire, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
+        joint = differentiate(
+            traced, moving, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )
+        exits = [*[None] * joint.num_values, *(self.params[i].leaving for i in joint.moving)]
+        program = reduce_early(joint.jaxpr, exits)
+        if self.differentiates and platform_facts(self.plan.mesh).postpones:
+            program = wait_for_gradients(program)
+        return dataclasses.replace(joint, jaxpr=program)
 
     def __call__(self, joint: Joint, *leaves: list[jax.Array]) -> LossResult:
         stored, carried, batch, key, loss_scale = leaves
-        wire, plan = self.wire, self.plan
-        index = batch_index(wire, dict(plan.mesh.shape))
+        sums, plan = self.sums, self.plan
+        index = batch_index(sums)
         key = [jax.random.fold_in(k, index) for k in key]  # dropout differs between devices
         before = [*stored, *carried]
         fixed = [self._as_input(i, x) for i, x in enumerate(before)]  # [D/N, F] becomes lazy
@@ -230,23 +239,23 @@ class _LocalStep:
                 inputs[i] = self._as_input(i, x)
             params, others = inputs[: len(stored)], inputs[len(stored) :]
             found = self._walk(joint, (params, others, batch, key, divisor, loss_scale))
-            (sums, divisor, (aux, written)), grads = found
+            (totals, divisor, (aux, written)), grads = found
             new = [
-                merge_written(x, old, kind, wire, plan.mesh)
+                merge_written(x, old, kind, sums, plan)
                 for x, old, kind in zip(written, state, self.traced.written, strict=True)
             ]
-            return (sums, divisor, new, aux), grads
+            return (totals, divisor, new, aux), grads
 
         state = [before[i] for i in sources]
         ((total, weight), divisor, written, aux), local = self._accumulate(joint, evaluate, batch, key, state)
         if isinstance(self.traced.out_shape[0], Weighted):
-            weight = sum_over(weight, wire)  # of the global batch
+            weight = sum_over(weight, sums)  # of the global batch
             inverse = jnp.where(weight == 0, 0, 1 / jnp.where(weight == 0, 1, weight))  # never 1 / 0
         else:  # a constant, without a collective
             parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps
             weight = jnp.asarray(parts, weight.dtype)
             inverse = jnp.asarray(weight.dtype.type(1) / weight.dtype.type(parts))
-        unscale = inverse * divisor * wire.predivide / loss_scale[0] if loss_scale else inverse
+        unscale = inverse * divisor * sums.predivide / loss_scale[0] if loss_scale else inverse
         # Sums over devices, not yet means: [D/N, F] where the plan cuts the gradient, else [D, F].
         reduced = [param.finish(local.get(i)) for i, param in enumerate(self.params)] if self.differentiates else []
         with jax.named_scope("zero_update"):
@@ -256,8 +265,8 @@ class _LocalStep:
                 jnp.zeros((0,), x.dtype) if is_on_host(x) else scale_by(x, unscale) if i in local else x
                 for i, x in enumerate(reduced)
             ]
-        loss = sum_over(total, wire) * inverse  # scalar, equal on all devices
-        aux = reduce_aux(aux, wire, self.micro.steps)
+        loss = sum_over(total, sums) * inverse  # scalar, equal on all devices
+        aux = reduce_aux(aux, sums, self.micro.steps)
         return LossResult(loss, weight, aux, written, grads, reduced, unscale, norm, overflowed)
 
     def _as_input(self, number: int, x: jax.Array) -> Any:
@@ -268,19 +277,19 @@ class _LocalStep:
         if leaf is None:
             return x
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
-        return round_without_derivative(x, dtype) if cut is None else Lazy(x, None, cut, self.wire, dtype, dtype)
+        if cut is None:
+            return round_without_derivative(x, dtype)
+        return Lazy(x, None, cut, self.plan.comm, dtype, dtype, path=leaf.path)
 
     def _walk(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
-        num_values = joint.out.num_leaves - len(joint.moving)  # gradients come last
-        wanted = [*[None] * num_values, *(self.params[i].leaving for i in joint.moving)]
         order = Order.of(self.plan, differentiates=self.differentiates)
         keeps = self.differentiates and not self.plan.regathers and any(map(is_lazy, leaves))
-        walk = Walk.start(frozenset(self.wire.batch_axes), order, keeps=keeps)
+        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, keeps=keeps)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
-            outputs = walk.gather(walk(joint.jaxpr, leaves, wanted))
+            outputs = walk.gather(walk(joint.jaxpr, leaves))
         return joint.out.unflatten([x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs])
 
     def _accumulate(

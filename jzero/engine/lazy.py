@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from jzero.arrays.casts import round_without_derivative
-from jzero.arrays.collectives import Wire, gather_param
-from jzero.arrays.placement import on_device
+from jzero import _compat
+from jzero.engine.placed import gather_p
 from jzero.jaxpr.primitives import CHEAP
+from jzero.plan.comm import Comm
 from jzero.plan.layout import Cut
 
 __all__ = [
@@ -40,8 +41,6 @@ __all__ = [
     "is_lazy",
     "num_bytes",
 ]
-
-Equation = Any
 
 MAX_DEFERRED = 16
 """Most operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and
@@ -69,23 +68,25 @@ class Lazy:
       shard: This device's part, on the device or in host memory. [..., P/N]
       whole: The whole parameter if it was already gathered; usable if its dtype is `wire_dtype`. [..., D]
       cut: The position of the part in the natural shape.
-      wire: The axes to gather over.
+      comm: How it travels.
       wire_dtype: The dtype of the gather: the shard is cast to it first.
       dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
       row_of: In the body of a loop, the stack that it comes from.
+      path: The parameter.
     """
 
     shard: Any
     whole: jax.Array | None
     cut: Cut
-    wire: Wire
+    comm: Comm
     wire_dtype: Any
     dtype: Any
     row_of: RowOf | None = None
+    path: str = ""
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
-        return (self.shard, self.whole), (self.cut, self.wire, self.wire_dtype, self.dtype, self.row_of)
+        return (self.shard, self.whole), (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Lazy:
@@ -111,15 +112,14 @@ class Lazy:
         if not is_cut(self):
             assert self.whole is not None
             return self.whole
-        # A shard in host memory comes to the device only now.
-        return gather_param(round_without_derivative(on_device(self.shard), self.wire_dtype), self.cut, self.wire)
+        return gather_p.bind(self.shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
 
 
 class Operation(NamedTuple):
     """An equation's operation as a static, comparable value."""
 
     key: Any
-    eqn: Equation
+    eqn: JaxprEqn
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Operation) and self.key == other.key
@@ -153,12 +153,12 @@ class Deferred:
     @property
     def shape(self) -> tuple[int, ...]:
         """Natural shape."""
-        return tuple(self.operation.eqn.outvars[0].aval.shape)
+        return tuple(_compat.type_of(self.operation.eqn.outvars[0]).shape)
 
     @property
     def dtype(self) -> Any:
         """Dtype of the value."""
-        return self.operation.eqn.outvars[0].aval.dtype
+        return _compat.type_of(self.operation.eqn.outvars[0]).dtype
 
     @property
     def num_operations(self) -> int:
@@ -193,7 +193,7 @@ def num_bytes(values: Iterable[Any]) -> int:
     return sum(math.prod(x.shape) * dtype(x).itemsize for x in values)
 
 
-def defer(eqn: Equation, inputs: Sequence[Any]) -> Deferred | None:
+def defer(eqn: JaxprEqn, inputs: Sequence[Any]) -> Deferred | None:
     """Returns the equation's result as a deferred value, if it is cheap and takes only parameters and numbers."""
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None

@@ -1,7 +1,7 @@
-"""Scans of the joint program: each turn (iteration) gathers its parameters and reduces its gradients.
+"""Scans of the joint program: each turn (iteration) gathers its parameters.
 
 In: a `scan` equation whose inputs may be lazy stacks, [L, D/N, F]. Out: its results. Results made of parameters alone
-stay lazy, and gradients are stacks of shards. Forward and backward loops are treated alike:
+stay lazy. Forward and backward loops are treated alike:
 
     c = scan[jaxpr={ lambda ; a:f32[8,512] w:f32[512,512]. let ... }] x ws        # ws: [L, 512, 512]
 
@@ -19,44 +19,45 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
 from jzero.engine.bundles import Bundle, Rows, is_unevaluated
-from jzero.engine.gradient_exits import Reduction
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.prefetch import choose_prefetched
+from jzero.engine.walk import Walk
 from jzero.jaxpr.primitives import CALLS, REMAT
-
-if TYPE_CHECKING:
-    from jzero.engine.walk import Walk
 
 __all__ = ["scan"]
 
-Equation = Any
 
-
-def scan(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
-    """Evaluates a scan; `arriving` has the reduction of each input that is a gradient, to which turns add shards."""
-    loop = _Loop(walk, eqn, inputs, arriving, wanted)
+def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    """Evaluates a scan."""
+    loop = _Loop(walk, eqn, inputs)
     end, (ys, kept) = loop.run()
     for j, whole in kept.items():
         # [L, D, F]: the backward loop scans the rows that the forward loop gathered.
         walk.held.keep([dataclasses.replace(loop.stacks[j], wire_dtype=whole.dtype, whole=whole)])
     # Unchanged values never went through the loop, so lazy ones are still lazy.
-    end = [x if same else y for x, y, same in zip(loop.init, end, loop.fixed, strict=True)]
-    results = [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
-    for i, (how, done) in enumerate(zip(wanted, loop.leaving, strict=True)):
-        if isinstance(how, Reduction) and done is not None:
-            results[i] = how.place(results[i])  # the turns reduced it: [L, D/N, F]
-            walk.note([results[i]], [how])
-        else:
-            results[i] = walk.leave(results[i], how)  # a gradient that is still whole, [L, D, F]
-    return results
+    end = [x.start if x.is_fixed else y for x, y in zip(loop.carried, end, strict=True)]
+    return [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
+
+
+class _Carried(NamedTuple):
+    """A carried value.
+
+    Attributes:
+      start: Its value before the first turn.
+      is_fixed: Whether the body returns it unchanged, so that it is a constant of the loop.
+    """
+
+    start: Any
+    is_fixed: bool
 
 
 class _Loop:
@@ -64,34 +65,23 @@ class _Loop:
 
     Attributes:
       consts: The constants of all turns; parameters that each turn uses whole are gathered before the loop.
-      init: The initial carry.
-      fixed: For each carried value, whether the body returns it unchanged, so that it is a constant of the loop.
+      carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
-      leaving: For each result that is a gradient reduced by the turns, how a turn's part leaves; else `None`.
       restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
     """
 
-    def __init__(self, walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> None:
+    def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> None:
         self.walk, self.eqn, self.jaxpr = walk, eqn, eqn.params["jaxpr"]
         body, _ = _compat.open_jaxpr(self.jaxpr)
         first, num_carry = _compat.scan_groups(eqn)
         end = first + num_carry
-        self.num_consts, self.num_carry, self.length = first, num_carry, int(eqn.params["length"])
-        self.fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
-        outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *self.fixed])
+        self.num_carry, self.length = num_carry, int(eqn.params["length"])
+        fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
+        outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *fixed])
         self.consts = outside[:first]
-        self.init = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
-        # Gradients that arrive as shards, [L, D/N, F]: turns add shards to them.
-        self.added = [how if isinstance(how, Reduction) else None for how in arriving[first:end]]
-        carried = [
-            how.on_device() if added is not None and isinstance(how, Reduction) else None
-            for added, how in zip(self.added, wanted, strict=False)
-        ]
-        self.leaving = [
-            *carried,
-            *(how.for_row() if isinstance(how, Reduction) else None for how in wanted[num_carry:]),
-        ]
+        starts = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
+        self.carried = [_Carried(x, is_fixed) for x, is_fixed in zip(starts, fixed, strict=True)]
         xs = [x if isinstance(x, Rows) else _make_sliceable(walk, x) for x in inputs[end:]]
         self.values = [x if isinstance(x, Rows) else Rows((x,), (), ((False, 0),), 0) for x in xs]
         self.stacks = [walk.held.fill(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
@@ -103,12 +93,11 @@ class _Loop:
         left, values = iter(rows), []
         for x in self.values:
             values.append(x.row([next(left) for _ in x.stacks]))
-        carried = [x if same else y for x, y, same in zip(self.init, carry, self.fixed, strict=True)]
-        given = [*[None] * self.num_consts, *self.leaving[: self.num_carry]]
-        outputs = inner(self.jaxpr, [*self.consts, *carried, *values], self.leaving, given)
+        carried = [x.start if x.is_fixed else y for x, y in zip(self.carried, carry, strict=True)]
+        outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
         self.found = inner.found  # what the turn gathered, for `_choose_prefetched`
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
-        new = inner.gather([None if same else y for y, same in zip(outputs, self.fixed, strict=False)])
+        new = inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])
         kept: dict[int, jax.Array] = {}
         if self.walk.keeps_passes:
             whole = {j: inner.held.get(row) for j, row in enumerate(rows)}
@@ -119,7 +108,7 @@ class _Loop:
 
     def run(self) -> tuple[list[Any], Any]:
         """Returns the final carry, and the stacked outputs of the turns."""
-        init = self.walk.order.order_loop([None if same else x for x, same in zip(self.init, self.fixed, strict=True)])
+        init = [None if x.is_fixed else x.start for x in self.carried]
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
         ahead = self._choose_prefetched(init)
         step = -1 if self.eqn.params["reverse"] else 1
@@ -229,7 +218,7 @@ def _restore_stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
     return lambda ys: dataclasses.replace(like, shard=ys[index], cut=like.cut.add_leading(len(ys[index])))
 
 
-def _prepare_inputs(walk: Walk, body: Any, inputs: list[Any], fixed: list[bool]) -> list[Any]:
+def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Any], fixed: list[bool]) -> list[Any]:
     """Returns a loop's constants and initial carry, with parameters whole, except those that the turns only index."""
     lazily = [
         is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
@@ -266,13 +255,13 @@ def _slice_rows(stacks: list[Any], at: Any) -> list[Any]:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # and of `whole`, if any
 
 
-def _is_only_indexed(jaxpr: Any, var: Any) -> bool:
+def _is_only_indexed(jaxpr: Jaxpr, var: Var) -> bool:
     """Whether a loop's body reads constant `var` one slice at a time."""
     uses = [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
     return bool(uses) and all(_indexes(eqn, var) for eqn in uses) and var not in jaxpr.outvars
 
 
-def _indexes(eqn: Equation, var: Any) -> bool:
+def _indexes(eqn: JaxprEqn, var: Var) -> bool:
     """Whether an equation reads only slices of `var`."""
     if eqn.primitive.name not in REMAT | CALLS:
         return eqn.primitive.name == "dynamic_slice"  # `w[i]`, and `i` is traced

@@ -24,41 +24,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
-from jzero.arrays.collectives import Wire, from_first, gather_rows, own_shard, sum_over
+from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_over
 from jzero.arrays.placement import overwrite
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.rows import RowFacts
+from jzero.plan.comm import Sums
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import AnyMesh, batch_axes
+from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
 __all__ = ["MERGES", "Merge", "choose_merges", "merge_written"]
 
 
-def _add_changes(x: jax.Array, before: jax.Array, wire: Wire) -> jax.Array:
+def _add_changes(x: jax.Array, before: jax.Array, sums: Sums) -> jax.Array:
     dtype = sum_dtype(before.dtype)
     before = before.astype(dtype)
-    return before + sum_over(x.astype(dtype) - before, wire)
+    return before + sum_over(x.astype(dtype) - before, sums)
 
 
 class Rule(NamedTuple):
     """How the values that several devices wrote become one.
 
     Attributes:
-      merge: The value of all devices, given that of one, the value before, and how collectives move them.
+      merge: The value of all devices, given that of one, the value before, and how they are summed.
       takes: The kind of dtype that it can merge.
     """
 
-    merge: Callable[[jax.Array, jax.Array, Wire], jax.Array]
+    merge: Callable[[jax.Array, jax.Array, Sums], jax.Array]
     takes: Any
 
 
 MERGES = {
-    "mean": Rule(lambda x, before, wire: average(x, wire), jnp.inexact),
+    "mean": Rule(lambda x, before, sums: average(x, sums), jnp.inexact),
     "summed": Rule(_add_changes, jnp.number),
-    "per_example": Rule(lambda x, before, wire: gather_rows(x, wire), np.generic),
-    "equal": Rule(lambda x, before, wire: from_first(x, wire), np.generic),
+    "per_example": Rule(lambda x, before, sums: gather_rows(x, sums), np.generic),
+    "equal": Rule(lambda x, before, sums: from_first(x, sums), np.generic),
 }
 """The rules by the words that a user says."""
 
@@ -204,16 +205,16 @@ def _check_words(merge: Merge, written: Sequence[Written]) -> None:
         raise ValueError(f"`merge` names variables that the loss does not write: {unused}. It writes {names}.")
 
 
-def merge_written(x: jax.Array, before: jax.Array, written: Written, wire: Wire, mesh: AnyMesh) -> jax.Array:
+def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums, plan: ZeroPlan) -> jax.Array:
     """Returns a variable after the loss, as the plan stores it.
 
     Args:
       x: Its value after the loss, on this device and in its natural shape.
       before: Its value before the loss, as this device stores it.
       written: What is known of it.
-      wire: How collectives move it.
-      mesh: The mesh.
+      sums: How values are summed over devices.
+      plan: The plan of the state.
     """
-    merged = x if written.merge is None else MERGES[written.merge].merge(x, before, wire)
-    cut = None if written.leaf is None else written.leaf.for_collectives(mesh)
-    return overwrite(before, merged if cut is None else own_shard(merged, cut, wire))
+    merged = x if written.merge is None else MERGES[written.merge].merge(x, before, sums)
+    cut = None if written.leaf is None else written.leaf.for_collectives(plan.mesh)
+    return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.comm))

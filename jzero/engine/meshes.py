@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.engine.bundles import Rows
 from jzero.engine.lazy import is_lazy
+from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
 
 __all__ = ["MeshFacts", "Meshes", "constrain", "names_mesh"]
-
-Equation = Any
-Jaxpr = Any
 
 
 class Meshes(NamedTuple):
@@ -48,26 +48,26 @@ class MeshFacts:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Meshes, Jaxpr]] = {}  # keeps each jaxpr alive, since its id is the key
 
-    def in_equation(self, eqn: Equation) -> Meshes:
+    def in_equation(self, eqn: JaxprEqn) -> Meshes:
         """Returns facts about the jaxprs in an equation."""
         held = [self.of(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn)]
         return Meshes(any(x.named for x in held), any(x.carried for x in held))
 
-    def of(self, jaxpr: Jaxpr) -> Meshes:
+    def of(self, jaxpr: AnyJaxpr) -> Meshes:
         """Returns facts about a jaxpr."""
-        jaxpr, _ = _compat.open_jaxpr(jaxpr)
-        if id(jaxpr) not in self._known:
-            inside = [self.in_equation(eqn) for eqn in jaxpr.eqns]
-            named = any(map(names_mesh, jaxpr.eqns)) or any(x.named for x in inside)
-            atoms = itertools.chain(jaxpr.constvars, jaxpr.invars, *((*e.invars, *e.outvars) for e in jaxpr.eqns))
-            # The lowering of `axis_index` reads the axes that are not manual off the mesh of the trace.
-            asks = any(eqn.primitive.name == "axis_index" for eqn in jaxpr.eqns)
+        opened, _ = _compat.open_jaxpr(jaxpr)
+        if id(opened) not in self._known:
+            inside = [self.in_equation(eqn) for eqn in opened.eqns]
+            named = any(map(names_mesh, opened.eqns)) or any(x.named for x in inside)
+            atoms = itertools.chain(opened.constvars, opened.invars, *((*e.invars, *e.outvars) for e in opened.eqns))
+            # The lowering of these reads the manual axes off the mesh of the trace.
+            asks = any(eqn.primitive in PLACED or eqn.primitive.name == "axis_index" for eqn in opened.eqns)
             carried = named or asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
-            self._known[id(jaxpr)] = Meshes(named, carried), jaxpr
-        return self._known[id(jaxpr)][0]
+            self._known[id(opened)] = Meshes(named, carried), opened
+        return self._known[id(opened)][0]
 
 
-def names_mesh(eqn: Equation) -> bool:
+def names_mesh(eqn: JaxprEqn) -> bool:
     """Whether an equation itself names axes of the mesh."""
     if eqn.primitive.name in ("sharding_constraint", "shard_map"):
         return True

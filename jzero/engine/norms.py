@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero.arrays.collectives import sum_along
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.config.precision import scale_by, wide_dtype
+from jzero.plan.comm import sum_along
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 
@@ -40,10 +40,10 @@ def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: Z
         else:
             cut = cut + square.astype(dtype)  # of this device's [D/N, F]
     if not plan.config.policy.skips or not reduced:
-        return jnp.sqrt(sum_along(cut, plan.config.axis) + whole), jnp.zeros((0,), jnp.bool_)
+        return jnp.sqrt(sum_along(cut, *plan.comm.shard_axes) + whole), jnp.zeros((0,), jnp.bool_)
     # Leaves that every device holds whole are counted N times, which does not change whether the count is 0.
     counts = [count for _, count in sums]
-    cut, totals = sum_along((cut, jnp.stack(counts)), plan.config.axis)  # one `psum` for both
+    cut, totals = sum_along((cut, jnp.stack(counts)), *plan.comm.shard_axes)  # one `psum` for both
     return jnp.sqrt(cut + whole), totals > 0
 
 

@@ -1,29 +1,16 @@
-"""The order of one program: delays gathers and backward passes until other values exist.
+"""The order of gathers: delays them until other values exist.
 
-In: what the walk has gathered, computed and reduced so far, in program order. Out: values that wait. The joint program
+In: what the walk has gathered and computed so far, in program order. Out: values that wait. The joint program
 gathers a parameter twice, forward and backward, and a compiler would merge the two gathers and keep the result:
 
     a = all_gather(w)   b = dot(x, a)   ...   c = all_gather(w)   d = dot(g, c)
 
-So the second gather waits for the other operands of its use: `w, g = optimization_barrier(w, g)`.
-
-[Note: Barriers and selects]
-`_fence` puts a shard behind a barrier with values: no compiler merges this gather with an earlier one of the same
-shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. `delay` makes a
-value depend on others: it selects the value by a comparison whose result is always the same, which no compiler finds
-out. That works everywhere, and costs a pass over the value.
+So the second gather waits for the other operands of its use: `w, g = zero_wait[how=barrier] w g`, see `placed`.
 
 [Note: Waiting rules]
 * A parameter that is gathered again waits for the arrays that it is used with. On TPUs a barrier writes its operands to
   memory, so one element stands for arrays larger than the parameter. XLA for CPUs (jax 0.10) merges gathers across
   barriers, so there one element selects the shard.
-* On GPUs the backward pass of a loop, or of a recomputed block, waits until gradients from before it are reduced.
-  Otherwise the compiler postpones the products that make gradients of weights, and keeps their operands, such as the
-  gradient of the logits. The first block waits for the head, each other block for all earlier ones but the latest. The
-  cotangent waits, not the shards, so gathers may start early. Nothing waits for gradients that go to the host. At
-  stage 3, gradients of whole parameters are awaited only if a block makes them: the operands of the gradient of a
-  norm's scale are as large as an activation, and would be kept for each block (124M, unrolled and recomputed, on 8
-  H200: 1278 MiB, not 1122).
 * Gathers of a backward loop before its first turn wait for the initial carry. Otherwise they may run beside the head,
   whose own collectives then have nothing to hide behind (a scanned GPT with a tied head on 8 H200 exposed 43 % of its
   communication, not 26).
@@ -34,21 +21,20 @@ out. That works everywhere, and costs a pass over the value.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jzero.arrays.placement import is_on_host, on_device
+from jzero.arrays.placement import is_on_host
 from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
+from jzero.engine.placed import How, wait
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import Fence, platform_facts
 
-__all__ = ["Order", "delay", "first_elements"]
+__all__ = ["Order"]
 
 
 @dataclasses.dataclass
@@ -57,19 +43,14 @@ class Order:
 
     Attributes:
       fence: How a second gather waits, see `PlatformFacts`; `None`: it need not wait.
-      waits: Whether loops and recomputed blocks wait until gradients from before them are reduced.
       limit: Most bytes to gather ahead of their use; `None`: the compiler decides.
       ahead: Most bytes that a loop gathers one turn ahead; `None`: a share of a turn, see `prefetch`.
     """
 
     fence: Fence | None = None
-    waits: bool = False
     limit: int | None = None
     ahead: int | None = 0
     _gathered: dict[int, Any] = dataclasses.field(default_factory=dict)
-    _reduced: list[jax.Array] = dataclasses.field(default_factory=list)
-    _last: list[jax.Array] = dataclasses.field(default_factory=list)  # gradients that the last block reduced
-    _in_blocks: bool = False
     _is_backward: bool = False
     _turned_at: int = 0  # number of uses before the backward pass
     _uses: list[tuple[int, list[jax.Array]]] = dataclasses.field(default_factory=list)
@@ -83,7 +64,7 @@ class Order:
             ahead = 0
         fence = platform.fence if differentiates and plan.regathers else None
         limit = config.prefetch_bytes if plan.regathers else None
-        return cls(fence, waits=platform.postpones and differentiates, limit=limit, ahead=ahead)
+        return cls(fence, limit, ahead)
 
     def enter_block(self) -> Order:
         """Returns the order of a loop body or a recomputed block: a separate program, which gathers only once."""
@@ -91,7 +72,7 @@ class Order:
 
     def enter_call(self, gathered: Iterable[Lazy]) -> Order:
         """Returns the order of a called function, given those of its inputs that were gathered before."""
-        order = Order(self.fence, self.waits, None, self.ahead)
+        order = Order(self.fence, None, self.ahead)
         order.note_gathered(gathered)
         return order
 
@@ -112,10 +93,6 @@ class Order:
         """Whether a parameter has been gathered before."""
         return isinstance(x, Lazy) and id(x.shard) in self._gathered
 
-    def note_reduced(self, grads: Iterable[jax.Array]) -> None:
-        """Records gradients that were reduced, or summands of gradients that will be."""
-        self._reduced += [x for x in grads if not is_on_host(x)]
-
     def note_used(self, results: Sequence[Any]) -> None:
         """Records a result computed from the parameters that were gathered last."""
         if self._uses and not self._uses[-1][1]:
@@ -133,35 +110,22 @@ class Order:
         arrays = {i: x for i, x in enumerate(leaves) if _is_activation(x)}
         if not again or not arrays or self.fence is None or waits:
             return leaves
-        again = {i: leaves[i] for i in again}
-        if self.fence == "data":
-            return _replace(leaves, delay(again, [*arrays.values()]))
-        if self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values()):
-            again, _ = _fence(again, first_elements([*arrays.values()]))
-        else:
-            again, behind = _fence(again, [*arrays.values()])
-            leaves = _replace(leaves, dict(zip(arrays, behind, strict=True)))
-        return _replace(leaves, again)
+        is_light = self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values())
+        how: How = "select" if self.fence == "data" else "light" if is_light else "barrier"
+        held, behind = _delay({i: leaves[i] for i in again}, [*arrays.values()], how)
+        if how == "barrier":
+            held |= dict(zip(arrays, behind, strict=True))
+        return _replace(leaves, held)
 
     def order_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
         """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
         again = [i for i, x in _find_cut(operands).items() if self.was_gathered(x)]
         operands, may_be_ahead = self._limit_prefetch(operands)
-        if not self._in_blocks:
-            self._in_blocks, due, self._last, self._reduced = True, self._reduced, [], []
-        else:
-            due, self._last, self._reduced = self._last, self._reduced, []
         cotangent = [i for i, x in enumerate(operands) if _is_activation(x)][-1:]  # jax puts it last
-        operands = self._wait_for(due, operands, cotangent)
         if self.fence == "data" and not may_be_ahead:
-            held = delay({i: operands[i] for i in again}, [operands[i] for i in cotangent])
+            held, _ = _delay({i: operands[i] for i in again}, [operands[i] for i in cotangent])
             operands = _replace(operands, held)
         return operands, may_be_ahead
-
-    def order_loop(self, carry: list[Any]) -> list[Any]:
-        """Returns the initial carry of a loop, waiting for reduced gradients."""
-        due, self._in_blocks, self._last, self._reduced = self._last + self._reduced, False, [], []
-        return self._wait_for(due, carry, [i for i, x in enumerate(carry) if _is_activation(x)])
 
     def order_first_rows(self, stacks: Sequence[Any], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
         """Returns the rows of stacks that are gathered before the first turn of a loop.
@@ -170,10 +134,7 @@ class Order:
         """
         again = {i: x for i, x in rows.items() if self.was_gathered(stacks[i])}
         self.note_gathered(_find_cut(stacks).values())
-        return {**rows, **delay(again, [x for x in carry if _is_number(x)])}
-
-    def _wait_for(self, due: list[jax.Array], values: list[Any], which: list[int]) -> list[Any]:
-        return _replace(values, delay({i: values[i] for i in which}, due)) if self.waits else values
+        return {**rows, **_delay(again, [x for x in carry if _is_number(x)])[0]}
 
     def _limit_prefetch(self, leaves: list[Any]) -> tuple[list[Any], bool]:
         """Records a use; with a limit, its gathers wait until enough earlier uses are done.
@@ -193,42 +154,16 @@ class Order:
                 waits_for = results
                 break
         self._uses.append((size, []))
-        return _replace(leaves, delay(cut, waits_for)), bool(waits_for) and size <= self.limit
+        return _replace(leaves, _delay(cut, waits_for)[0]), bool(waits_for) and size <= self.limit
 
 
-def _fence(params: dict[int, Lazy], values: Sequence[jax.Array]) -> tuple[dict[int, Lazy], list[jax.Array]]:
-    """Returns lazy parameters and values behind one barrier, see [Note: Barriers and selects]."""
-    shards, behind = lax.optimization_barrier(([on_device(x.shard) for x in params.values()], list(values)))
+def _delay(
+    params: Mapping[int, Lazy], others: Sequence[jax.Array], how: How = "select"
+) -> tuple[dict[int, Any], list[jax.Array]]:
+    """Returns lazy parameters that are not gathered before others exist, and those others, behind the same barrier."""
+    shards, behind = wait([x.shard for x in params.values()], others, how)
     pairs = zip(params.items(), shards, strict=True)
     return {i: dataclasses.replace(x, shard=shard) for (i, x), shard in pairs}, behind
-
-
-def delay(values: Mapping[int, Any], happened: Sequence[jax.Array]) -> dict[int, Any]:
-    """Returns arrays, and parameters, that do not exist before others do: see [Note: Barriers and selects]."""
-    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]  # scalars
-    if not firsts:
-        return dict(values)
-    bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x, jnp.uint32) for x in firsts])
-    # Always false: two shifts by 16 push out all 32 bits.
-    never = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
-
-    def one(x: Any) -> Any:
-        if isinstance(x, Lazy):
-            return dataclasses.replace(x, shard=one(on_device(x.shard)))
-        # The barrier keeps compilers from merging the selection into each use.
-        return lax.optimization_barrier(lax.select(jnp.broadcast_to(never, x.shape), jnp.zeros_like(x), x))
-
-    return {i: one(x) for i, x in values.items()}
-
-
-def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns one element of each inexact array, the real part if it is complex; skips other and empty arrays.
-
-    A value that waits for the element waits for the array.
-    """
-    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
-    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]  # [1, ..., 1]
-    return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
 
 
 def _find_cut(leaves: Sequence[Any]) -> dict[int, Lazy]:

@@ -15,8 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._text import path_str
-from jzero.arrays.collectives import Wire, mean, sum_over
+from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import wide_dtype, widen
+from jzero.plan.comm import Sums
 
 __all__ = [
     "PerExample",
@@ -136,7 +137,7 @@ def aux_specs(aux: PyTree, batch_spec: PartitionSpec) -> PyTree:
     return jax.tree.map(lambda x: batch_spec if isinstance(x, PerExample) else PartitionSpec(), aux, is_leaf=_is_marked)
 
 
-def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
+def reduce_aux(aux: PyTree, sums: Sums, num_micro_batches: int) -> PyTree:
     """Reduces auxiliary values over devices and micro-batches; several micro-batches are stacked on dimension 0.
 
     Sums are computed in fp32 or wider, and in 32-bit integers or wider; averages keep their dtype.
@@ -148,21 +149,21 @@ def reduce_aux(aux: PyTree, wire: Wire, num_micro_batches: int) -> PyTree:
             return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value  # [steps * B, ...]
         if isinstance(x, Summed):
             value = x.value.astype(sum_dtype(x.value.dtype))  # first: a sum of booleans is a count
-            return sum_over(value.sum(0) if stacked else value, wire)
-        return average(x, wire, num_micro_batches)
+            return sum_over(value.sum(0) if stacked else value, sums)
+        return average(x, sums, num_micro_batches)
 
     return jax.tree.map(reduce, aux, is_leaf=_is_marked)
 
 
-def average(x: jax.Array, wire: Wire, num_micro_batches: int = 1) -> jax.Array:
+def average(x: jax.Array, sums: Sums, num_micro_batches: int = 1) -> jax.Array:
     """Averages a value over devices, and over micro-batches if it has several: computed in fp32 or wider."""
     stacked = num_micro_batches > 1  # on dimension 0
     wide = widen(x)
     if wide.dtype == x.dtype:
-        return mean(x.mean(0) if stacked else x, wire)
+        return mean(x.mean(0) if stacked else x, sums)
     # Divide first: the sum of large bf16 numbers can overflow fp32.
-    wide = wide / (math.prod(map(lax.axis_size, wire.batch_axes)) * num_micro_batches)
-    return sum_over(wide.sum(0) if stacked else wide, wire).astype(x.dtype)
+    wide = wide / (math.prod(map(lax.axis_size, sums.axes)) * num_micro_batches)
+    return sum_over(wide.sum(0) if stacked else wide, sums).astype(x.dtype)
 
 
 def sum_dtype(dtype: Any) -> Any:

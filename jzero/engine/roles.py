@@ -7,7 +7,7 @@
     SHARDED                 shard  a lazy parameter  reduce-scattered where it is made  3
     SHARDED_REDUCED_AT_END  shard  a lazy parameter  reduce-scattered at the end        3 with `reduce="last"`
 
-In: a parameter's plan. Out: its value in the walk, and the reduction of its gradient. "At the end" means after all
+In: a parameter's plan. Out: its value in the walk, and how its gradient leaves. "At the end" means after all
 micro-batches.
 """
 
@@ -21,10 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from jzero.arrays.casts import round_without_derivative
-from jzero.arrays.collectives import Wire, reduce_shard, reduce_whole
+from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
-from jzero.engine.gradient_exits import GradientExit, Part, Reduction
+from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.lazy import Lazy
+from jzero.engine.placed import reduce_p
+from jzero.plan.comm import Comm, Sums
 from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
 
@@ -41,10 +43,10 @@ class Role(enum.Enum):
     SHARDED_REDUCED_AT_END = (True, True, False)
 
     @classmethod
-    def of(cls, leaf: LeafPlan, wire: Wire) -> Role:
-        """Returns the role of a parameter, given its plan."""
+    def of(cls, leaf: LeafPlan, *, reduce_last: bool) -> Role:
+        """Returns the role of a parameter; with `reduce_last`, gradients are reduced after all micro-batches."""
         is_cut = leaf.grad.cut is not None
-        return cls((leaf.param.cut is not None, is_cut, is_cut and not wire.reduce_last))
+        return cls((leaf.param.cut is not None, is_cut, is_cut and not reduce_last))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,25 @@ class Parameter:
     Attributes:
       leaf: Its layout.
       mesh: The mesh.
-      wire: How collectives move it.
+      comm: How it travels.
+      sums: How its gradient is summed.
+      reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
     """
 
     leaf: LeafPlan
     mesh: AnyMesh
-    wire: Wire
+    comm: Comm
+    sums: Sums
+    reduce_last: bool
     stage: int
     to_host: bool
 
     @property
     def role(self) -> Role:
         """Its role."""
-        return Role.of(self.leaf, self.wire)
+        return Role.of(self.leaf, reduce_last=self.reduce_last)
 
     @property
     def moves(self) -> bool:
@@ -77,7 +83,7 @@ class Parameter:
 
     @property
     def leaving(self) -> GradientExit | None:
-        """How the walk handles its gradient; `None` if it is all-reduced after the walk."""
+        """How its gradient leaves the program; `None` if it is all-reduced after that."""
         is_held_cut, is_cut, as_made = self.role.value
         cut = self.leaf.grad.for_collectives(self.mesh)
         if not is_cut or cut is None:
@@ -85,9 +91,10 @@ class Parameter:
         # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not as_made:
-            return Part(is_awaited)  # [D, F]: summed over micro-batches, then reduced
+            return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
-        return Reduction(cut, self.wire, self.kept_dtype, by_use, self.to_host, is_awaited)
+        dtype = jnp.dtype(self.kept_dtype)
+        return Reduction(self.leaf.path, cut, self.comm, self.sums, dtype, by_use, self.to_host, is_awaited)
 
     @property
     def kept_dtype(self) -> Any:
@@ -107,7 +114,7 @@ class Parameter:
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
         dtype = jnp.dtype(self.leaf.compute_dtype)
-        return Lazy(stored, None, cut, self.wire, dtype, dtype)  # stored: [D/N, F]
+        return Lazy(stored, None, cut, self.comm, dtype, dtype, path=self.leaf.path)  # stored: [D/N, F]
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
@@ -115,5 +122,8 @@ class Parameter:
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         if isinstance(self.leaving, Reduction):
-            return grad  # the walk has reduced it: [D/N, F]
-        return reduce_whole(grad, self.wire) if cut is None else reduce_shard(grad, cut, self.wire)
+            return grad  # the program has reduced it: [D/N, F]
+        if cut is None:
+            return reduce_whole(grad, self.sums)
+        how = {"cut": cut, "dtype": jnp.dtype(self.sums.dtype_of(grad.dtype)), "comm": self.comm, "sums": self.sums}
+        return reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, **how)

@@ -1,7 +1,7 @@
 """Rules of the walk for equations that contain jaxprs, and for equations that lazy parameters pass unchanged.
 
-In: an equation, its inputs, and how its outputs leave. Out: its outputs, gradients reduced. For example, a recomputed
-block, which gathers once for its recomputation and its backward pass,
+In: an equation and its inputs. Out: its outputs. For example, a recomputed block, which gathers once for its
+recomputation and its backward pass,
 
     c = checkpoint[jaxpr={ lambda ; a:f32[512,64] b:f32[8,512]. let ... }] w x
 
@@ -9,7 +9,7 @@ is evaluated in place, with `w` lazy, behind a barrier that keeps the compiler f
 
 [Note: Branches and loops]
 Devices may differ in the branch of a `cond`, or in the iterations of a `while`, so a collective inside would hang. The
-walk gathers parameters before such an equation, and reduces gradients after it.
+walk gathers parameters before such an equation.
 """
 
 from __future__ import annotations
@@ -17,69 +17,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.arrays.placement import is_on_host, on_device
 from jzero.engine.bundles import Bundle, is_unevaluated
-from jzero.engine.gradient_exits import Part, Reduction
 from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
+from jzero.engine.order import Order
+from jzero.engine.placed import named_p
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.engine.walk import HeldParameters, Rule, Walk
+from jzero.jaxpr.edit import is_recomputed
 from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
 
-if TYPE_CHECKING:
-    from jzero.engine.walk import Walk
+__all__ = ["RULES", "start_walk"]
 
-__all__ = ["RULES", "bind_whole"]
-
-Equation = Any
-Rule: TypeAlias = "Callable[[Walk, Equation, list[Any], list[Any], list[Any]], list[Any]]"
-
-_TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
 _EMPTY = object()
 
 
-def bind_whole(walk: Walk, eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
-    """Applies an equation to whole values."""
-    name, meshes, inputs = eqn.primitive.name, walk.meshes.in_equation(eqn), walk.gather(inputs)
-    anew: dict[str, Any] = {}
-    if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
-        inner = walk.enter_block()
-        anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
-    elif meshes.named:
-        raise ValueError(
-            f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "
-            "cannot look into. Move it out of that function."
-        )
-    outputs = _compat.bind(eqn, inputs, **anew)
-    walk.order.note_used(outputs)
-    return outputs
-
-
-def _call(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
     jaxpr = called_jaxpr(eqn)
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
-    returned = eqn.params.get("out_shardings") or [None] * len(wanted)
+    returned = eqn.params.get("out_shardings") or [None] * len(eqn.outvars)
     inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
     # A function cannot keep whole parameters for later equations, nor count the bytes gathered before it.
     stays = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
-    if stays and is_worth_a_call(jaxpr):
-        outputs = _call_function(walk, eqn, jaxpr, inputs, tuple(wanted))
-    else:
-        outputs = walk(jaxpr, inputs, wanted)
-    return [
-        x if isinstance(how, Reduction) else constrain(x, sharding, walk.axes)  # shards: another layout
-        for x, sharding, how in zip(outputs, returned, wanted, strict=True)
-    ]
+    outputs = _call_function(walk, eqn, jaxpr, inputs) if stays and is_worth_a_call(jaxpr) else walk(jaxpr, inputs)
+    return [constrain(x, sharding, walk.axes) for x, sharding in zip(outputs, returned, strict=True)]
 
 
 @jax.tree_util.register_static
@@ -90,38 +65,45 @@ class _Static:
     value: Any
 
 
-def _call_function(walk: Walk, eqn: Equation, jaxpr: Any, inputs: list[Any], wanted: tuple[Any, ...]) -> list[Any]:
+def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Any]) -> list[Any]:
     """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
     bundle = Bundle.of(inputs)
-    is_block = any(_is_recomputed(inner) for inner in _compat.open_jaxpr(jaxpr)[0].eqns)
-    if is_block:
+    if is_recomputed(eqn):
         leaves, _ = walk.order.order_block(list(bundle.leaves))
         bundle = Bundle(tuple(leaves), bundle.template)
     # Parameters that were gathered before the call are gathered behind a barrier inside it, as elsewhere.
     again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
-    inside = tuple(None if isinstance(how, Part) else how for how in wanted)
-    key = id(jaxpr), again, inside
+    key = id(jaxpr), again
     if key not in walk.cache:
-        walk.cache[key] = _make_function(walk, eqn, jaxpr, again, inside)
-    outputs, gathered = walk.cache[key](bundle)
+        walk.cache[key] = _make_function(walk, eqn, jaxpr, again)
+    # Layers share one function, see `placed`.
+    paths = {f"input {i}": x.path for i, x in enumerate(bundle.leaves) if isinstance(x, Lazy)}
+    named = [_name(x, f"input {i}") for i, x in enumerate(bundle.leaves)]
+    outputs, gathered = walk.cache[key](Bundle(tuple(named), bundle.template))
     walk.order.note_gathered(bundle.leaves[i] for i in gathered.value)
     # If the function returns one of its input shards, the result is that input itself, so that the walk recognizes it.
     arrays = jax.tree.leaves(bundle)
     places = jax.tree.map(
         lambda x: arrays[x.value] if isinstance(x, _Static) else x, outputs, is_leaf=lambda x: isinstance(x, _Static)
     )
-    results = places.values()
-    walk.note(results, wanted, of_block=is_block)
-    return results
+    results = [dataclasses.replace(x, path=paths[x.path]) if isinstance(x, Lazy) else x for x in places.leaves]
+    return Bundle(tuple(results), places.template).values()
 
 
-def _make_function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...], wanted: tuple[Any, ...]) -> Any:
+def _name(x: Any, name: str) -> Any:
+    """Returns a leaf of a bundle as a function that layers share takes it."""
+    if not isinstance(x, Lazy):
+        return x
+    return dataclasses.replace(x, path=name, shard=named_p.bind(x.shard, path=x.path))
+
+
+def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int, ...]) -> Any:
     """Returns a jaxpr's function, from a bundle to a bundle and the indices of the leaves that it gathers."""
     anew = walk.enter_call([])  # the function outlives this walk, so it must not hold the walk's tracers
 
     def call(bundle: Bundle) -> Any:
         inner = anew.enter_call([bundle.leaves[i] for i in again])
-        outputs = Bundle.of(inner(jaxpr, bundle.values(), wanted))
+        outputs = Bundle.of(inner(jaxpr, bundle.values()))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
         place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}  # to recognize inputs that it returns
         return jax.tree.map(lambda x: _Static(place[id(x)]) if id(x) in place else x, outputs), _Static(gathered)
@@ -133,15 +115,10 @@ def _make_function(walk: Walk, eqn: Equation, jaxpr: Any, again: tuple[int, ...]
 # Recomputed blocks.
 
 
-def _is_recomputed(eqn: Equation) -> bool:
-    """Whether an equation is a block that `jax.checkpoint` recomputes in the backward pass."""
-    return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])
-
-
-def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
     given = eqn.params["prevent_cse"]
-    if _is_recomputed(eqn):
+    if is_recomputed(eqn):
         bundle = Bundle.of(inputs)
         leaves, may_be_ahead = walk.order.order_block(list(bundle.leaves))
         if given if isinstance(given, bool) else any(given):
@@ -150,9 +127,8 @@ def _checkpoint(walk: Walk, eqn: Equation, inputs: list[Any], arriving: list[Any
             leaves = _put_behind_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
         inputs = Bundle(tuple(leaves), bundle.template).values()
     if walk.keeps_passes:  # what the block gathers stays whole after it
-        return walk(eqn.params["jaxpr"], inputs, wanted)
-    outputs = walk.enter_block()(eqn.params["jaxpr"], inputs, wanted)
-    walk.note(outputs, wanted, of_block=True)
+        return walk(eqn.params["jaxpr"], inputs)
+    outputs = walk.enter_block()(eqn.params["jaxpr"], inputs)
     walk.order.note_used(outputs)
     return outputs
 
@@ -174,16 +150,16 @@ def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 # Equations that lazy parameters pass unchanged.
 
 
-def _barrier(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+def _barrier(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     done = iter(_compat.bind(eqn, [x for x in inputs if not is_unevaluated(x)]))  # lazy values pass beside it
     return [x if is_unevaluated(x) else next(done) for x in inputs]
 
 
-def _constraint(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+def _constraint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return [constrain(inputs[0], eqn.params["sharding"], walk.axes)]
 
 
-def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Evaluates a `cond`, whose branches return each other's residuals as empty values. Parameters stay lazy."""
     lazily: list[Any] = [None] * len(eqn.outvars)
     if any(map(is_lazy, inputs)):
@@ -191,7 +167,7 @@ def _cond(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
         returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
         lazily = [x[0] if len(x) == 1 else None for x in returned]  # one branch alone fills it
     if all(x is None for x in lazily):
-        return bind_whole(walk, eqn, inputs)
+        return walk.bind_whole(eqn, inputs)
 
     def others(branch: Any, *operands: Any) -> list[Any]:
         outputs = walk.enter_block().evaluate_whole(branch, *operands)
@@ -216,7 +192,7 @@ def _lazy_outputs(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     return [None if _compat.is_literal(v) else known.get(v) for v in jaxpr.outvars]
 
 
-def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
+def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Applies the loss's own `shard_map`, on the mesh of the step."""
     axes = _compat.shard_map_axes(eqn)
     if axes & walk.axes:
@@ -254,7 +230,7 @@ def _shard_map(walk: Walk, eqn: Equation, inputs: list[Any]) -> list[Any]:
     return results
 
 
-def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
+def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
     pairs = zip(inputs, eqn.params["in_specs"], strict=True)
@@ -278,23 +254,19 @@ def _cast_to_varying(eqn: Equation, inputs: Sequence[Any]) -> list[Any]:
     return [copies(v, spec) for v, spec in zip(jaxpr.outvars, eqn.params["out_specs"], strict=True)]
 
 
-def _reduce_after(rule: Callable[[Walk, Equation, list[Any]], list[Any]]) -> Rule:
-    """Returns a rule that reduces gradients after the equation."""
-
-    def whole_rule(walk: Walk, eqn: Equation, inputs: list[Any], _: list[Any], wanted: list[Any]) -> list[Any]:
-        return [walk.leave(x, how) for x, how in zip(rule(walk, eqn, inputs), wanted, strict=True)]
-
-    return whole_rule
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(RUNS - REMAT, _call),
     **dict.fromkeys(REMAT, _checkpoint),
     "scan": scan,
-    "cond": _reduce_after(_cond),
-    "optimization_barrier": _reduce_after(_barrier),
+    "cond": _cond,
+    "optimization_barrier": _barrier,
     # jax adds it if a mesh is set; here it changes nothing, since no axis is explicit.
-    "reshard": _reduce_after(lambda walk, eqn, inputs: inputs[:1]),
-    "shard_map": _reduce_after(_shard_map),
-    "sharding_constraint": _reduce_after(_constraint),
+    "reshard": lambda walk, eqn, inputs: inputs[:1],
+    "shard_map": _shard_map,
+    "sharding_constraint": _constraint,
 }
+
+
+def start_walk(axes: frozenset[str], order: Order | None = None, *, keeps: bool = False) -> Walk:
+    """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
+    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps)

@@ -14,19 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
+from jzero import _compat
 from jzero.arrays.placement import is_on_host
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
 
 __all__ = ["apply_on_shard", "constrain_lazy", "widens"]
 
-Equation = Any
 Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy | None]
 
 
-def apply_on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
+def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Any]) -> Lazy | None:
     """Returns the equation's result as a lazy parameter, if the operation can run on the shard itself."""
     lazy, *others = inputs or (None,)
     rule = _RULES.get(eqn.primitive.name)
@@ -34,7 +35,11 @@ def apply_on_shard(eqn: Equation, inputs: Sequence[Any]) -> Lazy | None:
         return None
     # Indices made of literals count as literals.
     others = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
-    return None if any(map(is_lazy, others)) else rule(lazy, others, eqn.params, tuple(eqn.outvars[0].aval.shape))
+    return (
+        None
+        if any(map(is_lazy, others))
+        else rule(lazy, others, eqn.params, tuple(_compat.type_of(eqn.outvars[0]).shape))
+    )
 
 
 def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:

@@ -1,22 +1,16 @@
-"""The walk: gathers parameters where an equation uses them, reduces gradients where an equation makes them.
+"""The walk: gathers parameters where an equation uses them.
 
-In: the joint jaxpr, lazy parameters, and the reduction of each output that is a gradient. Out: its outputs, gradients
-as shards. So
+In: a program that has its reductions and waits, and lazy parameters. Out: its outputs. So
 
     b:f32[8,64] = dot_general[...] x w          # w: [512, 64]
-    ...
-    c:f32[512,64] = dot_general[...] x g        # the gradient of w, a result
 
 becomes, on each of N devices,
 
-    a = all_gather(w)           # [512/N, 64] -> [512, 64]
-    b = dot_general(x, a)
-    ...
-    c = dot_general(x, g)
-    d = psum_scatter(c)         # [512, 64] -> [512/N, 64]
+    a:f32[512,64] = zero_gather[path=w ...] w   # [512/N, 64] -> [512, 64]
+    b:f32[8,64] = dot_general[...] x a
 
 Forward and backward pass are equations of one program, and the walk's own output is never differentiated. So data
-dependence and `order` alone decide when a parameter is gathered again, or a gradient reduced.
+dependence and `order` alone decide when a parameter is gathered again.
 
 [Note: Short reuse]
 A whole parameter is kept until an equation gathers another one, or until the backward pass begins, since the loss's
@@ -27,26 +21,26 @@ is gathered once. Loop bodies and recomputed blocks keep parameters to their end
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.engine.bundles import Bundle, Rows, is_unevaluated
-from jzero.engine.gradient_exits import GradientExit, Reduction
 from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
-from jzero.engine.reductions import find_reductions
-from jzero.engine.rules import RULES, bind_whole
 from jzero.engine.shard_rules import apply_on_shard
 
-__all__ = ["HeldParameters", "Walk"]
+__all__ = ["HeldParameters", "Rule", "Walk"]
 
-Equation = Any
-Wanted = Sequence[GradientExit | None]
+_TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
+
+Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Any]], list[Any]]"
 
 
 class HeldParameters:
@@ -95,6 +89,7 @@ class Walk:
     """A walk over one sequence of equations.
 
     Attributes:
+      rules: How it applies equations that contain jaxprs, or that lazy values pass unchanged, by primitive.
       axes: The manual mesh axes: ZeRO's and the replicas'.
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
@@ -105,6 +100,7 @@ class Walk:
       cache: Functions of this trace's calls, and the warnings already given; lives as long as the trace.
     """
 
+    rules: Mapping[str, Rule]
     axes: frozenset[str]
     order: Order
     held: HeldParameters
@@ -113,11 +109,6 @@ class Walk:
     found: list[tuple[RowOf, Any]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def start(cls, axes: frozenset[str], order: Order | None = None, *, keeps: bool = False) -> Walk:
-        """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
-        return cls(axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps)
 
     def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
@@ -130,70 +121,43 @@ class Walk:
         """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
         return dataclasses.replace(self, order=self.order.enter_call(gathered), held=HeldParameters(keeps=False))
 
-    def __call__(
-        self, jaxpr: Any, inputs: Sequence[Any], wanted: Wanted = (), given: Sequence[Reduction | None] = ()
-    ) -> list[Any]:
-        """Evaluates a jaxpr.
+    def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Evaluates a jaxpr, given arrays and lazy values. Outputs are lazy if they are made of parameters alone."""
+        return _compat.evaluate(jaxpr, inputs, self._apply)
 
-        Args:
-          jaxpr: The jaxpr, open or closed.
-          inputs: Arrays, lazy values, or shards of gradients.
-          wanted: For each output that is a gradient, how it leaves; a `Reduction` returns a shard.
-          given: For each input that is a shard, how it was reduced.
-
-        Returns:
-          The outputs, lazy if they are made of parameters alone.
-        """
-        closed, (jaxpr, _) = jaxpr, _compat.open_jaxpr(jaxpr)
-        shards = {v: x for v, x in zip(jaxpr.invars, given, strict=False) if x is not None}  # [D/N, F]
-        leaving, on_shards = find_reductions(jaxpr, wanted, shards)
-        numbers = itertools.count()  # `evaluate` visits equations in order, as `on_shards` numbers them
-
-        def how(atom: Any) -> GradientExit | None:
-            return None if not leaving or _compat.is_literal(atom) else leaving.get(atom)
-
-        def apply(eqn: Equation, inputs: list[Any]) -> list[Any]:
-            done = on_shards.get(next(numbers))
-            if done is not None:
-                # Indices and zeros may be deferred; the gradients beside them are shards, [D/N, F].
-                return [done.apply([self.gather([x])[0] if is_lazy(x) and not x.shape else x for x in inputs])]
-            return self._apply(eqn, inputs, list(map(how, eqn.invars)), list(map(how, eqn.outvars)))
-
-        outputs = _compat.evaluate(closed, inputs, apply)
-        pairs = itertools.zip_longest(outputs, jaxpr.outvars, wanted)
-        return [x if how(v) is not None else self.leave(x, w) for x, v, w in pairs]
-
-    def _apply(self, eqn: Equation, inputs: list[Any], arriving: list[Any], wanted: list[Any]) -> list[Any]:
+    def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if self.order.enter_pass(is_backward=_compat.is_transposed(eqn)):
             self.held.drop()  # the largest activations are near, see [Note: Short reuse]
         name = eqn.primitive.name
         lazy = any(map(is_unevaluated, inputs))
-        rule = RULES.get(name)
+        rule = self.rules.get(name)
         if rule is not None:
             # Meshes are to be adjusted even if nothing is lazy, see [Note: Meshes in types].
             is_of_mesh = name == "reshard" or names_mesh(eqn) or self.meshes.in_equation(eqn).carried
-            if lazy or is_of_mesh or any(w is not None for w in wanted):
-                return rule(self, eqn, inputs, arriving, wanted)
+            if lazy or is_of_mesh:
+                return rule(self, eqn, inputs)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
         elif (lazy and not any(isinstance(x, Rows) for x in inputs)) or all(map(is_constant, inputs)):
             kept = apply_on_shard(eqn, inputs) or defer(eqn, inputs)  # on the shard first: its gather moves less
             if kept is not None:
-                return [self.leave(kept, w) for w in wanted]
-        return [self.leave(x, w) for x, w in zip(bind_whole(self, eqn, inputs), wanted, strict=True)]
+                return [kept]
+        return self.bind_whole(eqn, inputs)
 
-    def leave(self, x: Any, how: GradientExit | None) -> Any:
-        """Reduces a gradient if `how` is a reduction; returns other values as they are."""
-        if how is None:
-            return x
-        (x,) = self.gather([x])  # [D, F]
-        reduced = how(x) if isinstance(how, Reduction) else x  # [D/N, F], or [D, F] for a `Part`
-        self.note([reduced], [how])
-        return reduced
-
-    def note(self, grads: Sequence[Any], wanted: Wanted, *, of_block: bool = False) -> None:
-        """Records gradients for the passes that wait for them: the awaited ones, or all of a block's."""
-        awaited = [x for x, how in zip(grads, wanted, strict=True) if how is not None and (of_block or how.is_awaited)]
-        self.order.note_reduced(awaited)
+    def bind_whole(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+        """Applies an equation to whole values."""
+        name, meshes, inputs = eqn.primitive.name, self.meshes.in_equation(eqn), self.gather(inputs)
+        anew: dict[str, Any] = {}
+        if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
+            inner = self.enter_block()
+            anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
+        elif meshes.named:
+            raise ValueError(
+                f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "
+                "cannot look into. Move it out of that function."
+            )
+        outputs = _compat.bind(eqn, inputs, **anew)
+        self.order.note_used(outputs)
+        return outputs
 
     def evaluate_whole(self, jaxpr: Any, *inputs: Any) -> list[Any]:
         """Evaluates a jaxpr to whole values."""

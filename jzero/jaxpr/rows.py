@@ -94,8 +94,8 @@ def row_facts(jaxpr: Any, *, batch: Sequence[bool], keys: Sequence[bool], axes: 
     opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = []
     for v, has_rows, is_key in zip(opened.invars, batch, keys, strict=True):
-        if has_rows and v.aval.ndim:
-            inputs.append(RowFacts(True, Value(Kind.ROW, ((0, ((v.aval.shape[0], 1),)),), BATCH)))
+        if has_rows and _compat.type_of(v).ndim:
+            inputs.append(RowFacts(True, Value(Kind.ROW, ((0, ((_compat.type_of(v).shape[0], 1),)),), BATCH)))
         else:
             inputs.append(RowFacts(is_key, SAME))
     return _Interpreter(frozenset(axes))(jaxpr, inputs)
@@ -186,7 +186,7 @@ class _Interpreter:
         return [
             *carry,
             *(
-                RowFacts(y.differs, stacked(y.value, eqn, v.aval.shape))
+                RowFacts(y.differs, stacked(y.value, eqn, _compat.type_of(v).shape))
                 for y, v in zip(outs[num_carry:], eqn.outvars[num_carry:], strict=True)
             ),
         ]
@@ -220,8 +220,8 @@ class _Interpreter:
 
     def _shard_map(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
-        outs = self(jaxpr, [_fitted(x, v.aval.shape, eqn) for x, v in zip(ins, jaxpr.invars, strict=True)])
-        return [_fitted(x, v.aval.shape, eqn) for x, v in zip(outs, eqn.outvars, strict=True)]
+        outs = self(jaxpr, [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(ins, jaxpr.invars, strict=True)])
+        return [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
 _UNKNOWN = Value(Kind.UNKNOWN)

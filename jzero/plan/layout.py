@@ -58,6 +58,11 @@ class Cut:
     flat: bool = False
     other_axes: tuple[Any, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.dim}{'+' * self.flat}/{self.num_shards}" + (
+            f" beside {self.other_axes}" if self.other_axes else ""
+        )
+
     @property
     def natural_size(self) -> int:
         """Elements along the cut dimension before padding."""

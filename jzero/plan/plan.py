@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
+from jzero.plan.comm import Comm, Direct, Replicated
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
@@ -199,6 +200,15 @@ class ZeroPlan:
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array while it is on the devices."""
         return NamedSharding(self.mesh, leaf.spec(self.config.axis))
+
+    @functools.cached_property
+    def comm(self) -> Comm:
+        """How parameters and gradients travel."""
+        config = self.config
+        direct = Direct(config.axis, config.reduce_scatter)
+        if config.replica_axis is None:
+            return direct
+        return Replicated(direct, config.replica_axis, int(self.mesh.shape[config.replica_axis]))
 
     @functools.cached_property
     def keys(self) -> frozenset[int]:

@@ -156,10 +156,10 @@ def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[
         jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
     except Exception:  # it needs further arguments, and may say so by any exception
         return left_out
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
-    zero = _zeros(jaxpr, {})
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    zero = _zeros(opened, {})
     candidates = [
-        not has and (_compat.is_literal(v) or v in zero) for has, v in zip(has_state, jaxpr.outvars[:num], strict=True)
+        not has and (_compat.is_literal(v) or v in zero) for has, v in zip(has_state, opened.outvars[:num], strict=True)
     ]
     others = [
         v for v, is_zero in zip(jaxpr.outvars, candidates + [False] * len(jaxpr.outvars), strict=False) if not is_zero

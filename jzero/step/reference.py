@@ -17,8 +17,8 @@ from jzero.arrays.placement import overwrite, place_array
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
+from jzero.engine.rules import start_walk
 from jzero.engine.trace import carried_leaves
-from jzero.engine.walk import Walk
 from jzero.engine.written_variables import Changed, by_path
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
@@ -148,7 +148,7 @@ class Reference:
         jaxpr, out_shape = trace(self._select_trained(seen), seen, batch, carried, scale)
         if not MeshFacts().of(jaxpr).carried:
             return None
-        walk = Walk.start(frozenset(self._manual))
+        walk = start_walk(frozenset(self._manual))
 
         def evaluate(*inputs: Any) -> Any:
             return jax.tree.unflatten(

@@ -1,0 +1,75 @@
+"""Facts about the values of one program: who makes them, who reads them, and whether they are zero.
+
+In: an open jaxpr, and those of its inputs that are shards of gradients. Out: what `gradient_rules` ask before they let
+an equation run on shards.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jzero import _compat
+from jzero._compat import Atom
+from jzero.engine.gradient_exits import Reduction
+
+__all__ = ["RELABELS", "Makers"]
+
+RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "sharding_constraint", "transpose"])
+
+
+class Makers:
+    """The values of a program, by who makes and reads them.
+
+    Attributes:
+      eqns: The equations.
+      given: The inputs that are shards of gradients.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, given: Mapping[Var, Reduction]) -> None:
+        atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
+        # An output is a use, too: what is returned and read elsewhere cannot be a shard.
+        self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
+        self._made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+        self._loops = [i for i, eqn in enumerate(jaxpr.eqns) if _has_loop(eqn)]
+        self._first: dict[Var, int] = {}  # caches `_find_first_maker`
+        self.eqns, self.given = jaxpr.eqns, given
+
+    def is_free(self, atom: Atom) -> bool:
+        """Whether nothing else reads a value, so that it can be a shard."""
+        return not isinstance(atom, Literal) and self._uses[atom] == 1 and (atom in self._made or atom in self.given)
+
+    def find(self, atom: Atom) -> JaxprEqn | None:
+        """Returns the equation that made a value; `None` for literals and inputs."""
+        return None if isinstance(atom, Literal) or atom not in self._made else self.eqns[self._made[atom]]
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether a value is known to be zero."""
+        if isinstance(atom, Literal):
+            return not _compat.type_of(atom).shape and bool(_compat.value_of(atom) == 0)
+        maker = self.find(atom)
+        return maker is not None and maker.primitive.name == "broadcast_in_dim" and self.is_zero(maker.invars[0])
+
+    def is_loop_between(self, x: Atom, y: Atom) -> bool:
+        """Whether a loop stands between the equations that made two gradients, or makes the second."""
+        first, second = sorted(map(self._find_first_maker, (x, y)))
+        return any(first < i <= second for i in self._loops)  # `<=`: the second may come out of the loop
+
+    def _find_first_maker(self, atom: Atom) -> int:
+        """Returns the index of the first equation that made a summand of a gradient; -1 for inputs and literals."""
+        if isinstance(atom, Literal) or atom not in self._made:
+            return -1
+        if atom not in self._first:
+            eqn = self.eqns[self._made[atom]]
+            relabels = eqn.primitive.name in RELABELS or eqn.primitive.name == "add_any"
+            self._first[atom] = min(map(self._find_first_maker, eqn.invars)) if relabels else self._made[atom]
+        return self._first[atom]
+
+
+def _has_loop(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan, or contains one."""
+    if eqn.primitive.name == "scan":
+        return True
+    return any(_has_loop(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns)

@@ -1,0 +1,164 @@
+"""The primitives of a placed program: how parameters and gradients travel, and what waits, as equations.
+
+    a:f32[512,64] = zero_gather[path=w cut=0/8 dtype=float32 comm=data] s      # s: [512/N, 64] on each of N devices
+    r:f32[64,64] = zero_reduce[path=w cut=0/8 dtype=float32 comm=data ...] g   # this device's part of the sum over all
+    p:f32[512,64] = zero_unreduced[path=w] g                                   # g itself, to be reduced later
+    s_ x_ = zero_wait[n=1 how=select] s x                                      # s_ does not exist before x does
+    s_ = zero_named[path=w] s                                                  # s itself
+
+They keep a parameter's name until the program is lowered, so that passes, printed programs and checks find it without
+looking for collectives by their shapes. Inside of a function that layers share, a gather is named after the function's
+input, "input 3", and a reduction after its result: one function has one program. A `zero_named` before and after each
+call says which parameter that is.
+
+[Note: Barriers and selects]
+With `how="barrier"`, values stand behind a barrier with others: no compiler merges this gather with an earlier one of
+the same shard. But compilers for GPUs drop barriers before they schedule, and start the gather at any time. "select"
+makes a value depend on others: it selects the value by a comparison whose result is always the same, which no compiler
+finds out. That works everywhere, and costs a pass over the value. "light" is a barrier with one element of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
+from jax.interpreters import mlir
+
+from jzero import _compat
+from jzero.arrays.casts import round_without_derivative
+from jzero.arrays.collectives import gather_param, reduce_shard
+from jzero.arrays.placement import on_device
+from jzero.plan.comm import Comm, Hop, Sums
+from jzero.plan.layout import Cut
+
+__all__ = [
+    "PLACED",
+    "How",
+    "first_elements",
+    "gather_p",
+    "hops_of",
+    "named_p",
+    "operations_of",
+    "reduce_p",
+    "unreduced_p",
+    "wait",
+    "wait_p",
+]
+
+How: TypeAlias = Literal["barrier", "light", "select"]
+
+
+def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> jax.Array:
+    """[..., P/N] -> [..., D]. A shard in host memory comes to the device only now."""
+    return gather_param(round_without_derivative(on_device(shard), dtype), cut, comm)
+
+
+def _reduce(grad: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, sums: Sums, **_: Any) -> jax.Array:
+    """[..., D] -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
+    return reduce_shard(grad, cut, comm, sums).astype(dtype)
+
+
+def _same(x: jax.Array, **_: Any) -> jax.Array:
+    return x
+
+
+def _wait(*values: jax.Array, n: int, how: How) -> list[jax.Array]:
+    """Returns the values: the first `n` do not exist before the others do; behind a "barrier", no other either."""
+    held, others = list(values[:n]), list(values[n:])
+    if how == "select":
+        return [*_select(held, others), *others]
+    if how == "light":
+        return [*lax.optimization_barrier((held, first_elements(others)))[0], *others]
+    return list(lax.optimization_barrier([*held, *others]))
+
+
+def _select(values: Sequence[jax.Array], happened: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns values that do not exist before others do: see [Note: Barriers and selects]."""
+    firsts = [x.astype(jnp.float32).reshape(()) for x in first_elements(happened)]  # scalars
+    bits = functools.reduce(lax.bitwise_or, [lax.bitcast_convert_type(x, jnp.uint32) for x in firsts])
+    # Always false: two shifts by 16 push out all 32 bits.
+    never = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16)) != 0
+    # The barrier keeps compilers from merging the selection into each use.
+    return [
+        lax.optimization_barrier(lax.select(jnp.broadcast_to(never, x.shape), jnp.zeros_like(x), x)) for x in values
+    ]
+
+
+def first_elements(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns one element of each inexact array, the real part if it is complex; skips other and empty arrays.
+
+    A value that waits for the element waits for the array.
+    """
+    numbers = [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    firsts = [lax.slice(x, (0,) * x.ndim, (1,) * x.ndim) for x in numbers]  # [1, ..., 1]
+    return [lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in firsts]
+
+
+def wait(values: Sequence[jax.Array], others: Sequence[jax.Array], how: How) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns values that do not exist before others do, and those others, behind the same barrier if there is one."""
+    if how != "barrier":
+        others = [x for x in others if jnp.issubdtype(x.dtype, jnp.inexact) and x.size]
+    if not values or not others:
+        return list(values), list(others)
+    near = map(on_device, values)
+    done = wait_p.bind(*near, *others, n=len(values), how=how)
+    return done[: len(values)], done[len(values) :]
+
+
+def _primitive(
+    name: str, rule: Callable[..., Any], abstract: Callable[..., Any], *, several: bool = False
+) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = several
+    primitive.def_impl(rule)
+    primitive.def_abstract_eval(abstract)
+    mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=several))
+    return primitive
+
+
+gather_p = _primitive("zero_gather", _gather, lambda x, *, cut, dtype, **_: _compat.array_type(cut.shape, dtype))
+reduce_p = _primitive("zero_reduce", _reduce, lambda x, *, cut, dtype, **_: _compat.array_type(cut.shard_shape, dtype))
+unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
+named_p = _primitive("zero_named", _same, lambda x, **_: x)
+wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
+
+PLACED: dict[Any, Callable[..., Any]] = {
+    gather_p: _gather,
+    reduce_p: _reduce,
+    unreduced_p: _same,
+    named_p: _same,
+    wait_p: _wait,
+}
+"""What each of them computes."""
+
+
+def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
+    """Returns the collectives of an equation of a placed program; of arrays that other mesh axes cut, one part's."""
+    if eqn.primitive not in (gather_p, reduce_p):
+        return ()
+    cut, comm = eqn.params["cut"], eqn.params["comm"]
+    if eqn.primitive is gather_p:
+        hops = comm.gather_hops(cut, eqn.params["dtype"])
+    else:
+        hops = comm.reduce_hops(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
+    with _compat.where_traced(eqn):
+        sizes = jax.sharding.get_abstract_mesh().shape
+    num_parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(cut.other_axes))
+    return tuple(hop._replace(num_bytes=hop.num_bytes // num_parts) for hop in hops)
+
+
+def operations_of(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Returns the operations that an equation of a placed program stands for."""
+    types = [_compat.type_of(v) for v in eqn.invars]
+    fn = functools.partial(PLACED[eqn.primitive], **eqn.params)
+    with _compat.where_traced(eqn):
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
+        return jax.make_jaxpr(fn, axis_env=axes)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))

@@ -1,0 +1,229 @@
+"""Moves each reduction to the equation that makes the gradient.
+
+In: a joint program over whole parameters, and how each of its gradients leaves. Out: the same program with a
+`zero_reduce` where a gradient is made, in loop bodies, calls and recomputed blocks too, and equations on shards from
+there to the output. A gradient that is reduced later, or with others, passes a `zero_unreduced`. Here `d` is reduced,
+not `c` or `e`:
+
+    c:f32[64,512] = dot_general[...] g x                          # made
+    d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device
+    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # runs on the shard
+  in (loss, e)
+
+[Note: Reducing gradients where they are made]
+Followed back from the outputs, a gradient passes a few operations that add, place or relabel (the transposes of those
+that `shard_rules` apply to parameters), and ends at the operation that made it. It is reduced and cut right there, and
+those few operations run on shards. So a loop that returns a stack of gradients stacks shards, and a loop that adds to
+the stack layer by layer adds shards. Collectives cannot be in the branches of a `cond`, nor in a `while`, where devices
+may differ in what they run: such a gradient is reduced after it.
+
+[Note: Several uses]
+The gradients of a parameter's uses are summed first and reduced once: that holds one whole gradient between the uses,
+and sends each element once. There are two exceptions, each reduced one by one: parts of a stack, which together make
+the stack; and, from stage 2 on, uses with a loop between them, since the whole gradient would stay in memory beside the
+activations of that loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jzero import _compat
+from jzero._compat import Atom, J
+from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
+from jzero.engine.gradient_rules import GRADIENT_RULES
+from jzero.engine.makers import Makers
+from jzero.engine.placed import named_p, reduce_p, unreduced_p
+from jzero.jaxpr.edit import Editor
+from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
+
+__all__ = ["reduce_early"]
+
+Exits: TypeAlias = Sequence[GradientExit | None]
+
+
+def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: dict[Any, Any] | None = None) -> J:
+    """Returns a program whose gradients leave as they should, see [Note: Reducing gradients where they are made].
+
+    Args:
+      jaxpr: A program over whole parameters.
+      exits: For each output that is a gradient, how it leaves; else `None`. Those with a `Reduction` become shards.
+      given: For each input that is a shard of a gradient, its reduction.
+      cache: The programs of calls: layers that share one function share its new program, too.
+
+    Example:
+      >>> from jzero.engine.gradient_exits import Reduction
+      >>> from jzero.engine.reduce_early import reduce_early
+      >>> from jzero.plan.comm import Direct, Sums
+      >>> from jzero.plan.layout import Cut
+      >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
+      >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
+      >>> exit = Reduction("w", Cut(0, (64, 8), 8), Direct("data"), Sums(("data",)), jnp.float32, by_use=True)
+      >>> [str(eqn.primitive) for eqn in reduce_early(joint.jaxpr, [exit]).eqns[-2:]]
+      ['zero_reduce', 'convert_element_type']
+    """
+    if not any(x is not None for x in exits):
+        return jaxpr
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    sweep = _Sweep(opened, given, {} if cache is None else cache)
+    outputs = [v if how is None else sweep.want(v, how) for v, how in zip(opened.outvars, exits, strict=True)]
+    for eqn in reversed(opened.eqns):
+        sweep.visit(eqn)
+    inputs = [sweep.shards.get(v, v) for v in opened.invars]
+    return _compat.with_equations(jaxpr, inputs, outputs, sweep.eqns[::-1])
+
+
+class _Sweep:
+    """One sweep from the outputs of a program to the makers of its gradients.
+
+    Attributes:
+      makers: Facts about its values.
+      exits: How each gradient that was met leaves.
+      shards: What stands for each of them from where it leaves: the shard, or the marked gradient.
+      eqns: The equations of the new program, the last one first.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, given: Exits, cache: dict[Any, Any]) -> None:
+        pairs = zip(jaxpr.invars, given, strict=False)
+        shards = {v: how for v, how in pairs if isinstance(how, Reduction)}  # [D/N, F]
+        self.makers, self.cache = Makers(jaxpr, shards), cache
+        self.exits: dict[Var, GradientExit] = dict(shards)
+        self.shards = {v: _compat.variable(how.shard_type()) for v, how in shards.items()}
+        self.eqns: list[JaxprEqn] = []
+
+    def want(self, v: Atom, how: GradientExit) -> Var:
+        """Returns what stands for a gradient that leaves so. One that something else reads is reduced at once."""
+        out = _compat.variable(how.shard_type() if isinstance(how, Reduction) else v.aval)
+        if isinstance(v, Literal) or not self.makers.is_free(v):
+            self.leave(v, how, out)
+            return out
+        self.exits[v] = how
+        return self.shards.setdefault(v, out)
+
+    def leave(self, v: Atom, how: GradientExit, out: Var) -> None:
+        """Puts a reduction before what is there, or the mark of a gradient that is reduced later."""
+        near = self.makers.find(v)
+        params: dict[str, Any] = {"path": how.path, "is_awaited": how.is_awaited}
+        if isinstance(how, Unreduced):
+            self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
+            return
+        made = self.place(how, out, near)
+        params |= {"cut": how.cut, "dtype": how.dtype, "comm": how.comm, "sums": how.sums}
+        self.eqns.append(_compat.new_equation(reduce_p, [v], [made], params, near))
+
+    def name(self, how: GradientExit | None, out: Var, near: JaxprEqn) -> Var:
+        """Puts a shard's name before what is there, if it comes out of a call; returns the call's result."""
+        if how is None or near.primitive.name not in CALLS:
+            return out
+        made = _compat.variable(out.aval)
+        self.eqns.append(_compat.new_equation(named_p, [made], [out], {"path": how.path}, near))
+        return made
+
+    def place(self, how: Reduction, out: Var, near: JaxprEqn | None) -> Var:
+        """Puts before what is there a shard's way to the host, if it goes there; returns the shard on the device."""
+        if not how.to_host:
+            return out
+        made = _compat.variable(how.on_device().shard_type())
+        self.compute(how.place, [made], out, near)
+        return made
+
+    def compute(self, fn: Callable[..., Any], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
+        """Puts before what is there the equations of a function, whose result is `out`."""
+        ahead = Editor()
+        (result,) = ahead.trace(fn, inputs, near)
+        if not ahead.eqns:  # the result is an input, which `out` therefore stands for
+            self.shards.update((v, out) for v, x in self.shards.items() if x is result)
+            return
+        renamed = [eqn.replace(outvars=[out if v is result else v for v in eqn.outvars]) for eqn in ahead.eqns]
+        self.eqns += renamed[::-1]
+
+    def visit(self, eqn: JaxprEqn) -> None:
+        """Puts an equation before what is there: as it is, or on shards, or with its gradients reduced inside."""
+        exits: Exits = [self.exits.get(v) for v in eqn.outvars]
+        name, how = eqn.primitive.name, exits[0] if len(exits) == 1 else None
+        if isinstance(how, Reduction) and name in GRADIENT_RULES:
+            passed = GRADIENT_RULES[name](self.makers, eqn, how.on_device())
+            if passed is not None and passed.apply is not None:  # [D/N, F]
+                apply, place = passed.apply, how.place  # only the last shard of a chain moves to the host
+                read = [self.want(v, passed.inputs[j]) if j in passed.inputs else v for j, v in enumerate(eqn.invars)]
+                self.compute(lambda *xs: place(apply(list(xs))), read, self.shards[eqn.outvars[0]], eqn)
+                return
+            if passed is not None:
+                eqn = self._mark(eqn, passed.inputs)
+        if isinstance(how, Unreduced) and name == "add_any":
+            eqn = self._mark(eqn, {i: how for i, v in enumerate(eqn.invars) if self.makers.is_free(v)})  # summands
+        if any(isinstance(x, Reduction) for x in exits) and (name == "scan" or name in RUNS):
+            eqn, exits = self._enter_loop(eqn, exits) if name == "scan" else self._enter_call(eqn, exits)
+        for v, left in zip(eqn.outvars, exits, strict=True):
+            if left is not None:
+                self.leave(v, left, self.shards[v])
+        self.eqns.append(eqn)
+
+    def _mark(self, eqn: JaxprEqn, inputs: Any) -> JaxprEqn:
+        return eqn.replace(invars=[self.want(v, inputs[i]) if i in inputs else v for i, v in enumerate(eqn.invars)])
+
+    def _enter_call(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
+        """Moves reductions into a call, or a recomputed block; returns it, and what leaves after it."""
+        jaxpr, inside = called_jaxpr(eqn), [x if isinstance(x, Reduction) else None for x in exits]
+        if eqn.primitive.name in CALLS:  # layers share one function, see `placed`
+            inside = [x and dataclasses.replace(x, path=f"result {i}") for i, x in enumerate(inside)]
+        key = id(jaxpr), tuple(inside)
+        if key not in self.cache:
+            self.cache[key] = reduce_early(jaxpr, inside, cache=self.cache), jaxpr  # the id is the key: kept alive
+        outs = [
+            v if how is None else self.name(exits[i], self.shards[v], eqn)
+            for i, (v, how) in enumerate(zip(eqn.outvars, inside, strict=True))
+        ]
+        is_changed = [how is not None for how in inside]
+        params = _compat.params_of_call(eqn, self.cache[key][0], is_changed)
+        return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
+
+    def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:
+        """Moves reductions into a loop: turns add shards to a carried gradient, and return shards of stacked ones."""
+        num_consts, num_carry = _compat.scan_groups(eqn)
+        inside: list[Reduction | None] = []
+        for i, (how, start) in enumerate(zip(exits[:num_carry], eqn.invars[num_consts:], strict=False)):
+            own = how.on_device() if isinstance(how, Reduction) else None
+            adds = own is not None and self.makers.is_free(start) and _adds_shards(eqn, num_consts + i, i, own)
+            inside.append(own if adds else None)
+        inside += [how.for_row() if isinstance(how, Reduction) else None for how in exits[num_carry:]]
+        given = [*[None] * num_consts, *inside[:num_carry]]
+        body = reduce_early(eqn.params["jaxpr"], inside, given, self.cache)
+        outs, inputs = list(eqn.outvars), list(eqn.invars)
+        for i, (how, done) in enumerate(zip(exits, inside, strict=True)):
+            if done is None or not isinstance(how, Reduction):
+                continue
+            outs[i] = self.place(how, self.shards[eqn.outvars[i]], eqn)
+            if i < num_carry:
+                inputs[num_consts + i] = self.want(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
+        left = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
+        return eqn.replace(invars=inputs, outvars=outs, params={**eqn.params, "jaxpr": body}), left
+
+
+def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:
+    """Whether a scan adds to the carried gradient at `index` part by part, so that its turns can add shards.
+
+    The body has it as its input number `place`.
+    """
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    exits = [how if i == index else None for i in range(len(body.outvars))]
+    tried, _ = _compat.open_jaxpr(
+        reduce_early(body, exits, [how if i == place else None for i in range(len(body.invars))])
+    )
+    read = [v for inner in tried.eqns for v in inner.invars]
+    # An equation that takes the whole carry would have to gather it.
+    if any(v is body.invars[place] for v in read) or not any(v is tried.invars[place] for v in read):
+        return False
+    # Turns that each reduce all of it would send more than one reduction after the loop.
+    return int(eqn.params["length"]) * _count_reduced(tried) <= math.prod(how.cut.shape)
+
+
+def _count_reduced(jaxpr: Jaxpr) -> int:
+    """Returns the number of elements that a program reduces."""
+    own = sum(math.prod(eqn.params["cut"].shape) for eqn in jaxpr.eqns if eqn.primitive is reduce_p)
+    return own + sum(_count_reduced(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))

@@ -1,0 +1,138 @@
+"""Makes backward loops and recomputed blocks wait until gradients from before them are reduced.
+
+In: a program with its reductions. Out: the same program, with a `zero_wait` before loops and blocks:
+
+    r:f32[64,64] = zero_reduce[path=head ...] g
+    c_ _ = zero_wait[n=1 how=select] c r            # the cotangent of the loop over layers
+    ... = scan[...] c_ ...
+
+[Note: Waiting for gradients]
+Compilers for GPUs would otherwise postpone the products that make gradients of weights, and keep their operands, such
+as the gradient of the logits. The first block waits for the head, each other block for all earlier ones but the latest.
+The cotangent waits, not the shards, so gathers may start early. Nothing waits for gradients that go to the host. At
+stage 3, gradients of whole parameters are awaited only if a block makes them: the operands of the gradient of a norm's
+scale are as large as an activation, and would be kept for each block (124M, unrolled and recomputed, on 8 H200:
+1278 MiB, not 1122).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from jzero import _compat
+from jzero._compat import AnyJaxpr, Atom, J
+from jzero.engine.placed import reduce_p, unreduced_p, wait_p
+from jzero.jaxpr.edit import Editor, is_recomputed
+from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
+
+__all__ = ["wait_for_gradients"]
+
+Cache: TypeAlias = dict[int, tuple[AnyJaxpr, AnyJaxpr]]
+
+
+def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
+    """Returns a program that waits, see [Note: Waiting for gradients].
+
+    Args:
+      jaxpr: A program with its reductions.
+      cache: The programs of calls: layers that share one function share its new program, too.
+    """
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    pass_ = _Waits({} if cache is None else cache)
+    awaited = _find_awaited(jaxpr, [None] * len(opened.invars))
+    for eqn in opened.eqns:
+        pass_.visit(eqn, awaited)
+    return _compat.with_equations(jaxpr, opened.invars, [pass_.read(v) for v in opened.outvars], pass_.eqns)
+
+
+class _Waits(Editor):
+    """A program under construction, with the gradients that were reduced so far.
+
+    Attributes:
+      reduced: The gradients since the last loop or block began.
+      last: Those that the last block reduced.
+      is_in_blocks: Whether a block has begun since the last loop.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.reduced: list[Var] = []
+        self.last: list[Var] = []
+        self.is_in_blocks = False
+
+    def visit(self, eqn: JaxprEqn, awaited: Mapping[Var, bool]) -> None:
+        """Appends an equation, which waits if it is a loop or a block."""
+        name, is_block = eqn.primitive.name, is_recomputed(eqn)
+        if name == "scan":
+            due, self.is_in_blocks, self.last, self.reduced = self.last + self.reduced, False, [], []
+            eqn = self.delay(eqn, _carried(eqn), due)
+        elif is_block:
+            due = self.last if self.is_in_blocks else self.reduced
+            self.last, self.reduced, self.is_in_blocks = self.reduced if self.is_in_blocks else [], [], True
+            eqn = self.delay(eqn, [v for v in eqn.invars if _is_activation(v)][-1:], due)  # jax puts it last
+        if name in CALLS:
+            eqn = self.enter(eqn)
+        self.keep(eqn)
+        makes = name == "scan" or name in RUNS or eqn.primitive in (reduce_p, unreduced_p)
+        grads = [v for v in eqn.outvars if v in awaited and _is_number(v)] if makes else []
+        self.reduced += [v for v in grads if name in RUNS or awaited[v]]
+
+    def delay(self, eqn: JaxprEqn, cotangents: Sequence[Atom], due: Sequence[Var]) -> JaxprEqn:
+        """Returns an equation, some of whose inputs do not exist before some gradients do."""
+        values = list(dict.fromkeys(v for v in cotangents if not isinstance(v, Literal)))
+        due = [v for v in due if _compat.type_of(v).size]
+        if not values or not due:
+            return eqn
+        inputs = [*map(self.read, values), *due]
+        held = [_compat.variable(v.aval) for v in inputs]
+        self.bind(wait_p, inputs, held, eqn, n=len(values), how="select")
+        names = dict(zip(values, held, strict=False))
+        return eqn.replace(invars=[v if isinstance(v, Literal) else names.get(v, v) for v in eqn.invars])
+
+    def enter(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns a call whose function waits."""
+        jaxpr = called_jaxpr(eqn)
+        if id(jaxpr) not in self.cache:
+            self.cache[id(jaxpr)] = wait_for_gradients(jaxpr, self.cache), jaxpr  # the id is the key: kept alive
+        return eqn.replace(params=_compat.params_of_call(eqn, self.cache[id(jaxpr)][0], [False] * len(eqn.outvars)))
+
+
+def _carried(eqn: JaxprEqn) -> list[Atom]:
+    """Returns the activations that a scan carries and changes."""
+    num_consts, num_carry = _compat.scan_groups(eqn)
+    body, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
+    own = body.invars[num_consts : num_consts + num_carry]
+    starts = zip(eqn.invars[num_consts:], own, body.outvars, strict=False)
+    return [v for v, before, after in starts if before is not after and _is_activation(v)]
+
+
+def _find_awaited(jaxpr: AnyJaxpr, given: Sequence[bool | None]) -> dict[Var, bool]:
+    """Returns the gradients among a program's values, each with whether it is awaited outside blocks."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    found = {v: x for v, x in zip(opened.invars, given, strict=True) if x is not None}
+    for eqn in opened.eqns:
+        if eqn.primitive in (reduce_p, unreduced_p):
+            found[eqn.outvars[0]] = eqn.params["is_awaited"]
+            continue
+        into = [None if isinstance(v, Literal) else found.get(v) for v in eqn.invars]
+        if eqn.primitive.name == "scan" or eqn.primitive.name in RUNS:
+            inner, _ = _compat.open_jaxpr(called_jaxpr(eqn))
+            inside = _find_awaited(inner, into)
+            outs = [None if isinstance(v, Literal) else inside.get(v) for v in inner.outvars]
+            found |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if x is not None}
+        elif any(x is not None for x in into):
+            found |= dict.fromkeys(eqn.outvars, any(into))
+    return found
+
+
+def _is_number(v: Atom) -> bool:
+    return bool(jnp.issubdtype(_compat.type_of(v).dtype, jnp.inexact)) and not _compat.is_on_host(v.aval)
+
+
+def _is_activation(v: Atom) -> bool:
+    return not isinstance(v, Literal) and _is_number(v) and _compat.type_of(v).ndim > 0

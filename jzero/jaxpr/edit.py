@@ -1,0 +1,68 @@
+"""Programs under construction: a pass appends equations, old and new, to an `Editor`.
+
+An equation that stays keeps its variables, so a pass costs what it changes, and most of a program is not traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+
+from jzero import _compat
+from jzero._compat import Atom
+from jzero.jaxpr.primitives import CALLS, REMAT
+
+__all__ = ["Editor", "is_recomputed"]
+
+
+class Editor:
+    """A program under construction.
+
+    Attributes:
+      eqns: The equations so far.
+      stands_for: Variables of the old program, and what is read in their place.
+    """
+
+    def __init__(self, stands_for: Mapping[Var, Atom] | None = None) -> None:
+        self.eqns: list[JaxprEqn] = []
+        self.stands_for: dict[Var, Atom] = dict(stands_for or {})
+
+    def read(self, atom: Atom) -> Atom:
+        """Returns what is read in the place of an atom."""
+        return atom if isinstance(atom, Literal) else self.stands_for.get(atom, atom)
+
+    def keep(self, eqn: JaxprEqn) -> None:
+        """Appends an equation with its own results."""
+        inputs = [self.read(v) for v in eqn.invars]
+        is_same = all(a is b for a, b in zip(inputs, eqn.invars, strict=True))
+        self.eqns.append(eqn if is_same else eqn.replace(invars=inputs))
+
+    def bind(
+        self, primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], near: JaxprEqn | None, **params: Any
+    ) -> None:
+        """Appends a new equation, in the scopes of another one."""
+        self.eqns.append(_compat.new_equation(primitive, inputs, outputs, params, near))
+
+    def trace(self, fn: Callable[..., Any], inputs: Sequence[Atom], near: JaxprEqn | None) -> list[Atom]:
+        """Appends the equations of a function of arrays, in the scopes of an equation; returns its results."""
+        jaxpr, consts = _compat.traced(fn, [v.aval for v in inputs])
+        values: dict[Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        values.update((v, _compat.literal(x, v.aval)) for v, x in zip(jaxpr.constvars, consts, strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            outs = [_compat.variable(v.aval) for v in eqn.outvars]
+            self.eqns.append(_compat.moved(eqn, list(map(read, eqn.invars)), outs, near))
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a block that `jax.checkpoint` recomputes in the backward pass, or a call of one."""
+    if eqn.primitive.name in CALLS:
+        return any(map(is_recomputed, next(_compat.contained_jaxprs(eqn)).eqns))
+    return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])

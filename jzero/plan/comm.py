@@ -1,0 +1,235 @@
+"""How a parameter travels: a value that gathers its shards, reduces its gradient, and tells the bytes of both.
+
+In: a shard, [..., P/N] on each of N devices, and its `Cut`. Out: the stored array, [..., P]; and back, summed. A `Comm`
+is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduce`. Each one is a few lines:
+
+    Direct("data")                          gathers and reduces over one mesh axis
+    Replicated(Direct("data"), "copy", 2)   the same in each of two groups of devices, whose sums are added
+
+How sums are made, in which dtype and divided by what, is a `Sums`, and the same for every `Comm`.
+
+[Note: Collectives beside other mesh axes]
+If other mesh axes cut a parameter (tensor parallelism), the compiler handles that in the loss. But it does not split an
+`all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, so every device would send and
+hold the whole parameter. So these two run in a `shard_map` over the other axes, each device on its own part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero.config.precision import cast_dtype, is_float8
+from jzero.plan.layout import Cut
+
+__all__ = ["Comm", "Direct", "Hop", "Replicated", "Sums", "own_part", "sum_along"]
+
+PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+"""How often a ring sends an array, by HLO's name of the collective."""
+
+
+class Hop(NamedTuple):
+    """One collective on the way of a parameter or gradient.
+
+    Attributes:
+      kind: Its name in HLO.
+      axes: The mesh axes that it spans.
+      num_devices: The devices that take part.
+      num_bytes: Of the whole array on one device: the result of a gather, the operand of a reduction.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    num_devices: int
+    num_bytes: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device of a ring sends: (N-1)/N of the array, twice that for an all-reduce."""
+        return PASSES[self.kind] * self.num_bytes * (self.num_devices - 1) / self.num_devices
+
+
+class Comm(Protocol):
+    """How the shards of a parameter, and its gradient, travel. Mesh axes are manual where its methods run."""
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which devices hold different shards."""
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes along which devices have different rows of the batch, the slowest-varying first."""
+
+    def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
+        """Returns the stored array. [..., P/N] -> [..., P]."""
+
+    def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """Returns this device's shard of the sum over all devices with a part of the batch. [..., P] -> [..., P/N]."""
+
+    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """Returns the collectives of a gather of shards of a dtype."""
+
+    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """Returns the collectives of a reduction in a dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Direct:
+    """All devices along one mesh axis exchange their shards.
+
+    Attributes:
+      axis: The mesh axis.
+      scatters: Whether gradients are reduced by a reduce-scatter, or by an all-reduce and a slice.
+    """
+
+    axis: str
+    scatters: bool = True
+
+    def __str__(self) -> str:
+        return self.axis
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return (self.axis,)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return (self.axis,)
+
+    def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        return _apply_to_parts(lambda x: lax.all_gather(x, self.axis, axis=cut.dim, tiled=True), shard, cut)
+
+    def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        if not self.scatters:
+            return own_part(sum_along(x, self.axis), cut, self)
+        return _apply_to_parts(lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
+
+    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        return (Hop("all-gather", self.shard_axes, cut.num_shards, _num_bytes(cut.stored_shape, dtype)),)
+
+    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        kind = "reduce-scatter" if self.scatters else "all-reduce"
+        return (Hop(kind, self.shard_axes, cut.num_shards, _num_bytes(cut.stored_shape, dtype)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicated:
+    """Groups of devices hold the same shards; each gathers within itself, and sums are added over groups.
+
+    Attributes:
+      inner: How shards travel within a group.
+      axis: The mesh axis over groups.
+      num_replicas: The number of groups.
+    """
+
+    inner: Comm
+    axis: str
+    num_replicas: int
+
+    def __str__(self) -> str:
+        return f"{self.inner}×{self.axis}"
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return self.inner.shard_axes
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return (self.axis, *self.inner.batch_axes)
+
+    def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        return self.inner.gather(shard, cut)
+
+    def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        return sum_along(self.inner.reduce(x, cut), self.axis)
+
+    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        return self.inner.gather_hops(cut, dtype)
+
+    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        over_groups = Hop("all-reduce", (self.axis,), self.num_replicas, _num_bytes(cut.shard_shape, dtype))
+        return (*self.inner.reduce_hops(cut, dtype), *([over_groups] if self.num_replicas > 1 else []))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """How values of all devices with a part of the batch are summed.
+
+    Attributes:
+      axes: The mesh axes over which the batch is split.
+      dtype: The dtype of sums of gradients; `None`: their own.
+      predivide: The divisor of gradients before they are summed, so that sums over many devices fit into fp16.
+      widens_bf16: Whether bf16 is summed as fp32, because the backend cannot sum bf16.
+    """
+
+    axes: tuple[str, ...]
+    dtype: Any = None
+    predivide: int = 1
+    widens_bf16: bool = False
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype is None else jnp.dtype(self.dtype).name
+        return dtype + ("" if self.predivide == 1 else f"/{self.predivide}") or "own"
+
+    def dtype_of(self, dtype: Any) -> Any:
+        """Returns the dtype in which gradients of a dtype are summed."""
+        dtype = cast_dtype(dtype, self.dtype)
+        return jnp.float32 if self._widens(dtype) else dtype
+
+    def prepare(self, x: jax.Array) -> jax.Array:
+        """Returns a gradient as it is summed."""
+        x = self.widen(x.astype(cast_dtype(x.dtype, self.dtype)))
+        return x if self.predivide == 1 else x / self.predivide
+
+    def widen(self, x: jax.Array) -> jax.Array:
+        """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
+        return x.astype(jnp.float32) if self._widens(x.dtype) else x
+
+    def _widens(self, dtype: Any) -> bool:
+        return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
+
+
+def own_part(stored: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
+    """Returns this device's shard of a stored array that all devices hold. [..., P] -> [..., P/N]."""
+    size = cut.stored_size // cut.num_shards
+    axes = comm.shard_axes
+    index = lax.axis_index(axes[0] if len(axes) == 1 else axes)
+    return lax.dynamic_slice_in_dim(stored, index * size, size, axis=cut.dim)
+
+
+def sum_along(x: Any, *axes: str) -> Any:
+    """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
+    shared = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
+    return lax.psum(x, shared) if shared else x
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _apply_to_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
+    """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
+    if not cut.other_axes:
+        return collective(x)
+    spec = PartitionSpec(*cut.other_axes[: x.ndim])
+    axes = {name for names in cut.other_axes for name in names or ()}
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
