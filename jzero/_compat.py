@@ -174,7 +174,7 @@ def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., 
       function_of: Given a jaxpr, returns the function that is traced in its place.
     """
 
-    def anew(jaxpr: Jaxpr) -> Jaxpr:
+    def anew(jaxpr: Jaxpr) -> ClosedJaxpr:
         return jax.make_jaxpr(function_of(jaxpr))(*map(shape_of, jaxpr.in_avals))
 
     holding = {k: v for k, v in eqn.params.items() if any(jex_core.jaxprs_in_params({k: v}))}
@@ -419,14 +419,22 @@ def new_equation(
     return core.new_jaxpr_eqn(list(inputs), list(outputs), primitive, params, core.no_effects, info, ctx)
 
 
-def traced(fn: Callable[..., Any], avals: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """Returns the open jaxpr, and the constants, of a function of arrays of exactly these types."""
+def traced(
+    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+) -> tuple[Jaxpr, list[Any]]:
+    """Returns the open jaxpr, and the constants, of a function of arrays of exactly these types.
+
+    It may name the axes of `axis_env`.
+    """
 
     def flat(*xs: Any) -> list[Any]:
         return jax.tree.leaves(fn(*xs))
 
     debug = api_util.debug_info("jzero", flat, (), {})
-    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(linear_util.wrap_init(flat, debug_info=debug), list(avals))
+    with core.extend_axis_env_nd(axis_env):
+        jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(
+            linear_util.wrap_init(flat, debug_info=debug), list(avals)
+        )
     return jaxpr, list(consts)
 
 

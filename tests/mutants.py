@@ -237,7 +237,7 @@ MUTANTS = [
     Mutant(
         "weight_not_differentiated",
         "engine/differentiate.py",
-        "objective = total - _global_loss(total, fixed, wire) * weight",
+        "objective = total - _global_loss(total, fixed, sums) * weight",
         "objective = total",
         "test_passes.py::test_a_weight_that_depends_on_parameters_is_differentiated",
         "[fp32-2]",
@@ -275,14 +275,14 @@ MUTANTS = [
     Mutant(
         "tied_reduced_per_use",
         "engine/gradient_rules.py",
-        "(leaving.by_use and search.is_loop_between(x, y))",
+        "(leaving.by_use and makers.is_loop_between(x, y))",
         "leaving.by_use",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "tied_held_across_a_loop",
         "engine/gradient_rules.py",
-        "(leaving.by_use and search.is_loop_between(x, y))",
+        "(leaving.by_use and makers.is_loop_between(x, y))",
         "False",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
@@ -311,7 +311,7 @@ MUTANTS = [
     Mutant(
         "reduced_in_every_micro_batch",
         "engine/roles.py",
-        "is_cut, is_cut and not wire.reduce_last))",
+        "is_cut, is_cut and not reduce_last))",
         "is_cut, is_cut))",
         "test_passes.py::test_the_roles_of_the_stages",
     ),
@@ -354,9 +354,9 @@ MUTANTS = [
     ),
     Mutant(
         "gathers_wide",
-        "engine/lazy.py",
-        "gather_param(round_without_derivative(on_device(self.shard), self.wire_dtype), self.cut, self.wire)",
-        "gather_param(on_device(self.shard), self.cut, self.wire)",
+        "engine/placed.py",
+        "gather_param(round_without_derivative(on_device(shard), dtype), cut, comm)",
+        "gather_param(on_device(shard), cut, comm).astype(dtype)",
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
         "None and True",
     ),
@@ -484,7 +484,7 @@ MUTANTS = [
     Mutant(
         "unscaled_without_predivide",
         "engine/gradients.py",
-        "unscale = inverse * divisor * wire.predivide / loss_scale[0]",
+        "unscale = inverse * divisor * sums.predivide / loss_scale[0]",
         "unscale = inverse * divisor / loss_scale[0]",
         "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
     ),
@@ -514,8 +514,8 @@ MUTANTS = [
     Mutant(
         "summed_state_counts_the_value_before_on_each_device",
         "engine/merge.py",
-        "return before + sum_over(x.astype(dtype) - before, wire)",
-        "return sum_over(x.astype(dtype), wire)",
+        "return before + sum_over(x.astype(dtype) - before, sums)",
+        "return sum_over(x.astype(dtype), sums)",
         "test_written_state.py::test_written_state_is_what_a_loop_over_the_micro_batches_leaves",
     ),
     Mutant(

@@ -167,7 +167,6 @@ def test_wide_gathers_are_found():
     step = jzero.make_train_step(model_and_plain()[0])
     report = analyze(step, sharded(3), TOKENS, plan=planned)
     assert "wider than the bfloat16" in violations(report)
-    assert any("widens" in note for note in report.notes)
 
 
 def test_a_loss_that_casts_up_gathers_16_bits_all_the_same():

@@ -43,7 +43,7 @@ def barriers(jaxpr):
     """Yields the shapes of what goes into each barrier of a program."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is wait_p:
-            yield from barriers(_compat.open_jaxpr(operations_of(eqn))[0])
+            yield from barriers(operations_of(eqn))
         if eqn.primitive.name == "optimization_barrier":
             yield [x.aval.shape for x in eqn.invars]
         for inner in _compat.contained_jaxprs(eqn):

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jzero
+from jzero.engine.placed import PLACED, operations_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.tiers import slow
@@ -72,6 +73,8 @@ def test_the_numbers_are_those_without_offload(scan, remat, precision, offload, 
 def device_puts(jaxpr, inside=()):
     """Yields `(shape, where to, primitives around it)` of everything that is moved between memories."""
     for eqn in jaxpr.eqns:
+        if eqn.primitive in PLACED:
+            yield from device_puts(operations_of(eqn), inside)
         if eqn.primitive.name == "device_put":
             yield from ((tuple(v.aval.shape), v.aval.memory_space.name, inside) for v in eqn.outvars)
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jzero import _compat
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
@@ -16,8 +17,10 @@ from jzero.analysis.memory import memory_of
 from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
+from jzero.analysis.sent import sent
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
+from jzero.analysis.traced import trace_program
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import make_mesh, platform_of
@@ -100,7 +103,8 @@ def analyze(
     facts = Compiled(
         program=program,
         collectives=tuple(program_collectives(program, unknown_trips=1)),
-        lowered=lowered.as_text(),
+        sent=tuple(sent(traced.jaxpr)),
+        transfers=tuple(trace_program(traced.jaxpr, [1] * len(_compat.open_jaxpr(traced.jaxpr)[0].invars)).transfers),
         platform=platform,
         memory=memory_of(compiled, platform, host_state),
         returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
@@ -122,9 +126,9 @@ def analyze(
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
     reckoned = None
     if isinstance(fn, TrainStep | ValueAndGrad) and plans:
-        gathers = [c.elements for c in facts.collectives if c.kind == "all-gather" and "zero_gather" in c.op_name]
+        gathered = [x.times * hop.num_elements for x in facts.sent if x.gathers for hop in x.hops]
         planned = fn.micro.steps * sum(size for size, _ in plans[0].gathers_of_loss)
-        notes += gathers_more(sum(gathers), planned)
+        notes += gathers_more(sum(gathered), planned)
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
         reckoned = memory_of_trace(

@@ -9,7 +9,7 @@ import jax
 
 from jzero.plan.leaves import itemsize
 
-__all__ = ["bytes_of", "product_flops"]
+__all__ = ["bytes_of", "product_flops", "size_of"]
 
 
 def bytes_of(aval: Any) -> int:
@@ -19,6 +19,11 @@ def bytes_of(aval: Any) -> int:
     if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
         return 0
     return math.prod(aval.shape) * itemsize(aval.dtype)
+
+
+def size_of(aval: Any) -> int:
+    """Returns the number of elements of an array of this type; 0 if it is none."""
+    return math.prod(getattr(aval, "shape", (0,)))
 
 
 def product_flops(eqn: Any) -> float:

@@ -34,7 +34,7 @@ from typing import Any, Literal
 import jax
 
 from jzero import _compat
-from jzero.analysis.sizes import bytes_of, product_flops
+from jzero.analysis.sizes import bytes_of, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
@@ -82,6 +82,7 @@ class Transfer:
     Attributes:
       kind: Its name in HLO.
       num_bytes: Of the whole array on one device: the output of a gather, the input of a reduce-scatter or all-reduce.
+      num_elements: Of the same array.
       axes: The mesh axes that it spans.
       times: How often a step runs it.
       of_param: Whether it gathers a parameter for the loss.
@@ -89,6 +90,7 @@ class Transfer:
 
     kind: str
     num_bytes: int
+    num_elements: int
     axes: tuple[str, ...]
     times: int = 1
     of_param: bool = False
@@ -283,7 +285,7 @@ class _Visitor:
         before = len(self.program.transfers)
         made = self.program.run(operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         of_param = self.eqn.primitive is gather_p
-        hops = [Transfer(hop.kind, hop.num_bytes, hop.axes, of_param=of_param) for hop in hops_of(self.eqn)]
+        hops = [Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param) for x in hops_of(self.eqn)]
         self.program.transfers[before:] = hops
         return made
 
@@ -300,7 +302,8 @@ class _Visitor:
         if parts >= x.parts:
             return dataclasses.replace(x, parts=parts, num_bytes=whole // parts)
         axes = tuple(str(n) for n in sharding.mesh.shape if n not in names)
-        self.program.transfers.append(Transfer("all-gather", whole // parts, axes))
+        size = size_of(self.eqn.outvars[0].aval) // parts
+        self.program.transfers.append(Transfer("all-gather", whole // parts, size, axes))
         shard, x = self._write(x), dataclasses.replace(x, parts=parts)
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
@@ -363,8 +366,9 @@ class _Visitor:
         if kind in TRANSFERS:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
-            sizes = [max(x.num_bytes, bytes_of(v.aval)) for x, v in zip(inputs, self.eqn.outvars, strict=False)]
-            self.program.transfers += [Transfer(TRANSFERS[kind], size, axes) for size in sizes]
+            for x, source, v in zip(inputs, self.eqn.invars, self.eqn.outvars, strict=False):
+                num_bytes, num_elements = max(x.num_bytes, bytes_of(v.aval)), max(size_of(source.aval), size_of(v.aval))
+                self.program.transfers.append(Transfer(TRANSFERS[kind], num_bytes, num_elements, axes))
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)

@@ -1,28 +1,28 @@
-"""Finds the departures of a compiled program from the plan.
+"""Finds the departures of a program from the plan, and of the compiled program from that.
 
-[Note: What is a parameter]
-Compiled programs do not say which array is which parameter. A gathered or reduced array matches the leaves of the plan
-that have its sizes, in any order and without ones (compilers transpose), whole or as one slice of a stack. If other
-mesh axes cut a leaf (tensor parallelism), one device's part along these axes matches, too.
+The traced program says who travels: each gather and each reduction has the parameter's path (`jzero.analysis.sent`), so
+it is compared with the plan by path. What a compiler makes of it has no such names. So the compiled program is compared
+with the traced one by kind of collective and bytes: a compiler can merge a second gather with the first, move a gather
+out of its loop, gather before a cast to 16 bits or over other mesh axes first, and all-reduce instead of
+reduce-scattering. Each of these changes the sums.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jzero.analysis.collectives import Collective
-from jzero.analysis.hlo import TRIVIAL, Array, Computation, Instruction, Program, dtype_bits
+from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
-from jzero.plan.leaves import LeafPlan
+from jzero.analysis.sent import Fate, Sent
+from jzero.analysis.traced import Transfer
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 
@@ -30,6 +30,10 @@ __all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
 
 SMALL = 1024
 """Arrays of up to this many elements are not checked: they are too small to matter."""
+
+MISSING, EXCESS = 0.01, 0.05
+"""Of the parameters' elements: how much less, and more, than the traced program a compiled one may send. Compilers
+compute small parameters again and keep them for that, and gather once more before and after a loop."""
 
 
 class PlanViolation(Exception):  # noqa: N818  # the name of the contract
@@ -55,7 +59,8 @@ class Compiled:
     Attributes:
       program: The program.
       collectives: Its collectives.
-      lowered: StableHLO, before the compiler changed it.
+      sent: The gathers and reductions of parameters in the traced program.
+      transfers: All collectives of the traced program.
       platform: `cpu`, `gpu` or `tpu`.
       memory: Its memory.
       returns_state: Whether it returns a new version of its input state, which should then be donated.
@@ -63,7 +68,8 @@ class Compiled:
 
     program: Program
     collectives: tuple[Collective, ...]
-    lowered: str
+    sent: tuple[Sent, ...]
+    transfers: tuple[Transfer, ...]
     platform: str
     memory: Memory
     returns_state: bool
@@ -71,11 +77,10 @@ class Compiled:
 
 def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list[str]]:
     """Returns the departures of a program from a plan, and remarks on unknowns."""
-    names = _Names(plan)
     violations: list[str] = []
     notes: list[str] = []
-    for check in (_wide_gathers, _all_reduces, _find_undivided, _hoisted_stacks, _surviving_gathers, _lost_donation):
-        for is_violation, text in check(compiled, plan, names):
+    for check in (_by_path, _by_kind, _large_gathers, _lost_donation):
+        for is_violation, text in check(compiled, plan):
             (violations if is_violation else notes).append(text)
     return list(dict.fromkeys(violations)), list(dict.fromkeys(notes))
 
@@ -92,249 +97,108 @@ def axes_of(group: Sequence[int], mesh: AnyMesh) -> tuple[str, ...]:
 Finding = tuple[bool, str]
 
 
-class _Names:
-    """The leaves that an array may be; see [Note: What is a parameter]."""
-
-    def __init__(self, plan: ZeroPlan) -> None:
-        self.whole: dict[tuple[int, ...], list[LeafPlan]] = {}
-        self.slices: dict[tuple[int, ...], list[LeafPlan]] = {}
-        for leaf in plan.leaves:
-            for shape in {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}:
-                part = _part(shape, leaf.param.base, plan.mesh)
-                self._add(self.whole, part, leaf)
-                if leaf.scan_dim is not None:
-                    self._add(self.slices, _without(part, leaf.scan_dim), leaf)
-
-    def _add(self, table: dict[tuple[int, ...], list[LeafPlan]], shape: tuple[int, ...], leaf: LeafPlan) -> None:
-        found = table.setdefault(sizes_of(shape), [])
-        if leaf not in found:
-            found.append(leaf)
-
-    def of(self, shape: tuple[int, ...]) -> list[LeafPlan]:
-        key = sizes_of(shape)
-        return [*self.whole.get(key, ()), *self.slices.get(key, ())]
-
-
-def _part(shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
-    """Sizes of one device's part of an array that mesh axes shard."""
-    entries = [*spec, *[None] * len(shape)]
-    return tuple(
-        n // math.prod(mesh.shape[name] for name in jax.tree.leaves(names))
-        for n, names in zip(shape, entries, strict=False)
-    )
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
-
-
-def sizes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(d for d in shape if d > 1))
-
-
-def _bits(leaf: LeafPlan) -> int:
-    return 8 * int(jnp.dtype(leaf.compute_dtype).itemsize)
-
-
-def _say(x: Array) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def _paths(leaves: Sequence[LeafPlan]) -> str:
-    which = ", ".join(leaf.path for leaf in leaves[:3]) + (" …" if len(leaves) > 3 else "")
-    return which if len(leaves) == 1 else f"one of {which}"
-
-
-def _zero_collectives(compiled: Compiled, plan: ZeroPlan, kind: str) -> list[Collective]:
-    """Returns the collectives of a kind over the ZeRO axis."""
-    return [c for c in compiled.collectives if c.kind == kind and plan.config.axis in axes_of(c.group, plan.mesh)]
-
-
-def _wide_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    gathers = [(x, c.op_name) for c in _zero_collectives(compiled, plan, "all-gather") for x in c.results]
-    if compiled.platform == "cpu" and any(_bits(leaf) < 32 for leaf in plan.leaves):
-        yield False, "The CPU compiler widens 16-bit collectives: dtypes of gathers were read from the lowered program."
-        gathers = [(x, "zero_gather") for x in _lowered_gathers(compiled.lowered)]
-    narrow: dict[tuple[int, ...], int] = {}
-    wide: list[tuple[Array, str, list[LeafPlan]]] = []
-    for x, op_name in gathers:
-        leaves = names.of(x.shape)
-        if not leaves or x.size <= SMALL or not re.match("b?f", x.dtype):
+def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Compares the traced program with the plan."""
+    others = {x.path: x.compute_dtype for x in plan.other_leaves if x.is_param}
+    planned = {**others, **{leaf.path: leaf.compute_dtype for leaf in plan.leaves}}
+    for x in compiled.sent:
+        if math.prod(x.cut.shape) <= SMALL or x.path not in planned:
             continue
-        if dtype_bits(x.dtype) > max(map(_bits, leaves)):
-            wide.append((x, op_name, leaves))
-        else:
-            narrow[sizes_of(x.shape)] = narrow.get(sizes_of(x.shape), 0) + 1
-    for x, op_name, leaves in wide:
-        if "zero_update" in op_name and all(leaf.param.cut for leaf in leaves):
-            yield False, f"The optimizer gathers {_say(x)} ({_paths(leaves)}) to compute its update."
-        elif "zero_update" in op_name and narrow.get(sizes_of(x.shape), 0) >= len(leaves):
-            yield False, f"The optimizer gathers {_say(x)} ({_paths(leaves)}) beside the updated parameter."
-        else:
-            planned = jnp.dtype(leaves[0].compute_dtype).name
-            yield True, f"A gather of {_say(x)} ({_paths(leaves)}) is wider than the {planned} of the plan."
+        what, dtype = f"{_say(x)} ({x.path})", jnp.dtype(planned[x.path])
+        if x.eqn.params["comm"] != plan.comm:
+            yield True, f"{what} travels over {x.eqn.params['comm']}, not {plan.comm} as planned."
+        if not x.gathers:
+            continue
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
+            yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
+        if x.fate is Fate.SCANNED:
+            yield True, f"A gather of the whole stack {what}, outside of the loop over it."
+        if plan.regathers and x.fate is Fate.STACKED:
+            yield True, f"A forward gather of {what} is stored in a stack that its loop carries."
+        if plan.regathers and x.fate is Fate.KEPT:
+            yield True, f"A forward gather of {what} survives to the backward pass."
 
 
-def _lowered_gathers(text: str) -> Iterator[Array]:
-    for line in text.splitlines():
-        if "stablehlo.all_gather" in line:
-            for dims, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", line.rsplit("->", 1)[-1]):
-                yield Array(dtype, tuple(int(d) for d in dims.split("x") if d))
+def _say(x: Sent) -> str:
+    return str(jax.core.ShapedArray(x.cut.shape, x.dtype).str_short(short_dtypes=True))
 
 
-def _all_reduces(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    if plan.config.stage == 0 or not plan.config.reduce_scatter:
+class _Amounts:
+    """How much each kind of collective moves along ZeRO's axes: bytes; elements on CPUs, where 16 bits travel as 32."""
+
+    def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
+        by_bytes, axes = compiled.platform != "cpu", {*plan.comm.batch_axes}
+        self.placed, self.traced, self.compiled = (collections.Counter[str]() for _ in range(3))
+        for x in compiled.sent:
+            for hop in x.hops:
+                self.placed[hop.kind] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
+        for t in compiled.transfers:
+            self.traced[t.kind] += t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
+        for c in compiled.collectives:
+            num_bytes = sum(x.num_bytes for x in c.results) * (c.num_devices if c.kind == "reduce-scatter" else 1)
+            if "zero_update" not in c.op_name and {*axes_of(c.group, plan.mesh)} & axes:
+                self.compiled[c.kind] += c.times * (num_bytes if by_bytes else c.whole_size)
+        self.params = sum(x.param.size * (jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves)
+        self.unit = "B" if by_bytes else "elements"
+
+    def missing(self, kind: str) -> bool:
+        """Whether the compiled program moves less than the traced one by collectives of a kind."""
+        return self.placed[kind] - self.compiled[kind] > MISSING * self.params
+
+    def say(self, kind: str) -> str:
+        """Returns both figures in words."""
+        found, traced = round(self.compiled[kind]), round(self.traced[kind])
+        return f"The compiled program moves {found:,} {self.unit} by {kind}, the traced one {traced:,}"
+
+
+def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Compares the compiled program with the traced one."""
+    if not compiled.sent:
+        yield from _own_reductions(compiled, plan)
         return
-    explicit = "stablehlo.reduce_scatter" in compiled.lowered
-    for c in _zero_collectives(compiled, plan, "all-reduce"):
-        for x in c.results:
-            leaves = [leaf for leaf in names.of(x.shape) if leaf.trained]
-            if x.size <= SMALL or not leaves or any(leaf.grad.cut is None for leaf in leaves):
-                continue
-            text = f"An all-reduce of {_say(x)} ({_paths(leaves)}), {c.times} × per step, where "
-            if c.op_name.endswith("all_gather"):
-                yield False, text + "a gather was planned: so the compiler sends small arrays."
-            elif compiled.platform == "tpu" and explicit:
-                yield False, text + "a reduce-scatter was planned and lowered: the compiler's choice for this torus."
-            else:
-                yield True, text + "a reduce-scatter was planned."
+    amounts = _Amounts(compiled, plan)
+    if amounts.missing("all-gather"):
+        why = "equal gathers were merged, so parameters stay whole from the forward to the backward pass."
+        yield compiled.platform != "cpu" and plan.regathers, f"{amounts.say('all-gather')}: {why}"
+    if amounts.missing("reduce-scatter"):  # TPUs choose so for some tori
+        why = "gradients are summed whole, by all-reduce."
+        yield compiled.platform != "tpu", f"{amounts.say('reduce-scatter')}: {why}"
+    for kind in ("all-gather", "reduce-scatter"):
+        if amounts.compiled[kind] - amounts.traced[kind] > EXCESS * max(amounts.placed[kind], amounts.params):
+            why = "arrays are wider than planned, or exchanged whole where each device holds a part."
+            yield True, f"{amounts.say(kind)}: {why}"
 
 
-def _find_undivided(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    """Finds parameters that other mesh axes cut, and that are gathered over those axes to be exchanged."""
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        exchanged = [(leaf, *shapes) for leaf in plan.leaves for shapes in _result_shapes(leaf, kind, plan.mesh)]
-        right = {sizes_of(part) for _, _, part in exchanged}
-        # A constraint of the loss may cut arrays that the plan does not.
-        right |= {sizes_of(y) for leaf, x, _ in exchanged if not any(leaf.param.base) for y in _cut_once(x, plan)}
-        wrong = {sizes_of(shape): leaf for leaf, shape, _ in exchanged if any(leaf.param.base)}
-        for c in _zero_collectives(compiled, plan, kind):
-            for x in c.results:
-                leaf = wrong.get(sizes_of(x.shape))
-                if leaf and x.size > SMALL and sizes_of(x.shape) not in right:
-                    to = " to" if kind == "reduce-scatter" else " of"
-                    text = f"A collective ({kind}{to} {_say(x)}) exchanges {leaf.path} or its gradient whole, "
-                    yield True, text + f"of which each device holds a part: {leaf.param.base}."
-
-
-def _cut_once(shape: tuple[int, ...], plan: ZeroPlan) -> Iterator[tuple[int, ...]]:
-    """Returns the shapes of parts over one of the other mesh axes."""
-    further = [n for name, n in plan.mesh.shape.items() if name not in (plan.config.axis, plan.config.replica_axis)]
-    for d, n in itertools.product(range(len(shape)), further):
-        yield (*shape[:d], shape[d] // n, *shape[d + 1 :])
-
-
-def _result_shapes(leaf: LeafPlan, kind: str, mesh: AnyMesh) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the possible shapes of a collective's result for a leaf or its slice: whole, and one device's part."""
-    shapes = {leaf.param.shape, leaf.param.stored_shape, leaf.grad.stored_shape}
-    if kind == "reduce-scatter":
-        shapes = {leaf.grad.cut.shard_shape} if leaf.grad.cut else set()
-    for shape in shapes:
-        part = _part(shape, leaf.param.base, mesh)
-        yield shape, part
-        if leaf.scan_dim is not None:
-            yield _without(shape, leaf.scan_dim), _without(part, leaf.scan_dim)
-
-
-def _hoisted_stacks(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    sliced = {key for computation in _find_in_loops(compiled.program) for key in _sliced_sizes(computation)}
-    for c in _zero_collectives(compiled, plan, "all-gather"):
-        for x in c.results:
-            leaves = [leaf for leaf in names.whole.get(sizes_of(x.shape), ()) if leaf.param.cut]
-            if leaves and x.size > SMALL and sizes_of(x.shape) in sliced:
-                yield True, f"A gather of the whole stack {_say(x)} ({_paths(leaves)}), outside of the loop over it."
-
-
-def _find_in_loops(program: Program) -> list[Computation]:
-    """Returns every computation that runs in a loop."""
-    bodies = [
-        x.called for c in program.computations.values() for x in c.instructions if x.opcode == "while" and x.called
-    ]
-    pending, seen = [name for called in bodies for name in called], set[str]()
-    while pending:
-        name = pending.pop()
-        if name in program.computations and name not in seen:
-            seen.add(name)
-            pending += [called for x in program.computations[name].instructions for called in x.called]
-    return [program.computations[name] for name in seen]
-
-
-def _sliced_sizes(computation: Computation) -> Iterator[tuple[int, ...]]:
-    """Returns the sizes of arrays from which the program takes one slice of the leading dimension."""
-    for x in computation.instructions:
-        if x.opcode == "dynamic-slice":
-            for whole in computation.arrays(x.operands[0]):
-                if len(whole.shape) > 1 and whole.shape[0] > 1 and x.results[0].shape == (1, *whole.shape[1:]):
-                    yield sizes_of(whole.shape)
-
-
-def _surviving_gathers(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
-    if plan.config.stage < 3 or not plan.config.reshard_after_forward:
+def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Looks at a program without equations of jzero's: whether the compiler divides its reductions of gradients."""
+    cut = [leaf for leaf in plan.leaves if leaf.trained and leaf.grad.cut is not None and leaf.grad.size > SMALL]
+    if not compiled.returns_state or not cut or not plan.config.reduce_scatter:
         return
-    limit = max(SMALL, plan.config.persistence_threshold)
-    starts = {c.name for c in compiled.collectives if c.kind == "all-gather" and "transpose(" not in c.op_name}
-    kept: dict[tuple[str, Array], Finding] = {}
-    for computation in compiled.program.computations.values():
-        for start in (x.name for x in computation.instructions if x.name in starts):
-            for user, operand in _users(compiled.program, computation, start):
-                fate = _fate(compiled, computation, user, operand)
-                for x in computation.arrays(operand) if fate else ():
-                    leaves = [leaf for leaf in names.of(x.shape) if leaf.param.cut]
-                    if fate and leaves and x.size > limit:
-                        text = f"A forward gather of {_say(x)} ({_paths(leaves)}) {fate[1]}"
-                        kept[operand, x] = (fate[0], text)
-    # Compilers recompute cheap values in the backward pass, and keep the small parameters for that.
-    matters = sum(x.size for _, x in kept) >= 0.01 * sum(leaf.param.size for leaf in plan.leaves)
-    for is_violation, text in kept.values():
-        yield is_violation and (matters or "stack" in text), text
+    planned, found = sum(leaf.grad.size for leaf in cut), dict[str, int]()
+    for c in compiled.collectives:
+        if plan.config.axis in axes_of(c.group, plan.mesh):
+            found[c.kind] = found.get(c.kind, 0) + c.whole_size * c.times
+    if found.get("reduce-scatter", 0) < planned / 2 and found.get("all-reduce", 0) > EXCESS * planned:
+        largest = sorted(cut, key=lambda leaf: -leaf.grad.size)[:3]
+        yield (
+            True,
+            f"{found['all-reduce']:,} elements are summed by all-reduce, where the plan has a reduce-scatter for each "
+            f"gradient, {', '.join(leaf.path for leaf in largest)} among them.",
+        )
 
 
-def _fate(compiled: Compiled, computation: Computation, user: Instruction, operand: str) -> Finding | None:
-    """Returns how a gathered parameter outlives the forward pass, if `user` makes it."""
-    if _stacks(compiled.program, computation, user, operand):
-        return True, "is stored in a stack that its loop carries."
-    if "transpose(" not in user.op_name:
-        return None
-    if compiled.platform == "cpu":
-        return False, "serves the backward pass too: the CPU compiler merges equal gathers."
-    return True, "survives to the backward pass."
+def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Looks for gathers of more than any that was traced, such as those that the compiler moved out of a loop."""
+    traced = [t.num_elements for t in compiled.transfers if t.kind == "all-gather"]
+    largest = max([SMALL, *traced, *(leaf.param.size for leaf in plan.leaves if leaf.scan_dim is None)])
+    for c in compiled.collectives:
+        for x in c.results if c.kind == "all-gather" and compiled.sent and "zero_update" not in c.op_name else ():
+            if x.size > largest:
+                text = f"A gather of {x.dtype}[{','.join(map(str, x.shape))}] is larger than any that was traced: "
+                yield True, text + "the compiler moved it out of its loop."
 
 
-def _users(program: Program, computation: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
-    """Returns the instructions that compute with the result of `name`, and its name in each."""
-    pending, seen = [name], set[str]()
-    while pending:
-        name = pending.pop()
-        for user in computation.instructions:
-            if name not in user.operands or user.name in seen:
-                continue
-            if user.opcode in TRIVIAL or user.opcode.endswith("-done") or _only_moves(program, user):
-                seen.add(user.name)
-                pending.append(user.name)
-            else:
-                yield user, name
-
-
-def _only_moves(program: Program, instruction: Instruction) -> bool:
-    inner = [x for called in program.called_computations(instruction) for x in called.instructions]
-    return instruction.opcode == "fusion" and all(x.opcode in (*TRIVIAL, "parameter") for x in inner)
-
-
-def _stacks(program: Program, computation: Computation, user: Instruction, operand: str) -> bool:
-    """Whether `user` writes `operand` into a larger array."""
-    if user.opcode == "dynamic-update-slice":
-        return user.operands[1] == operand
-    index = user.operands.index(operand)
-    for called in program.called_computations(user) if user.opcode.startswith("fusion") else ():
-        for x in called.instructions:
-            if x.opcode == "dynamic-update-slice":
-                update = called.source(x.operands[1])
-                if update is not None and update.opcode == "parameter" and update.operands == (str(index),):
-                    return True
-    return False
-
-
-def _lost_donation(compiled: Compiled, plan: ZeroPlan, names: _Names) -> Iterator[Finding]:
+def _lost_donation(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     state = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
     if compiled.returns_state and compiled.memory.aliased < state:
         yield (

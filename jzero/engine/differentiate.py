@@ -83,7 +83,6 @@ def differentiate(
       >>> from jzero.engine.differentiate import differentiate
       >>> from jzero.engine.trace import TracedLoss
       >>> from jzero.plan.comm import Sums
-    from jzero.plan.comm import Sums
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
       >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
       >>> joint = differentiate(traced, [0], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[])

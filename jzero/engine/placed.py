@@ -28,8 +28,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
-from jax.interpreters import mlir
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.interpreters import ad, mlir
 
 from jzero import _compat
 from jzero.arrays.casts import round_without_derivative
@@ -112,6 +112,11 @@ def wait(values: Sequence[jax.Array], others: Sequence[jax.Array], how: How) -> 
     return done[: len(values)], done[len(values) :]
 
 
+def _differentiate(rule: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Differentiates a walked program, such as by the batch: with the operations in place of the equation."""
+    return jax.jvp(functools.partial(rule, **params), primals, tuple(map(ad.instantiate_zeros, tangents)))
+
+
 def _primitive(
     name: str, rule: Callable[..., Any], abstract: Callable[..., Any], *, several: bool = False
 ) -> Primitive:
@@ -120,6 +125,7 @@ def _primitive(
     primitive.def_impl(rule)
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=several))
+    ad.primitive_jvps[primitive] = functools.partial(_differentiate, rule)
     return primitive
 
 
@@ -151,14 +157,15 @@ def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
     with _compat.where_traced(eqn):
         sizes = jax.sharding.get_abstract_mesh().shape
     num_parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(cut.other_axes))
-    return tuple(hop._replace(num_bytes=hop.num_bytes // num_parts) for hop in hops)
+    return tuple(hop._replace(num_elements=hop.num_elements // num_parts) for hop in hops)
 
 
-def operations_of(eqn: JaxprEqn) -> ClosedJaxpr:
+def operations_of(eqn: JaxprEqn) -> Jaxpr:
     """Returns the operations that an equation of a placed program stands for."""
-    types = [_compat.type_of(v) for v in eqn.invars]
     fn = functools.partial(PLACED[eqn.primitive], **eqn.params)
     with _compat.where_traced(eqn):
         mesh = jax.sharding.get_abstract_mesh()
         axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-        return jax.make_jaxpr(fn, axis_env=axes)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in types))
+        jaxpr, consts = _compat.traced(fn, [v.aval for v in eqn.invars], axes)
+    assert not consts
+    return jaxpr

@@ -7,7 +7,7 @@ not `c` or `e`:
 
     c:f32[64,512] = dot_general[...] g x                          # made
     d:bf16[64,512] = convert_element_type[new_dtype=bfloat16] c   # narrower: reduced here, [64, 512/N] on each device
-    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # runs on the shard
+    e:f32[64,512] = convert_element_type[new_dtype=float32] d     # of the shard: what is summed in bf16 is kept in f32
   in (loss, e)
 
 [Note: Reducing gradients where they are made]
@@ -63,9 +63,9 @@ def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: dict[Any, Any
       >>> from jzero.plan.layout import Cut
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
       >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
-      >>> exit = Reduction("w", Cut(0, (64, 8), 8), Direct("data"), Sums(("data",)), jnp.float32, by_use=True)
+      >>> exit = Reduction("w", Cut(0, (64, 8), 8), Direct("data"), Sums(("data",)), jnp.dtype("float32"), by_use=True)
       >>> [str(eqn.primitive) for eqn in reduce_early(joint.jaxpr, [exit]).eqns[-2:]]
-      ['zero_reduce', 'convert_element_type']
+      ['transpose', 'zero_reduce']
     """
     if not any(x is not None for x in exits):
         return jaxpr
@@ -198,7 +198,8 @@ class _Sweep:
         for i, (how, done) in enumerate(zip(exits, inside, strict=True)):
             if done is None or not isinstance(how, Reduction):
                 continue
-            outs[i] = self.place(how, self.shards[eqn.outvars[i]], eqn)
+            shard = self.shards[eqn.outvars[i]]
+            outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # turns send rows, [D/N, F], to the host
             if i < num_carry:
                 inputs[num_consts + i] = self.want(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
         left = [how if done is None else None for how, done in zip(exits, inside, strict=True)]

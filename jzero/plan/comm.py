@@ -42,13 +42,20 @@ class Hop(NamedTuple):
       kind: Its name in HLO.
       axes: The mesh axes that it spans.
       num_devices: The devices that take part.
-      num_bytes: Of the whole array on one device: the result of a gather, the operand of a reduction.
+      num_elements: Of the whole array on one device: the result of a gather, the operand of a reduction.
+      dtype: The dtype that travels.
     """
 
     kind: str
     axes: tuple[str, ...]
     num_devices: int
-    num_bytes: int
+    num_elements: int
+    dtype: Any
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the same array."""
+        return self.num_elements * int(jnp.dtype(self.dtype).itemsize)
 
     @property
     def sent_bytes(self) -> float:
@@ -117,12 +124,12 @@ class Direct:
 
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
-        return (Hop("all-gather", self.shard_axes, cut.num_shards, _num_bytes(cut.stored_shape, dtype)),)
+        return (Hop("all-gather", self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), dtype),)
 
     def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
         kind = "reduce-scatter" if self.scatters else "all-reduce"
-        return (Hop(kind, self.shard_axes, cut.num_shards, _num_bytes(cut.stored_shape, dtype)),)
+        return (Hop(kind, self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), dtype),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +173,7 @@ class Replicated:
 
     def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
-        over_groups = Hop("all-reduce", (self.axis,), self.num_replicas, _num_bytes(cut.shard_shape, dtype))
+        over_groups = Hop("all-reduce", (self.axis,), self.num_replicas, math.prod(cut.shard_shape), dtype)
         return (*self.inner.reduce_hops(cut, dtype), *([over_groups] if self.num_replicas > 1 else []))
 
 
@@ -220,10 +227,6 @@ def sum_along(x: Any, *axes: str) -> Any:
     """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
     shared = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, shared) if shared else x
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 def _apply_to_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:

@@ -1,0 +1,182 @@
+"""What a traced program sends, by parameter: exact, without devices and without a compiler.
+
+In: the jaxpr of a step, or of any function that calls one. Out: each gather and each reduction of its placed program,
+with the parameter, how often it runs, and what becomes of it. For the step of [Life of a step](../life_of_a_step.md):
+
+    gather up x1, gather down x1, reduce down x1, gather down x1, reduce up x1
+
+Layers that share one function have its collectives; which parameter each is about comes from the names that stand
+before and after the calls, see `jzero.engine.placed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jzero import _compat
+from jzero._compat import AnyJaxpr, Atom
+from jzero.engine.placed import gather_p, hops_of, named_p, reduce_p, wait_p
+from jzero.jaxpr.primitives import Trait, primitives_with
+from jzero.plan.comm import Hop
+from jzero.plan.layout import Cut
+
+__all__ = ["Fate", "Sent", "sent"]
+
+MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "optimization_barrier", "zero_wait"}
+
+
+class Fate(enum.Enum):
+    """What becomes of a gathered parameter, besides being used.
+
+    Attributes:
+      USED: Nothing.
+      STACKED: The loop that gathers it returns the rows of all turns.
+      SCANNED: A loop runs over it, so it is a stack that is whole before the loop.
+      KEPT: The backward pass reads what the forward pass gathered.
+    """
+
+    USED = enum.auto()
+    STACKED = enum.auto()
+    SCANNED = enum.auto()
+    KEPT = enum.auto()
+
+
+class Sent(NamedTuple):
+    """One gather or reduction of a placed program.
+
+    Attributes:
+      eqn: The equation.
+      path: The parameter; empty if it is not known.
+      times: How often a step runs it; a `while` counts as one pass.
+      in_loop: Whether it is inside a loop.
+      fate: What becomes of a gathered parameter.
+    """
+
+    eqn: JaxprEqn
+    path: str
+    times: int
+    in_loop: bool
+    fate: Fate
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it is a gather, not a reduction."""
+        return self.eqn.primitive is gather_p
+
+    @property
+    def cut(self) -> Cut:
+        """How the parameter is cut."""
+        return self.eqn.params["cut"]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that travels."""
+        own = _compat.type_of(self.eqn.invars[0]).dtype
+        return self.eqn.params["dtype"] if self.gathers else jnp.dtype(self.eqn.params["sums"].dtype_of(own))
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """Its collectives."""
+        return hops_of(self.eqn)
+
+
+def sent(jaxpr: AnyJaxpr) -> Iterator[Sent]:
+    """Yields the gathers and reductions of a program, in its order.
+
+    Example:
+      >>> from jzero.analysis.sent import sent
+      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
+      >>> for x in sent(step.trace(state, jnp.ones((8, 512))).jaxpr):
+      ...     print(x.eqn.primitive, x.path, x.dtype, x.times)
+      zero_gather w float32 1
+      zero_reduce w float32 1
+    """
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    yield from _Walk(times=1, in_loop=False, inputs={}, outputs={}, stacked=frozenset())(opened)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """A walk over one jaxpr.
+
+    Attributes:
+      times: How often it runs.
+      in_loop: Whether a loop runs it.
+      inputs: The names of those inputs that are shards.
+      outputs: The names of those outputs that are shards of gradients.
+      stacked: The outputs of which a loop keeps all turns.
+    """
+
+    times: int
+    in_loop: bool
+    inputs: Mapping[Var, str]
+    outputs: Mapping[Var, str]
+    stacked: frozenset[Var]
+
+    def __call__(self, jaxpr: Jaxpr) -> Iterator[Sent]:
+        """Yields what the jaxpr sends."""
+        names, made = dict(self.inputs), dict(self.outputs)
+        for eqn in reversed(jaxpr.eqns):  # gradients, from their names after calls to what makes them
+            if eqn.primitive is named_p:
+                made |= dict.fromkeys(_variables(eqn.invars), made.get(eqn.outvars[0], eqn.params["path"]))
+            elif len(eqn.outvars) == 1 and eqn.outvars[0] in made and eqn.primitive is not reduce_p:
+                made |= dict.fromkeys(_variables(eqn.invars), made[eqn.outvars[0]])
+        for eqn in jaxpr.eqns:  # shards, from their names before calls to the gathers
+            first = next((names.get(v, "") for v in _variables(eqn.invars[:1])), "")
+            if eqn.primitive is gather_p:
+                yield Sent(eqn, first or eqn.params["path"], self.times, self.in_loop, self._fate(eqn, jaxpr))
+            elif eqn.primitive is reduce_p:
+                yield Sent(eqn, made.get(eqn.outvars[0], eqn.params["path"]), self.times, self.in_loop, Fate.USED)
+            for body in _compat.contained_jaxprs(eqn):
+                yield from self._enter(eqn, body, names, made)(body)
+            if eqn.primitive is wait_p or eqn.primitive.name == "optimization_barrier":
+                names |= _renamed(names, eqn.invars, eqn.outvars)
+            elif first or eqn.primitive is named_p:  # an operation on a shard has it first
+                names[eqn.outvars[0]] = first or eqn.params["path"]
+
+    def _enter(self, eqn: JaxprEqn, body: Jaxpr, names: Mapping[Var, str], made: Mapping[Var, str]) -> _Walk:
+        """Returns the walk over what an equation runs."""
+        stacked = {y for x, y in zip(eqn.outvars, body.outvars, strict=False) if x in self.stacked}
+        if eqn.primitive.name == "scan":
+            stacked |= {*body.outvars[_compat.scan_groups(eqn)[1] :]}
+        return _Walk(
+            self.times * int(eqn.params.get("length", 1)),
+            self.in_loop or eqn.primitive.name in ("scan", "while"),
+            _renamed(names, eqn.invars[len(eqn.invars) - len(body.invars) :], body.invars),
+            _renamed(made, eqn.outvars, body.outvars),
+            frozenset(_variables(stacked)),
+        )
+
+    def _fate(self, gather: JaxprEqn, jaxpr: Jaxpr) -> Fate:
+        """Returns what becomes of a gathered parameter in the jaxpr that gathers it."""
+        whole = {gather.outvars[0]}
+        for eqn in jaxpr.eqns:
+            reads = [i for i, v in enumerate(eqn.invars) if any(v is x for x in whole)]
+            if not reads:
+                continue
+            if eqn.primitive.name == "scan" and reads[-1] >= sum(_compat.scan_groups(eqn)):
+                return Fate.SCANNED
+            # A loop's body has both in one turn where it recomputes.
+            if not self.in_loop and _compat.is_transposed(eqn) and not _compat.is_transposed(gather):
+                return Fate.KEPT
+            if eqn.primitive.name in MOVES:
+                size = math.prod(gather.params["cut"].shape)
+                whole |= {v for v in eqn.outvars if _compat.type_of(v).size == size}
+        return Fate.STACKED if whole & self.stacked else Fate.USED
+
+
+def _variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _renamed(names: Mapping[Var, str], outside: Sequence[Atom], inside: Sequence[Atom]) -> dict[Var, str]:
+    """Returns the names of values inside of an equation that runs a jaxpr."""
+    pairs = [(x, y) for x, y in zip(outside, inside, strict=False) if not isinstance(y, Literal)]
+    return {y: names[x] for x, y in pairs if not isinstance(x, Literal) and x in names}

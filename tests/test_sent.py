@@ -1,0 +1,158 @@
+"""What a step sends, by parameter: against counts by hand; and what is found where a compiler departs from that."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jzero
+from jzero.analysis import analyze as analysis
+from jzero.analysis.sent import Fate, sent
+from jzero.analysis.violations import find_violations
+from tests import models
+from tests.tiers import singles
+
+LAYERS, VOCAB = 3, 253
+
+
+def counts(fn, *args):
+    """How often each parameter is gathered and reduced in a step."""
+    found = collections.Counter()
+    for x in sent(fn.trace(*args).jaxpr):
+        found[x.path, "gathers" if x.gathers else "reductions"] += x.times
+    return found
+
+
+def gpt(config, *, scan, remat=None):
+    model = models.GPT(d_model=40, heads=5, vocab=VOCAB, layers=LAYERS, scan=scan, tied=True)
+    state = jzero.shard_train_state(models.gpt_state(model, optax.adam(1e-3)), config=config)
+    return jzero.make_train_step(models.gpt_loss(model), remat=remat), state, models.tokens(16, vocab=VOCAB)
+
+
+@singles(
+    scan=[False, True],
+    remat=[None, "as_written"],
+    options=[{}, {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}],
+)
+@pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
+def test_each_parameter_travels_as_often_as_counted_by_hand(scan, remat, options):
+    """Through functions that layers share, loops, and a tied embedding that both ends of the model use."""
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
+    step, state, tokens = gpt(config, scan=scan, remat=remat)
+    found = counts(step, state, tokens)
+    layers = ["layers"] * LAYERS if scan else [f"layer_{i}" for i in range(LAYERS)]
+    passes = 2 if config.reshard_after_forward else 1
+    for kind in ("query", "key", "value", "out", "up", "down"):
+        names = collections.Counter(f"{layer}/{kind}/kernel" for layer in layers)
+        for name, number in names.items():
+            extra = found[name, "gathers"] - passes * number
+            # A loop that gathers ahead does so once more in each pass.
+            assert extra == 0 or (scan and "prefetch_bytes" in options and 0 < extra <= 2 * passes), name
+            assert found[name, "reductions"] == number, name
+    # For the lookup, the logits, and the gradient of the last hidden state.
+    assert found["Embed_0/embedding", "gathers"] == 1 + passes
+    # Its uses are summed first, unless there is a loop between them.
+    assert found["Embed_0/embedding", "reductions"] == (2 if scan else 1)
+
+
+def test_micro_batches_and_replicas_count():
+    mesh = jzero.make_mesh(replica=2, data=4)
+    params = {"w": jnp.ones((63, 33)), "frozen": jnp.ones((33, 65))}
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, replica_axis="replica", precision="bf16")
+    state = jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="w")
+    step = jzero.make_train_step(lambda p, x: jnp.square(x @ p["w"] @ p["frozen"]).mean(), accumulate_steps=3)
+    found = list(sent(step.trace(state, jnp.ones((24, 63))).jaxpr))
+    by_name = {(x.path, x.gathers): x for x in found}
+    assert counts(step, state, jnp.ones((24, 63))) == {
+        ("w", "gathers"): 3,
+        ("w", "reductions"): 3,
+        ("frozen", "gathers"): 6,
+    }
+    (gather,), (scatter, over_groups) = by_name["w", True].hops, by_name["w", False].hops
+    whole, shard = 64 * 33, 16 * 33  # 63 rows are stored as 64; in bf16
+    assert (gather.kind, gather.num_bytes, gather.sent_bytes) == ("all-gather", 2 * whole, 2 * whole * 3 / 4)
+    assert (scatter.kind, scatter.axes, scatter.sent_bytes) == ("reduce-scatter", ("data",), 2 * whole * 3 / 4)
+    assert (over_groups.kind, over_groups.axes, over_groups.sent_bytes) == (
+        "all-reduce",
+        ("replica",),
+        2 * 2 * shard / 2,
+    )
+
+
+def stack_loss(params, batch):
+    return jnp.square(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params["w"])[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "fate"),
+    [
+        ({}, Fate.USED),
+        ({"reshard_after_forward": False}, Fate.STACKED),
+        ({"rules": {"w": jzero.LeafRule(dim=0, scan_dim=-1)}}, Fate.SCANNED),
+    ],
+)
+def test_the_fate_of_what_a_loop_gathers(options, fate):
+    params = {"w": np.ones((8, 48, 48), np.float32)}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the engine says so too
+        state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+        step = jzero.make_train_step(stack_loss)
+        found = [x.fate for x in sent(step.trace(state, jnp.ones((16, 48))).jaxpr) if x.gathers]
+    assert fate in found
+    assert set(found) <= {fate, Fate.USED}
+
+
+# Compilers.
+
+
+@pytest.fixture
+def facts(monkeypatch):
+    """The facts about a compiled step that keeps the plan, and the plan."""
+    kept = []
+    monkeypatch.setattr(analysis, "find_violations", lambda *args: kept.append(args) or find_violations(*args))
+    step, state, tokens = gpt(jzero.ZeroConfig(stage=3, persistence_threshold=0), scan=True)
+    jzero.analyze(step, state, tokens).verify()
+    return kept[0]
+
+
+def all_reduced(c):
+    if c.kind != "reduce-scatter":
+        return [c]
+    whole = [x._replace(shape=(8 * x.shape[0], *x.shape[1:])) for x in c.results]
+    return [dataclasses.replace(c, kind="all-reduce", results=tuple(whole))]
+
+
+def out_of_loops(c):
+    if c.kind != "all-gather" or not c.in_loop:
+        return [c]
+    stacks = [x._replace(shape=(LAYERS, *x.shape)) for x in c.results]
+    return [dataclasses.replace(c, times=1, in_loop=False, results=tuple(stacks))]
+
+
+FAULTS = {
+    "merges gathers": (lambda c: [] if "transpose(" in c.op_name and c.kind == "all-gather" else [c], "were merged"),
+    "sums gradients whole": (all_reduced, "summed whole, by all-reduce"),
+    "widens": (lambda c: [c, c] if c.kind == "all-gather" else [c], "wider than planned, or exchanged whole"),
+    "moves gathers out of loops": (out_of_loops, "out of its loop"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_a_compiler_breaks_is_found(name, facts):
+    """On GPUs; CPUs merge gathers, which is a remark, and TPUs may choose all-reduce for their torus."""
+    change, text = FAULTS[name]
+    compiled, plan = facts
+    compiled = dataclasses.replace(compiled, platform="gpu")
+    changed = dataclasses.replace(compiled, collectives=tuple(y for x in compiled.collectives for y in change(x)))
+    before = find_violations(compiled, plan)[0]
+    found = [x for x in find_violations(changed, plan)[0] if x not in before]
+    assert any(text in x for x in found), found
