@@ -91,7 +91,7 @@ def test_nothing_but_gradients_and_parameters_travels():
     assert sum(name == "compute_on" for name, _, _ in found) == len(plan.leaves)
     assert not [memory for name, _, memory in found if name == "device_put" and memory == jax.memory.Space.Device]
     down = sum(size for name, size, memory in found if name == "device_put" and memory == jax.memory.Space.Host)
-    shards = sum(leaf.grad.bytes_per_device(plan.mesh, "data") for leaf in plan.leaves)
+    shards = sum(leaf.grad.bytes_per_device(plan.mesh, plan.comm) for leaf in plan.leaves)
     # Gradients and, so that edits are noticed, parameters, in bf16; the scale of gradients is a number.
     assert shards == sum(np.prod(leaf.grad.stored_shape) for leaf in plan.leaves) // 8 * 2
     assert down == 2 * shards

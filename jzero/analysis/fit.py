@@ -23,7 +23,7 @@ from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
-from jzero.plan.mesh import AnyMesh, make_mesh, platform_of
+from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt
 from jzero.step.inputs import check_batch
@@ -262,7 +262,7 @@ class _Search:
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
     def _config(self, stage: Stage, num_replicas: int) -> ZeroConfig:
-        free = next(name for name in ("replica", "replicas") if name != self.base.axis)
+        free = next(name for name in ("replica", "replicas") if name not in batch_axes(self.base))
         name = (self.base.replica_axis or free) if num_replicas > 1 else None
         return dataclasses.replace(self.base, stage=stage, replica_axis=name)
 
@@ -353,9 +353,7 @@ class _Search:
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
-        axes = {config.axis: self.num_devices // num_replicas}
-        if num_replicas > 1:
-            axes = {str(config.replica_axis): num_replicas, **axes}
+        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas)
         if self.devices is None:
             return abstract_mesh(self.num_devices, axes)
         mesh: Mesh = make_mesh(devices=self.devices, **axes)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.zero import ZeroConfig
-from jzero.plan.mesh import AnyMesh, make_mesh
+from jzero.plan.mesh import AnyMesh, axes_of_config, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.shard import abstract_train_state
 from jzero.state.train_state import adapt, plan_if_sharded
@@ -62,7 +62,7 @@ def relaid(
         mesh = plan.mesh
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
-        axes = {**sizes, config.axis: -1}
+        axes = {**sizes, **axes_of_config(config)}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh)

@@ -176,7 +176,7 @@ def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
         return
     planned, found = sum(leaf.grad.size for leaf in cut), dict[str, int]()
     for c in compiled.collectives:
-        if plan.config.axis in axes_of(c.group, plan.mesh):
+        if {*plan.comm.shard_axes} & {*axes_of(c.group, plan.mesh)}:
             found[c.kind] = found.get(c.kind, 0) + c.whole_size * c.times
     if found.get("reduce-scatter", 0) < planned / 2 and found.get("all-reduce", 0) > EXCESS * planned:
         largest = sorted(cut, key=lambda leaf: -leaf.grad.size)[:3]

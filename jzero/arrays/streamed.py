@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec
 from jzero import _compat
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.arrays.placement import is_on_host, on_device
-from jzero.plan.comm import sum_along
+from jzero.plan.comm import shard_index, sum_along
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
@@ -328,7 +328,7 @@ def streamed_sum(plan: ZeroPlan, x: StreamedValue) -> jax.Array:
         is_tiled = platform_facts(plan.mesh).is_tiled
         pieces = split(shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
         read = [y.reshape(pieces.view) for y in read]
-        first = _first_row(leaf, shape, plan.config.axis)
+        first = _first_row(leaf, shape, plan)
 
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in read]
@@ -340,7 +340,7 @@ def streamed_sum(plan: ZeroPlan, x: StreamedValue) -> jax.Array:
 
     def local_on_cpu(read: list[Any], used_here: list[Any]) -> jax.Array:
         shape = read[0].shape
-        first = _first_row(leaf, shape, plan.config.axis)
+        first = _first_row(leaf, shape, plan)
 
         def on_cpu(first: Any, read: list[Any], used: list[Any]) -> Any:
             values = compute([x], dict(zip(names, [*read, *used], strict=True)), shape)[0]
@@ -369,7 +369,7 @@ def _place_of(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> tuple[
     index = jnp.zeros((), jnp.int32)
     for name in jax.tree.leaves(tuple(plan.device_sharding(leaf).spec)):
         index = index * sizes[name] + lax.axis_index(name)
-    return index, _first_row(leaf, shape, plan.config.axis)
+    return index, _first_row(leaf, shape, plan)
 
 
 def _single_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
@@ -377,10 +377,10 @@ def _single_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
     return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
 
 
-def _first_row(leaf: StateLeaf, shape: tuple[int, ...], axis: str) -> Any:
+def _first_row(leaf: StateLeaf, shape: tuple[int, ...], plan: ZeroPlan) -> Any:
     """Returns the first row of this device's part, of this shape, in the dimension that is cut."""
     cut = leaf.cut
-    return jnp.zeros((), jnp.int32) if cut is None else lax.axis_index(axis) * shape[cut.dim]
+    return jnp.zeros((), jnp.int32) if cut is None else shard_index(plan.comm) * shape[cut.dim]
 
 
 def _zero_padding(tree: Any, leaf: StateLeaf, first: Any, shape: tuple[int, ...], chunk: Chunk, pieces: Pieces) -> Any:

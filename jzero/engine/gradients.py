@@ -126,10 +126,10 @@ def _run(
         plan.flat_params(inputs.params),  # global arrays
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
-    axis, whole = plan.config.axis, PartitionSpec()
+    whole = PartitionSpec()
     in_specs = (
-        [_manual_spec(leaf.param, axis) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
-        [whole if leaf is None else _manual_spec(leaf, axis) for leaf in carried],
+        [leaf.param.manual_spec(plan.comm) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
+        [whole if leaf is None else leaf.manual_spec(plan.comm) for leaf in carried],
         traced.batch_specs,  # this device's rows
         [whole] * len(leaves[3]),  # the key
         [whole] * len(leaves[4]),  # the loss scale
@@ -146,13 +146,6 @@ def _run(
         check_vma=False,
     )
     return LossResult(**mapped(*leaves))
-
-
-def _manual_spec(leaf: StateLeaf, axis: str) -> PartitionSpec:
-    """Returns the spec of a stored array over ZeRO's axis alone; GSPMD handles the other axes."""
-    if leaf.cut is None:
-        return PartitionSpec()
-    return dataclasses.replace(leaf, base=PartitionSpec()).spec(axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,12 +192,12 @@ class _LocalStep:
 
     def out_specs(self) -> dict[str, Any]:
         """Returns the specs of the result's fields."""
-        axis, whole = self.plan.config.axis, PartitionSpec()
-        grads = [_manual_spec(leaf.grad, axis) for leaf in self.plan.leaves] if self.differentiates else []
+        comm, whole = self.plan.comm, PartitionSpec()
+        grads = [leaf.grad.manual_spec(comm) for leaf in self.plan.leaves] if self.differentiates else []
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
             "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(batch_axes(self.plan.config))),
-            "written": [whole if x.leaf is None else _manual_spec(x.leaf, axis) for x in self.traced.written],
+            "written": [whole if x.leaf is None else x.leaf.manual_spec(comm) for x in self.traced.written],
             "grads": [whole if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,
         }

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._text import path_str
@@ -31,8 +32,6 @@ from jzero.jaxpr.primitives import RUNS
 __all__ = ["Changed", "WrittenShape", "WrittenVariable", "by_path", "drop_unwritten", "pair_written", "split_mutable"]
 
 PyTree = Any
-Jaxpr = Any
-Equation = Any
 Atom = Any
 
 Changed = Mapping[str, Mapping[str, Any]]
@@ -188,7 +187,7 @@ def _roots(jaxpr: Jaxpr) -> list[Atom]:
     return [root(atom) for atom in jaxpr.outvars]
 
 
-def _forwarded_inputs(eqn: Equation) -> Sequence[int | None]:
+def _forwarded_inputs(eqn: JaxprEqn) -> Sequence[int | None]:
     """Returns, for each output of an equation, the index of the input that it equals; `None` for a new value."""
     name = eqn.primitive.name
     if name in RUNS:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from jzero import _compat
 
 __all__ = ["Needed", "find_needed"]
 
-Equation = Any
 Atom = Any
 
 
@@ -27,7 +28,7 @@ class Needed(NamedTuple):
       variables: The variables, including the wanted outputs.
     """
 
-    equations: list[tuple[Equation, list[bool]]]
+    equations: list[tuple[JaxprEqn, list[bool]]]
     variables: set[Any]
 
 

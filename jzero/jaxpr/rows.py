@@ -19,6 +19,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax.extend.core import JaxprEqn
+
 from jzero import _compat
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.jaxpr.row_layouts import scattered
@@ -28,7 +30,6 @@ from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Value, applied, joi
 
 __all__ = ["Cause", "Kind", "RowFacts", "row_facts"]
 
-Equation = Any
 
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -129,7 +130,7 @@ class _Interpreter:
             env.update(zip(eqn.outvars, self._results(eqn, [read(x) for x in eqn.invars]), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def _results(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _results(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         name = eqn.primitive.name
         if name in RUNS:
             return _from_call(eqn, ins, self(called_jaxpr(eqn), ins))
@@ -149,7 +150,7 @@ class _Interpreter:
         found = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
         return [RowFacts(differs, x) for x in (found if isinstance(found, list) else [found])]
 
-    def _contained(self, eqn: Equation, ins: list[RowFacts], inner: list[Any]) -> list[RowFacts]:
+    def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Any]) -> list[RowFacts]:
         """Interprets an equation that runs the one jaxpr that it holds on its operands, as it seems."""
         jaxpr = inner[0]
         if len(inner) == 1 and len(jaxpr.invars) == len(ins) and len(jaxpr.outvars) == len(eqn.outvars):
@@ -158,7 +159,7 @@ class _Interpreter:
         values = [x.value for x in ins if x.value.kind]
         return [RowFacts(differs, lost(values) if values else SAME)] * len(eqn.outvars)
 
-    def _collective(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _collective(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         names, is_whole = _named_axes(eqn), eqn.params.get("axis_index_groups") is None
         equalizes = eqn.primitive.name in EQUALIZING and is_whole
         if equalizes and self.axes <= names:
@@ -174,7 +175,7 @@ class _Interpreter:
             return [RowFacts(differs, applied([x], eqn)) for x in values]
         return [RowFacts(differs, lost(values))] * len(eqn.outvars)
 
-    def _scan(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _scan(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
         elements = [RowFacts(x.differs, element(x.value, eqn)) for x in xs]
@@ -191,7 +192,7 @@ class _Interpreter:
             ),
         ]
 
-    def _while(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _while(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         first, second = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         of_cond, of_body, carry = ins[:first], ins[first : first + second], ins[first + second :]
         body, _ = _compat.open_jaxpr(eqn.params["body_jaxpr"])
@@ -209,7 +210,7 @@ class _Interpreter:
 
         return _settled(turn, carry, eqn)[0]
 
-    def _cond(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _cond(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         index, operands = ins[0], ins[1:]
         first, *others = [self(branch, operands) for branch in eqn.params["branches"]]
         for found in others:
@@ -218,14 +219,14 @@ class _Interpreter:
             return [RowFacts(x.differs or index.differs, x.value) for x in first]
         return [RowFacts(True, applied([index.value, x.value], eqn)) for x in first]
 
-    def _shard_map(self, eqn: Equation, ins: list[RowFacts]) -> list[RowFacts]:
+    def _shard_map(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         outs = self(jaxpr, [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(ins, jaxpr.invars, strict=True)])
         return [_fitted(x, _compat.type_of(v).shape, eqn) for x, v in zip(outs, eqn.outvars, strict=True)]
 
 
 _UNKNOWN = Value(Kind.UNKNOWN)
-_CONTAINERS: dict[str, Callable[[_Interpreter, Equation, list[RowFacts]], list[RowFacts]]] = {
+_CONTAINERS: dict[str, Callable[[_Interpreter, JaxprEqn, list[RowFacts]], list[RowFacts]]] = {
     "scan": _Interpreter._scan,
     "while": _Interpreter._while,
     "cond": _Interpreter._cond,
@@ -233,7 +234,7 @@ _CONTAINERS: dict[str, Callable[[_Interpreter, Equation, list[RowFacts]], list[R
 }
 
 
-def _named_axes(eqn: Equation) -> set[Any]:
+def _named_axes(eqn: JaxprEqn) -> set[Any]:
     """Returns the axes of the mesh that a collective names."""
     named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return set(named) if isinstance(named, tuple | list | set | frozenset) else {named}
@@ -245,7 +246,7 @@ def _literal(atom: Any) -> RowFacts:
     return RowFacts(False, Value(Kind.SAME, number=float(value) if is_number else "unknown"))
 
 
-def _without_rows(eqn: Equation, values: list[Value]) -> Value:
+def _without_rows(eqn: JaxprEqn, values: list[Value]) -> Value:
     """Returns the value of an operation none of whose operands depends on rows."""
     numbers = [number_of(x, atom) for x, atom in zip(values, eqn.invars, strict=True)]
     if len(eqn.outvars) != 1 or None in numbers or not numbers:
@@ -258,7 +259,7 @@ def _without_rows(eqn: Equation, values: list[Value]) -> Value:
 _ELEMENTWISE = primitives_with(Trait.ELEMENTWISE)
 
 
-def _from_call(eqn: Equation, ins: list[RowFacts], outs: list[RowFacts]) -> list[RowFacts]:
+def _from_call(eqn: JaxprEqn, ins: list[RowFacts], outs: list[RowFacts]) -> list[RowFacts]:
     """Puts the line of the call in place of lines that jax does not tell."""
     if not any(x.value.cause for x in outs):
         return outs
@@ -271,12 +272,12 @@ def _from_call(eqn: Equation, ins: list[RowFacts], outs: list[RowFacts]) -> list
     ]
 
 
-def _joined(x: RowFacts, y: RowFacts, eqn: Equation, number: int) -> RowFacts:
+def _joined(x: RowFacts, y: RowFacts, eqn: JaxprEqn, number: int) -> RowFacts:
     return RowFacts(x.differs or y.differs, joined(x.value, y.value, eqn, number))
 
 
 def _settled(
-    turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: Equation
+    turn: Callable[[list[RowFacts]], list[RowFacts]], carry: list[RowFacts], eqn: JaxprEqn
 ) -> tuple[list[RowFacts], list[RowFacts]]:
     """Returns what a loop carries, whatever the number of its passes, and the results of a pass."""
     for _ in range(MOST_PASSES + len(carry)):  # values may move on by one place in each pass
@@ -292,7 +293,7 @@ def _settled(
     return carry, turn(carry)
 
 
-def _fitted(x: RowFacts, shape: Sequence[int], eqn: Equation) -> RowFacts:
+def _fitted(x: RowFacts, shape: Sequence[int], eqn: JaxprEqn) -> RowFacts:
     """Returns the facts of an array that a `shard_map` may have cut or joined."""
     sizes = {dim: math.prod(size for size, _ in factors) for dim, factors in x.value.layout}
     if all(dim < len(shape) and shape[dim] == size for dim, size in sizes.items()):

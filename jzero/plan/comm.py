@@ -27,9 +27,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_float8
+from jzero.config.zero import ZeroConfig
 from jzero.plan.layout import Cut
+from jzero.plan.mesh import AnyMesh
 
-__all__ = ["Comm", "Direct", "Hop", "Replicated", "Sums", "own_part", "sum_along"]
+__all__ = [
+    "Comm",
+    "Direct",
+    "Hop",
+    "Replicated",
+    "Sums",
+    "comm_of",
+    "own_part",
+    "shard_index",
+    "shard_spec",
+    "sum_along",
+]
 
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """How often a ring sends an array, by HLO's name of the collective."""
@@ -215,12 +228,32 @@ class Sums:
         return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
 
 
+def comm_of(config: ZeroConfig, mesh: AnyMesh) -> Comm:
+    """Returns how parameters and gradients travel."""
+    direct = Direct(config.axis, config.reduce_scatter)
+    if config.replica_axis is None:
+        return direct
+    return Replicated(direct, config.replica_axis, int(mesh.shape[config.replica_axis]))
+
+
+def shard_index(comm: Comm) -> jax.Array:
+    """Returns the number of this device's shard."""
+    return lax.axis_index(_one_or_all(comm.shard_axes))
+
+
+def shard_spec(comm: Comm, cut: Cut | None, base: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of a stored array: that of the other mesh axes, and ZeRO's on the cut dimension."""
+    return base if cut is None else cut.spec(base, _one_or_all(comm.shard_axes))
+
+
+def _one_or_all(axes: tuple[str, ...]) -> Any:
+    return axes[0] if len(axes) == 1 else axes
+
+
 def own_part(stored: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns this device's shard of a stored array that all devices hold. [..., P] -> [..., P/N]."""
     size = cut.stored_size // cut.num_shards
-    axes = comm.shard_axes
-    index = lax.axis_index(axes[0] if len(axes) == 1 else axes)
-    return lax.dynamic_slice_in_dim(stored, index * size, size, axis=cut.dim)
+    return lax.dynamic_slice_in_dim(stored, shard_index(comm) * size, size, axis=cut.dim)
 
 
 def sum_along(x: Any, *axes: str) -> Any:

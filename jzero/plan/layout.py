@@ -147,8 +147,8 @@ class Cut:
         other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
         return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
-    def spec(self, base: PartitionSpec, axis: str) -> PartitionSpec:
-        """Returns the spec of the stored array: `base` plus the ZeRO axis on the cut dimension."""
+    def spec(self, base: PartitionSpec, axis: Any) -> PartitionSpec:
+        """Returns the spec of the stored array: `base` plus ZeRO's mesh axis, or axes, on the cut dimension."""
         entries = [*base, *[None] * (len(self.shape) - len(base))][: len(self.stored_shape)]
         entries[self.dim] = axis
         while entries[-1] is None:  # as the compiler writes it, so that the outputs of a user's `jit` compare equal

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.plan.comm import Comm, shard_spec
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
@@ -69,9 +70,13 @@ class StateLeaf:
         entries = self.base if cut is None else cut.other_axes
         return math.prod(self.stored_shape) // math.prod(int(mesh.shape[x]) for x in jax.tree.leaves(tuple(entries)))
 
-    def spec(self, axis: str) -> PartitionSpec:
+    def spec(self, comm: Comm) -> PartitionSpec:
         """Spec of the stored array."""
-        return self.base if self.cut is None else self.cut.spec(self.base, axis)
+        return shard_spec(comm, self.cut, self.base)
+
+    def manual_spec(self, comm: Comm) -> PartitionSpec:
+        """Its spec over ZeRO's axes alone; GSPMD handles the other axes."""
+        return shard_spec(comm, self.cut, PartitionSpec())
 
     def box(self, x: Any) -> Any:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
@@ -85,10 +90,10 @@ class StateLeaf:
         """Returns its cut for collectives, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.with_other_axes(self.base, dict(mesh.shape))
 
-    def bytes_per_device(self, mesh: AnyMesh, axis: str) -> int:
+    def bytes_per_device(self, mesh: AnyMesh, comm: Comm) -> int:
         """Bytes of one device's part of the stored array, padding included."""
         # Only the sizes of the axes count, so the mesh may be abstract.
-        names = jax.tree.leaves(tuple(self.spec(axis)))
+        names = jax.tree.leaves(tuple(self.spec(comm)))
         parts = math.prod(int(mesh.shape[name]) for name in names)
         return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
 

@@ -15,6 +15,7 @@ from jzero.config.zero import ZeroConfig
 __all__ = [
     "HOST_MEMORY",
     "AnyMesh",
+    "axes_of_config",
     "axis_size",
     "batch_axes",
     "check_host_memory",
@@ -144,6 +145,12 @@ def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
 def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
     """Returns the mesh axes over which the batch is split, the slowest-varying first."""
     return (config.axis,) if config.replica_axis is None else (config.replica_axis, config.axis)
+
+
+def axes_of_config(config: ZeroConfig, num_shards: int = -1, num_replicas: int = 1) -> dict[str, int]:
+    """Returns the mesh axes that a configuration names, with their sizes, as `make_mesh` takes them."""
+    replicas = {} if config.replica_axis is None or num_replicas == 1 else {config.replica_axis: num_replicas}
+    return {**replicas, config.axis: num_shards}
 
 
 def num_batch_shards(mesh: AnyMesh, config: ZeroConfig) -> int:

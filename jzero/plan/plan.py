@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
-from jzero.plan.comm import Comm, Direct, Replicated
+from jzero.plan.comm import Comm, comm_of
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
@@ -152,17 +152,17 @@ class ZeroPlan:
     @property
     def params(self) -> PyTree:
         """`PartitionSpec` of each stored parameter."""
-        return self.params_treedef.unflatten([leaf.param.spec(self.config.axis) for leaf in self.leaves])
+        return self.params_treedef.unflatten([leaf.param.spec(self.comm) for leaf in self.leaves])
 
     @property
     def grads(self) -> PyTree:
         """`PartitionSpec` of each gradient."""
-        return self.params_treedef.unflatten([leaf.grad.spec(self.config.axis) for leaf in self.leaves])
+        return self.params_treedef.unflatten([leaf.grad.spec(self.comm) for leaf in self.leaves])
 
     @property
     def opt_state(self) -> PyTree:
         """`PartitionSpec` of each leaf of the optimizer state."""
-        return self.opt_treedef.unflatten([leaf.spec(self.config.axis) for leaf in self.opt_leaves])
+        return self.opt_treedef.unflatten([leaf.spec(self.comm) for leaf in self.opt_leaves])
 
     @property
     def padding(self) -> PyTree:
@@ -199,16 +199,12 @@ class ZeroPlan:
 
     def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array while it is on the devices."""
-        return NamedSharding(self.mesh, leaf.spec(self.config.axis))
+        return NamedSharding(self.mesh, leaf.spec(self.comm))
 
     @functools.cached_property
     def comm(self) -> Comm:
         """How parameters and gradients travel."""
-        config = self.config
-        direct = Direct(config.axis, config.reduce_scatter)
-        if config.replica_axis is None:
-            return direct
-        return Replicated(direct, config.replica_axis, int(self.mesh.shape[config.replica_axis]))
+        return comm_of(self.config, self.mesh)
 
     @functools.cached_property
     def keys(self) -> frozenset[int]:
@@ -280,8 +276,7 @@ class ZeroPlan:
         return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
     def _sum_bytes(self, leaves: Sequence[StateLeaf], *, on_host: bool = False) -> int:
-        axis = self.config.axis
-        return sum(leaf.bytes_per_device(self.mesh, axis) for leaf in leaves if leaf.on_host == on_host)
+        return sum(leaf.bytes_per_device(self.mesh, self.comm) for leaf in leaves if leaf.on_host == on_host)
 
     @property
     def gathered_bytes(self) -> int:
@@ -325,7 +320,7 @@ class ZeroPlan:
         for term, leaves in terms:
             for leaf in leaves:
                 if leaf.cut is None:
-                    num_bytes = leaf.bytes_per_device(self.mesh, self.config.axis)
+                    num_bytes = leaf.bytes_per_device(self.mesh, self.comm)
                     yield WholeLeaf(term, leaf.path, leaf.shape, num_bytes, leaf.reason)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dt
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.plan.layout import choose_cut, find_scan_dims
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
-from jzero.plan.mesh import AnyMesh, axis_size, check_host_memory, check_mesh
+from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
 from jzero.plan.opt_leaves import check_opt_state, find_owners, plan_opt_leaf
 from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
@@ -251,7 +251,7 @@ def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) 
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    ours = {config.axis, config.replica_axis}
+    ours = batch_axes(config)
 
     def keep(names: Any) -> Any:
         names = names if isinstance(names, tuple) else (names,)

@@ -32,8 +32,8 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     config = plan.config
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh.shape.items())
     head = (
-        f"ZeRO stage {config.stage} over {config.axis!r} (N={plan.num_shards}), mesh ({axes}), "
-        f"batch over {batch_axes(config)}"
+        f"ZeRO stage {config.stage} over {', '.join(map(repr, plan.comm.shard_axes))} (N={plan.num_shards}), "
+        f"mesh ({axes}), batch over {batch_axes(config)}"
     )
     idle = _idle_axes(plan)
     if idle:
@@ -47,9 +47,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
     params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
     params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
-    params += [
-        (x.path, str(x.shape), _placement(x, config.axis), "none: not trained", "", "", "") for x in _frozen(plan)
-    ]
+    params += [(x.path, str(x.shape), _placement(x, plan), "none: not trained", "", "", "") for x in _frozen(plan)]
     if not plan.offloaded:
         params = [row[:-1] for row in params]
     told = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
@@ -79,18 +77,21 @@ def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
 
 
 def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
-    axis = plan.config.axis
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
-    grad = _placement(leaf.grad, axis) if leaf.trained else "none: not trained"
-    master = "" if leaf.master is None else _placement(leaf.master, axis)
+    grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
+    master = "" if leaf.master is None else _placement(leaf.master, plan)
     where = sorted({"host" if x.on_host else "device" for x in plan.inner_leaves if x.owner == index})
-    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, axis), grad, master, scan, ", ".join(where))
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, ", ".join(where))
 
 
-def _placement(leaf: StateLeaf, axis: str) -> str:
+def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
     where = ", on the host" if leaf.on_host else ""
     if leaf.cut is None:
-        return f"{leaf.dtype} whole" + (f" over {axis}, {leaf.base}" if any(leaf.base) else "") + where
+        return (
+            f"{leaf.dtype} whole"
+            + (f" over {', '.join(plan.comm.shard_axes)}, {leaf.base}" if any(leaf.base) else "")
+            + where
+        )
     text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
     padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
     return f"{leaf.dtype} cut on {text}{padding}{where}"
@@ -114,7 +115,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
     config, ours, whole = plan.config, plan.bytes_per_device, plan.replicated_bytes
     return {
         "stage": config.stage,
-        "axis": config.axis,
+        "axis": "+".join(plan.comm.shard_axes),
         "num_shards": plan.num_shards,
         "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
         "persistence_threshold": config.persistence_threshold,
@@ -128,25 +129,25 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         "parameters": [
             *(
                 {
-                    **_as_dict(leaf.param, config.axis, leaf.compute_dtype, leaf.trained),
+                    **_as_dict(leaf.param, plan, leaf.compute_dtype, leaf.trained),
                     "offloaded": i in plan.offloaded,
                 }
                 for i, leaf in enumerate(plan.leaves)
             ),
-            *(_as_dict(leaf, config.axis, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
+            *(_as_dict(leaf, plan, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
         ],
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
     }
 
 
-def _as_dict(leaf: StateLeaf, axis: str, compute_dtype: Any, trained: bool) -> dict[str, Any]:
+def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: Any, trained: bool) -> dict[str, Any]:
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),
         "dtype": str(leaf.dtype),
         "compute_dtype": str(compute_dtype),
         "trained": trained,
-        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(axis)],
+        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(plan.comm)],
         "stored_shape": list(leaf.stored_shape),
         "padding": 0 if leaf.cut is None else leaf.cut.padding,
     }

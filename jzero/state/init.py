@@ -201,7 +201,7 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
     goes = {name: any(leaves[k].on_host for k in unit) for name, unit in units.items()}
     near = [k for name, unit in units.items() if not goes[name] for k in unit]
     away = [unit for name, unit in units.items() if goes[name]]
-    sizes = [sum(leaves[k].bytes_per_device(plan.mesh, plan.config.axis) for k in unit) for unit in away]
+    sizes = [sum(leaves[k].bytes_per_device(plan.mesh, plan.comm) for k in unit) for unit in away]
     most = max([*sizes, sum(sizes) // 8], default=0)
     groups: list[list[int]] = [near] if near else []
     filled = most + 1  # so that the first unit begins a group

@@ -15,7 +15,7 @@ from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import AnyMesh, make_mesh
+from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
@@ -265,12 +265,13 @@ def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
     if plan is not None:
         return plan.mesh
     if config.replica_axis is not None:
+        sizes = ", ".join(f"{name}=..." for name in batch_axes(config))
         raise ValueError(
             f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "
-            f"`mesh=jzero.make_mesh({config.replica_axis}=..., {config.axis}=...)`."
+            f"`mesh=jzero.make_mesh({sizes})`."
         )
-    sizes: dict[str, Any] = {config.axis: -1}
-    return make_mesh(**sizes)
+    axes: dict[str, Any] = {**axes_of_config(config)}
+    return make_mesh(**axes)
 
 
 def _check_concrete(train_state: Any) -> None:
