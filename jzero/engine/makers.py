@@ -7,6 +7,7 @@ an equation run on shards.
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Mapping
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -33,7 +34,6 @@ class Makers:
         # An output is a use, too: what is returned and read elsewhere cannot be a shard.
         self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
         self._made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-        self._loops = [i for i, eqn in enumerate(jaxpr.eqns) if _has_loop(eqn)]
         self._first: dict[Var, int] = {}  # caches `_find_first_maker`
         self.eqns, self.given = jaxpr.eqns, given
 
@@ -51,6 +51,10 @@ class Makers:
             return not _compat.type_of(atom).shape and bool(_compat.value_of(atom) == 0)
         maker = self.find(atom)
         return maker is not None and maker.primitive.name == "broadcast_in_dim" and self.is_zero(maker.invars[0])
+
+    @functools.cached_property
+    def _loops(self) -> list[int]:
+        return [i for i, eqn in enumerate(self.eqns) if _has_loop(eqn)]
 
     def is_loop_between(self, x: Atom, y: Atom) -> bool:
         """Whether a loop stands between the equations that made two gradients, or makes the second."""

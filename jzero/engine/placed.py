@@ -124,7 +124,9 @@ def _primitive(
     primitive.multiple_results = several
     primitive.def_impl(rule)
     primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(rule, multiple_results=several))
+    # Names are many, and tracing each would take time.
+    lowered = (lambda ctx, x, **_: [x]) if rule is _same else mlir.lower_fun(rule, multiple_results=several)
+    mlir.register_lowering(primitive, lowered)
     ad.primitive_jvps[primitive] = functools.partial(_differentiate, rule)
     return primitive
 
