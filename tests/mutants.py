@@ -291,7 +291,7 @@ MUTANTS = [
         "engine/makers.py",
         "and self._uses[atom] == 1 and",
         "and",
-        "test_passes.py::test_a_gradient_that_something_else_reads_is_reduced_at_the_end",
+        "test_passes.py::test_what_something_else_reads_is_no_shard",
     ),
     Mutant(
         "turns_always_add_shards",
@@ -303,9 +303,9 @@ MUTANTS = [
     ),
     Mutant(
         "shards_kept_as_reduced",
-        "engine/gradient_exits.py",
-        "_compat.array_type(self.cut.shard_shape, self.dtype,",
-        "_compat.array_type(self.cut.shard_shape, self.sums.dtype_of(self.dtype),",
+        "engine/placed.py",
+        "reduce_shard(grad, cut, comm, sums).astype(dtype)",
+        "reduce_shard(grad, cut, comm, sums)",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
     ),
     Mutant(
@@ -442,6 +442,36 @@ MUTANTS = [
         'self.fence == "light"',
         "test_fences.py::test_operands_of_barriers",
         "tpu",
+    ),
+    Mutant(
+        "loops_do_not_wait",
+        "engine/waits.py",
+        "eqn = self.delay(eqn, _carried(eqn), due)",
+        "pass",
+        "test_waiting.py::test_the_backward_loop_waits_for_the_gradient_of_the_head",
+        "gpu",
+    ),
+    Mutant(
+        "names_end_at_calls",
+        "analysis/sent.py",
+        "yield Sent(eqn, first or eqn.params",
+        "yield Sent(eqn, eqn.params",
+        "test_sent.py::test_each_parameter_travels_as_often_as_counted_by_hand",
+        "False-None",
+    ),
+    Mutant(
+        "merged_gathers_pass",
+        "analysis/violations.py",
+        "return self.placed[kind] - self.compiled[kind] > MISSING * self.params",
+        "return False",
+        "test_sent.py::test_what_a_compiler_breaks_is_found",
+    ),
+    Mutant(
+        "replicas_send_nothing",
+        "plan/comm.py",
+        "*([over_groups] if self.num_replicas > 1 else [])",
+        "*[]",
+        "test_sent.py::test_micro_batches_and_replicas_count",
     ),
     Mutant(
         "blocks_wait_for_the_next_one",

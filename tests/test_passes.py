@@ -141,6 +141,16 @@ def test_a_gradient_that_something_else_reads_is_reduced_at_the_end():
     assert new.eqns[-1].primitive.name == "zero_reduce"
 
 
+def test_what_something_else_reads_is_no_shard():
+    """The cast would run on a shard, but its whole result is returned, too."""
+    twice = lambda x, g: [(x.T @ g).astype(jnp.float32)] * 2
+    jaxpr = jax.make_jaxpr(twice)(jnp.ones((2, 16), jnp.bfloat16), jnp.ones((2, 8), jnp.bfloat16)).jaxpr
+    new = reduce_early(jaxpr, [how((16, 8), 0), None])
+    made = {v for eqn in new.eqns for v in eqn.outvars}
+    assert made >= {*new.outvars}
+    assert [v.aval.shape for v in new.outvars] == [(2, 8), (16, 8)]
+
+
 def tied(w, x):
     return (jnp.tanh(x @ w) @ w.T).sum()
 

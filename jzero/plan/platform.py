@@ -22,7 +22,7 @@ class PlatformFacts(NamedTuple):
         ("whole"), a barrier with one element of each large array, since barriers write their operands to memory
         ("light"), or a select by one element, since it merges gathers across barriers ("data").
       postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
-        the backward pass must wait for them; see [Note: Waiting rules].
+        the backward pass must wait for them; see [Note: Waiting for gradients].
       prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
       adds_updates: Whether it adds whole updates one by one, so that gathering new parameters takes more memory; see
         [Note: Gathering new parameters].
