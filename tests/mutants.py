@@ -303,9 +303,9 @@ MUTANTS = [
     ),
     Mutant(
         "shards_kept_as_reduced",
-        "engine/placed.py",
-        "reduce_shard(grad, cut, comm, sums).astype(dtype)",
-        "reduce_shard(grad, cut, comm, sums)",
+        "engine/roles.py",
+        "dtype = jnp.dtype(self.kept_dtype)",
+        "dtype = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype))",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
     ),
     Mutant(
