@@ -459,8 +459,8 @@ def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns
     kept = frozenset(effect for effect in found if not isinstance(effect, effects.JaxprInputEffect))
     debug = opened.debug_info._replace(arg_names=None, result_paths=None)
     new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), kept, debug)
-    closed: Any = like
-    return closed.replace(jaxpr=new) if hasattr(like, "consts") else new  # in jax 0.12 every jaxpr has constants
+    made: Any = like.replace(jaxpr=new) if hasattr(like, "consts") else new  # in jax 0.12 each jaxpr has constants
+    return made
 
 
 def params_of_call(eqn: Equation, jaxpr: Any, is_changed: Sequence[bool]) -> dict[str, Any]:
