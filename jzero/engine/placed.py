@@ -21,7 +21,6 @@ finds out. That works everywhere, and costs a pass over the value. "light" is a 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -35,7 +34,7 @@ from jzero import _compat
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.placement import on_device
-from jzero.plan.comm import Comm, Hop, Sums
+from jzero.plan.comm import Comm, Hop, Sums, hops_of_part
 from jzero.plan.layout import Cut
 
 __all__ = [
@@ -157,9 +156,7 @@ def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
     else:
         hops = comm.reduce_hops(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
     with _compat.where_traced(eqn):
-        sizes = jax.sharding.get_abstract_mesh().shape
-    num_parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(cut.other_axes))
-    return tuple(hop._replace(num_elements=hop.num_elements // num_parts) for hop in hops)
+        return hops_of_part(hops, cut, jax.sharding.get_abstract_mesh().shape)
 
 
 def operations_of(eqn: JaxprEqn) -> Jaxpr:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -38,6 +38,7 @@ __all__ = [
     "Replicated",
     "Sums",
     "comm_of",
+    "hops_of_part",
     "own_part",
     "shard_index",
     "shard_spec",
@@ -226,6 +227,12 @@ class Sums:
 
     def _widens(self, dtype: Any) -> bool:
         return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
+
+
+def hops_of_part(hops: Iterable[Hop], cut: Cut, sizes: Mapping[str, int]) -> tuple[Hop, ...]:
+    """Returns hops of the part of an array that one device has where other mesh axes, of these sizes, cut it, too."""
+    num_parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(cut.other_axes))
+    return tuple(hop._replace(num_elements=hop.num_elements // num_parts) for hop in hops)
 
 
 def comm_of(config: ZeroConfig, mesh: AnyMesh) -> Comm:

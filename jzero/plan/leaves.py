@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.plan.comm import Comm, shard_spec
+from jzero.plan.comm import Comm, Hop, hops_of_part, shard_spec
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
@@ -64,11 +64,10 @@ class StateLeaf:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
 
-    def gathered_size(self, mesh: AnyMesh) -> int:
-        """Returns the elements on one device once the ZeRO axis is gathered, padding included."""
+    def gather_hops(self, comm: Comm, mesh: AnyMesh, dtype: Any) -> tuple[Hop, ...]:
+        """Returns the collectives that gather it in a dtype; none if it stays whole."""
         cut = self.for_collectives(mesh)
-        entries = self.base if cut is None else cut.other_axes
-        return math.prod(self.stored_shape) // math.prod(int(mesh.shape[x]) for x in jax.tree.leaves(tuple(entries)))
+        return () if cut is None else hops_of_part(comm.gather_hops(cut, dtype), cut, mesh.shape)
 
     def spec(self, comm: Comm) -> PartitionSpec:
         """Spec of the stored array."""

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
-from jzero.plan.comm import Comm, comm_of
+from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
@@ -292,17 +292,18 @@ class ZeroPlan:
 
     def bytes_gathered_in(self, *, micro_batches: int) -> int:
         """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
-        updated = [x for x in self.leaves if not x.param.cut and x.trained and x.grad.cut is not None]
-        after_update = sum(x.param.gathered_size(self.mesh) * itemsize(x.compute_dtype) for x in updated)
-        return micro_batches * sum(n * itemsize(dtype) for n, dtype in self.gathers_of_loss) + after_update
+        updated = [x for x in self.leaves if not x.param.cut and x.trained]
+        after_update = [hop for x in updated for hop in x.grad.gather_hops(self.comm, self.mesh, x.compute_dtype)]
+        hops = [*micro_batches * self.gathers_of_loss, *after_update]
+        return sum(hop.num_bytes for hop in hops)
 
     @functools.cached_property
-    def gathers_of_loss(self) -> tuple[tuple[int, Any], ...]:
-        """Elements and dtype of each gather of a loss and its gradient."""
-        cut = [(x.param, x.compute_dtype) for x in self.leaves if x.param.cut]
-        cut += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param and x.cut]
+    def gathers_of_loss(self) -> tuple[Hop, ...]:
+        """The collectives of the gathers of a loss and its gradient."""
+        held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
+        held += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
         passes = 2 if self.config.reshard_after_forward else 1
-        return passes * tuple((leaf.gathered_size(self.mesh), dtype) for leaf, dtype in cut)
+        return passes * tuple(hop for x, dtype in held for hop in x.gather_hops(self.comm, self.mesh, dtype))
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:
