@@ -467,6 +467,22 @@ MUTANTS = [
         "test_sent.py::test_what_a_compiler_breaks_is_found",
     ),
     Mutant(
+        "hops_in_the_other_order",
+        "plan/comm.py",
+        "for axis in (self.between, self.within):",
+        "for axis in (self.within, self.between):",
+        "test_two_hops.py::test_two_hops_train_like_one",
+        "loss_fn-3",
+    ),
+    Mutant(
+        "new_parameters_in_one_hop",
+        "update/leaf.py",
+        "len(plan.comm.shard_axes) > 1",
+        "False",
+        "test_two_hops.py::test_only_the_parts_of_devices_cross_nodes",
+        "1",
+    ),
+    Mutant(
         "replicas_send_nothing",
         "plan/comm.py",
         "*([over_groups] if self.num_replicas > 1 else [])",

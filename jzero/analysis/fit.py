@@ -353,7 +353,8 @@ class _Search:
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
-        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas)
+        nodes = 1 if self.hardware is None else max(1, self.num_devices // self.hardware.devices_per_node)
+        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas, nodes // num_replicas or 1)
         if self.devices is None:
             return abstract_mesh(self.num_devices, axes)
         mesh: Mesh = make_mesh(devices=self.devices, **axes)

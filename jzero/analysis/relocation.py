@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -62,7 +63,7 @@ def relaid(
         mesh = plan.mesh
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
-        axes = {**sizes, **axes_of_config(config)}
+        axes = {**axes_of_config(config), **sizes, **axes_of_config(dataclasses.replace(config, node_axis=None))}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh)

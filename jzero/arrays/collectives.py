@@ -9,14 +9,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jzero.plan.comm import Comm, Sums, own_part, sum_along
 from jzero.plan.layout import Cut
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import to_natural, to_stored
+from jzero.plan.plan import ZeroPlan
 
 __all__ = [
     "batch_index",
     "from_first",
+    "gather_leaf",
     "gather_param",
     "gather_rows",
     "mean",
@@ -33,6 +37,22 @@ def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
         # Collectives do not support booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
         return to_natural(comm.gather(bits, cut).astype(shard.dtype), cut)
+
+
+def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a stored leaf whole on every device, in its natural shape, by the hops of its gather. Inside `jit`."""
+    cut = leaf.for_collectives(plan.mesh)
+    if cut is None:
+        return x
+    gathered: jax.Array = jax.shard_map(
+        lambda shard: gather_param(shard, cut, plan.comm),
+        mesh=plan.mesh,
+        in_specs=leaf.manual_spec(plan.comm),
+        out_specs=PartitionSpec(),
+        axis_names=set(plan.comm.batch_axes),
+        check_vma=False,
+    )(x)
+    return gathered
 
 
 def reduce_shard(x: jax.Array, cut: Cut, comm: Comm, sums: Sums) -> jax.Array:

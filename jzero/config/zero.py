@@ -25,8 +25,8 @@ def _num_bytes(least: int) -> Setting:
     return whole(least, says=f"a number of bytes, an integer >= {least}")
 
 
-def _axis_name(value: Any, but: str = "") -> str:
-    if not isinstance(value, str) or value in ("", but):
+def _axis_name(value: Any, but: tuple[Any, ...] = ()) -> str:
+    if not isinstance(value, str) or value in ("", *but):
         raise ValueError
     return value
 
@@ -189,8 +189,9 @@ class ZeroConfig:
     Attributes:
       stage: 0 (nothing), 1 (optimizer state), 2 (and gradients), 3 (and parameters).
       axis: Mesh axis over which ZeRO partitions.
-      replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is
-        split over both axes.
+      node_axis: Mesh axis over nodes: ZeRO partitions over `axis` and this one, each its own collective, so that only
+        the smaller one crosses nodes. The batch is split over it, too.
+      replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is split over it, too.
       persistence_threshold: Parameters of up to this many elements stay whole at stage 3
         (DeepSpeed's `param_persistence_threshold`). Their gradients and optimizer state are cut.
       model_persistence_threshold: Cap, in elements, on the sum of parameters kept whole by
@@ -227,6 +228,7 @@ class ZeroConfig:
 
     stage: Literal[0, 1, 2, 3] = 3
     axis: str = "data"
+    node_axis: str | None = None
     replica_axis: str | None = None
     persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
@@ -242,12 +244,17 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         name = Setting("the name of a mesh axis", _axis_name)
         other = Setting(
-            f"a mesh axis other than `axis` ({self.axis!r:.80})", functools.partial(_axis_name, but=self.axis)
+            f"a mesh axis other than `axis` ({self.axis!r:.80})", functools.partial(_axis_name, but=(self.axis,))
+        )
+        node = Setting(
+            f"a mesh axis other than `axis` ({self.axis!r:.80}) and `replica_axis` ({self.replica_axis!r:.80})",
+            functools.partial(_axis_name, but=(self.axis, self.replica_axis)),
         )
         elements = whole(0, says="a number of elements, an integer >= 0")
         allowed = {
             "stage": one_of(*STAGES),
             "axis": name,
+            "node_axis": optional(node),
             "replica_axis": optional(other),
             "persistence_threshold": elements,
             "model_persistence_threshold": optional(elements),
@@ -265,6 +272,11 @@ class ZeroConfig:
             raise ValueError(
                 "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
                 f"{self.stage}."
+            )
+        if self.node_axis is not None and not self.reduce_scatter:
+            raise ValueError(
+                f"`node_axis={self.node_axis!r}` scatters sums in two hops, so `reduce_scatter=False` contradicts it: "
+                "drop one of them."
             )
         if self.prefetch_bytes is not None and not may_prefetch(self):
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jzero.config.zero import ZeroConfig
 from jzero.data.exchange import check_agreement, exchange
 from jzero.data.iterator import LoaderIterator
 from jzero.data.order import MAX_SHUFFLED, Order
@@ -28,6 +29,7 @@ def make_loader(
     mesh: Mesh | None = None,
     axis: str = "data",
     replica_axis: str | None = None,
+    node_axis: str | None = None,
     num_epochs: int | None = 1,
     shuffle: bool = False,
     shuffle_window: int | None = None,
@@ -53,6 +55,7 @@ def make_loader(
       mesh: The mesh of the train state. By default all devices on one axis, as everywhere.
       axis: As in `ZeroConfig`.
       replica_axis: As in `ZeroConfig`.
+      node_axis: As in `ZeroConfig`.
       num_epochs: How often to go through the source; `None` for no end.
       shuffle: Whether to shuffle, differently in each epoch.
       shuffle_window: Shuffle within windows of that many neighbors, and then the windows, so that the examples of a
@@ -94,7 +97,8 @@ def make_loader(
         _check_numbers(0, seed=seed, prefetch=prefetch, num_workers=num_workers)
         if shuffle_window is not None and not shuffle:
             raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
-        rows = local_rows(make_mesh() if mesh is None else mesh, batch_size, axis=axis, replica_axis=replica_axis)
+        config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)
+        rows = local_rows(make_mesh() if mesh is None else mesh, batch_size, config)
         order = Order(num_examples=len(source), seed=seed, shuffle=shuffle, window=shuffle_window)
         schedule = Schedule(
             num_examples=len(source), batch_size=batch_size, num_epochs=num_epochs, drop_remainder=drop_remainder

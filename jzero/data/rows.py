@@ -41,13 +41,12 @@ class LocalRows:
         return jax.make_array_from_callback((self.batch_size, *local.shape[1:]), self.sharding, part)
 
 
-def local_rows(mesh: Mesh, batch_size: int, *, axis: str, replica_axis: str | None) -> LocalRows:
-    """Returns this process's rows of batches, split as ZeRO's steps split them.
+def local_rows(mesh: Mesh, batch_size: int, config: ZeroConfig) -> LocalRows:
+    """Returns this process's rows of batches, split as the steps of a configuration split them.
 
     Raises:
       ValueError: The mesh lacks an axis, the rows cannot be divided evenly, or this process has no device.
     """
-    config = ZeroConfig(axis=axis, replica_axis=replica_axis)
     check_mesh(mesh, config)
     num_shards = num_batch_shards(mesh, config)
     if batch_size % num_shards:

@@ -4,6 +4,7 @@ In: a shard, [..., P/N] on each of N devices, and its `Cut`. Out: the stored arr
 is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduce`. Each one is a few lines:
 
     Direct("data")                          gathers and reduces over one mesh axis
+    TwoHop("data", "node", 2)               between nodes first, then within a node; sums the other way
     Replicated(Direct("data"), "copy", 2)   the same in each of two groups of devices, whose sums are added
 
 How sums are made, in which dtype and divided by what, is a `Sums`, and the same for every `Comm`.
@@ -37,6 +38,7 @@ __all__ = [
     "Hop",
     "Replicated",
     "Sums",
+    "TwoHop",
     "comm_of",
     "hops_of_part",
     "own_part",
@@ -147,6 +149,66 @@ class Direct:
 
 
 @dataclasses.dataclass(frozen=True)
+class TwoHop:
+    """Devices exchange shards with those of other nodes, then within their node; sums go the other way.
+
+    A leaf is cut into N parts by device first and node second, so what a device gathers from other nodes are the
+    neighbours of its own part: a contiguous 1/D of the leaf for D devices per node, the same on device d of every node.
+    So only the first hop crosses nodes, and each is a plain collective.
+
+    Attributes:
+      within: The mesh axis over the devices of a node.
+      between: The mesh axis over nodes.
+      num_nodes: The number of nodes.
+    """
+
+    within: str
+    between: str
+    num_nodes: int
+
+    def __str__(self) -> str:
+        return f"{self.within}+{self.between}"
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return (self.within, self.between)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return (self.between, self.within)
+
+    def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        for axis in (self.between, self.within):  # [..., P/N] -> [..., P/D] -> [..., P]
+            if lax.axis_size(axis) > 1:
+                shard = Direct(axis).gather(shard, cut)
+        return shard
+
+    def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        for axis in (self.within, self.between):  # [..., P] -> [..., P/D] -> [..., P/N]
+            if lax.axis_size(axis) > 1:
+                x = Direct(axis).reduce(x, cut)
+        return x
+
+    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        within, between = self._hops("all-gather", cut, dtype)
+        return tuple(hop for hop in (between, within) if hop.num_devices > 1)
+
+    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        return tuple(hop for hop in self._hops("reduce-scatter", cut, dtype) if hop.num_devices > 1)
+
+    def _hops(self, kind: str, cut: Cut, dtype: Any) -> tuple[Hop, Hop]:
+        size, num_devices = math.prod(cut.stored_shape), cut.num_shards // self.num_nodes
+        within = Hop(kind, (self.within,), num_devices, size, dtype)
+        return within, Hop(kind, (self.between,), self.num_nodes, size // num_devices, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Replicated:
     """Groups of devices hold the same shards; each gathers within itself, and sums are added over groups.
 
@@ -237,10 +299,12 @@ def hops_of_part(hops: Iterable[Hop], cut: Cut, sizes: Mapping[str, int]) -> tup
 
 def comm_of(config: ZeroConfig, mesh: AnyMesh) -> Comm:
     """Returns how parameters and gradients travel."""
-    direct = Direct(config.axis, config.reduce_scatter)
-    if config.replica_axis is None:
-        return direct
-    return Replicated(direct, config.replica_axis, int(mesh.shape[config.replica_axis]))
+    comm: Comm = Direct(config.axis, config.reduce_scatter)
+    if config.node_axis is not None:
+        comm = TwoHop(config.axis, config.node_axis, int(mesh.shape[config.node_axis]))
+    if config.replica_axis is not None:
+        comm = Replicated(comm, config.replica_axis, int(mesh.shape[config.replica_axis]))
+    return comm
 
 
 def shard_index(comm: Comm) -> jax.Array:

@@ -37,7 +37,8 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
     """Returns a mesh for ZeRO: by default, every device on one axis, `"data"`.
 
     Pass axis sizes by name, the slowest-varying first. One of them may be -1: it takes the remaining devices. The axis
-    named by `ZeroConfig.replica_axis` replicates the shards; other axes are for GSPMD (tensor parallelism).
+    named by `ZeroConfig.replica_axis` replicates the shards, that named by `node_axis` runs over nodes; other axes are
+    for GSPMD (tensor parallelism).
 
     Args:
       devices: The devices to use, in order. All of `jax.devices()` by default.
@@ -88,7 +89,7 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
         raise TypeError(
             f"`mesh` must be a `jax.sharding.Mesh`: got {type(mesh).__name__}. Make one with `jzero.make_mesh`."
         )
-    for field in ("axis", "replica_axis"):
+    for field in ("axis", "node_axis", "replica_axis"):
         name = getattr(config, field)
         if name is not None and name not in mesh.axis_names:
             raise ValueError(
@@ -138,19 +139,26 @@ def check_host_memory(mesh: AnyMesh) -> None:
 
 
 def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
-    """Returns N, the size of the ZeRO axis."""
-    return int(mesh.shape[config.axis])
+    """Returns N, the number of devices that hold different shards."""
+    return math.prod(int(mesh.shape[name]) for name in (config.axis, config.node_axis) if name is not None)
 
 
 def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
     """Returns the mesh axes over which the batch is split, the slowest-varying first."""
-    return (config.axis,) if config.replica_axis is None else (config.replica_axis, config.axis)
+    return tuple(name for name in (config.replica_axis, config.node_axis, config.axis) if name is not None)
 
 
-def axes_of_config(config: ZeroConfig, num_shards: int = -1, num_replicas: int = 1) -> dict[str, int]:
-    """Returns the mesh axes that a configuration names, with their sizes, as `make_mesh` takes them."""
+def axes_of_config(
+    config: ZeroConfig, num_shards: int = -1, num_replicas: int = 1, num_nodes: int = 1
+) -> dict[str, int]:
+    """Returns the mesh axes that a configuration names, with their sizes, as `make_mesh` takes them.
+
+    `num_shards` of them are on different nodes if there are several, or all that the other axes leave, -1.
+    """
     replicas = {} if config.replica_axis is None or num_replicas == 1 else {config.replica_axis: num_replicas}
-    return {**replicas, config.axis: num_shards}
+    if config.node_axis is None:
+        return {**replicas, config.axis: num_shards}
+    return {**replicas, config.node_axis: num_nodes, config.axis: -1 if num_shards == -1 else num_shards // num_nodes}
 
 
 def num_batch_shards(mesh: AnyMesh, config: ZeroConfig) -> int:

@@ -264,12 +264,13 @@ def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
     plan = None if state is None else plan_if_sharded(adapt(state).state)
     if plan is not None:
         return plan.mesh
-    if config.replica_axis is not None:
-        sizes = ", ".join(f"{name}=..." for name in batch_axes(config))
-        raise ValueError(
-            f"`replica_axis={config.replica_axis!r}` needs a mesh that says how many replicas there are: pass "
-            f"`mesh=jzero.make_mesh({sizes})`."
-        )
+    for field, what in (("replica_axis", "replicas"), ("node_axis", "nodes")):
+        if (name := getattr(config, field)) is not None:
+            sizes = ", ".join(f"{axis}=..." for axis in batch_axes(config))
+            raise ValueError(
+                f"`{field}={name!r}` needs a mesh that says how many {what} there are: pass "
+                f"`mesh=jzero.make_mesh({sizes})`."
+            )
     axes: dict[str, Any] = {**axes_of_config(config)}
     return make_mesh(**axes)
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from jzero import _compat
 from jzero.arrays.casts import holds, round_stochastically, round_to
+from jzero.arrays.collectives import gather_leaf
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.arrays.streamed import StreamedValue, Update, source, sources_of, stream
 from jzero.config.precision import is_key, scale_by
@@ -162,7 +163,7 @@ def new_param(
     rounded, master = _sum_parameter(plan, x, key)
     if applied is not None:
         rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))
-    return stored_leaf(rounded, x.leaf.param, plan), master
+    return _store_new(rounded, x.leaf, plan), master
 
 
 def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[Any, Any]:
@@ -175,7 +176,14 @@ def update_leaf(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[A
     if not x.is_rounded:
         return x.update if x.update is None else stored_leaf(x.update, leaf.param, plan), None
     rounded, master = _sum_parameter(plan, x, key)
-    return _make_update(x, stored_leaf(rounded, leaf.param, plan)), master
+    return _make_update(x, _store_new(rounded, leaf, plan)), master
+
+
+def _store_new(rounded: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
+    """Returns a new parameter, cut like its gradient, as the plan stores it."""
+    if leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop
+        rounded = gather_leaf(stored_leaf(rounded, leaf.grad, plan), leaf.grad, plan)
+    return stored_leaf(rounded, leaf.param, plan)
 
 
 def _sum_parameter(plan: ZeroPlan, x: LeafUpdate, key: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
