@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,72 @@ def test_only_the_parts_of_devices_cross_nodes(stage):
         assert within.num_elements == 4 * between.num_elements
 
 
+SIZES = [{"node": 2, "data": 4}, {"node": 3, "data": 2}, {"replica": 2, "node": 2, "data": 2}]
+
+
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    loss=[loss_fn, unrolled_loss],
+    sizes=SIZES,
+    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+    fields=[{}, {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}],
+)
+@pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
+def test_secondary_parameters_are_two_hops_to_the_bit(loss, sizes, options, fields):
+    """The same shards meet in the same order, only once."""
+    replica = {"replica_axis": "replica"} if "replica" in sizes else {}
+    results = [
+        train(loss, config_of(node_axis="node", secondary_params=is_secondary, **replica, **fields), sizes, **options)
+        for is_secondary in (False, True)
+    ]
+    (losses, params), (same_losses, same) = results
+    assert losses == same_losses
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+@singles(
+    stage=[3, 2],
+    sizes=SIZES,
+    steps=[2, 4],
+    fields=[{}, {"secondary_params": True}],
+)
+def test_secondary_gradients_add_up(stage, sizes, steps, fields):
+    fields = fields if stage == 3 else {}
+    replica = {"replica_axis": "replica"} if "replica" in sizes else {}
+    with jax.enable_x64(True):
+        config = config_of(stage, node_axis="node", secondary_grads=True, **fields, **replica)
+        losses, params = train(loss_fn, config, sizes, accumulate_steps=steps)
+        want, same = train(loss_fn, config_of(stage, node_axis="node", **replica), sizes, accumulate_steps=steps)
+        assert losses[0] == want[0]
+        np.testing.assert_allclose(losses, want, rtol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), params, same)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
+    """Of the parameters P, between nodes: once P/D gathered, and once reduced, in bf16."""
+    params = {"w": np.ones((4, 32, 32), np.float32), "out": np.ones((32, 64), np.float32)}
+    config = config_of(node_axis="node", secondary_params=True, secondary_grads=True, precision="bf16")
+    plain = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+    state = jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(node=2, data=4))
+    loss = lambda p, x: jnp.square(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0] @ p["out"]).mean()
+    step, batch = jzero.make_train_step(loss, accumulate_steps=steps), np.ones((48, 32), np.float32)
+    moved = collections.Counter()
+    for x in sent(step.trace(state, batch).jaxpr):
+        for hop in x.hops:
+            moved[hop.axes[0], x.gathers] += x.times * hop.num_bytes
+    size = sum(x.size for x in params.values())
+    once = 2 * size // 4
+    assert moved["node", True] == once
+    assert moved["node", False] == once
+    assert moved["data", False] == steps * 2 * size
+    assert moved["data", True] >= steps * 2 * size
+    report = analyze(step, state, batch)
+    report.verify()
+    plan = jzero.plan_of(state)
+    assert plan.bytes_gathered_in(micro_batches=steps) == once + steps * 2 * 2 * size
+
+
 def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
     state = sharded(make_params(np.float32), config_of(node_axis="node"), node=2, data=4)
     state, _ = jzero.make_train_step(loss_fn)(state, BATCH.astype(np.float32))
@@ -146,6 +214,13 @@ def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
         ({"node_axis": "data"}, "`node_axis` must be .* a mesh axis other than `axis`"),
         ({"node_axis": "replica", "replica_axis": "replica"}, "`node_axis` must be"),
         ({"node_axis": "node", "reduce_scatter": False}, "`reduce_scatter=False` contradicts"),
+        ({"secondary_params": True}, "`secondary_params=True` needs `node_axis` and stage 3"),
+        ({"secondary_params": True, "node_axis": "node", "stage": 2}, "got node_axis='node', stage 2"),
+        ({"secondary_grads": True, "node_axis": "node", "stage": 1}, "`secondary_grads=True` needs"),
+        (
+            {"secondary_params": True, "node_axis": "node", "offload": jzero.Offload(optimizer="host", params="host")},
+            "which `Offload.params='host'.` is to avoid",
+        ),
     ],
 )
 def test_contradictions_name_the_fields(fields, message):

@@ -127,7 +127,9 @@ def analyze(
     reckoned = None
     if isinstance(fn, TrainStep | ValueAndGrad) and plans:
         gathered = [x.times * hop.num_elements for x in facts.sent if x.gathers for hop in x.hops]
-        planned = fn.micro.steps * sum(hop.num_elements for hop in plans[0].gathers_of_loss)
+        planned = sum(
+            hop.num_elements for hop in (*plans[0].gathers_before_loss, *fn.micro.steps * plans[0].gathers_of_loss)
+        )
         notes += gathers_more(sum(gathered), planned)
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)

@@ -101,14 +101,15 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
     others = {x.path: x.compute_dtype for x in plan.other_leaves if x.is_param}
     planned = {**others, **{leaf.path: leaf.compute_dtype for leaf in plan.leaves}}
+    levels = plan.comm.split()
     for x in compiled.sent:
         if math.prod(x.cut.shape) <= SMALL or x.path not in planned:
             continue
         what, dtype = f"{_say(x)} ({x.path})", jnp.dtype(planned[x.path])
-        if x.eqn.params["comm"] != plan.comm:
+        if x.eqn.params["comm"] not in (plan.comm, *(levels or ())):
             yield True, f"{what} travels over {x.eqn.params['comm']}, not {plan.comm} as planned."
-        if not x.gathers:
-            continue
+        if not x.gathers or (levels is not None and x.eqn.params["comm"] == levels.between):
+            continue  # what is gathered between nodes is still a part
         if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
             yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
         if x.fate is Fate.SCANNED:

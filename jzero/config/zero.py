@@ -191,6 +191,11 @@ class ZeroConfig:
       axis: Mesh axis over which ZeRO partitions.
       node_axis: Mesh axis over nodes: ZeRO partitions over `axis` and this one, each its own collective, so that only
         the smaller one crosses nodes. The batch is split over it, too.
+      secondary_params: Stage 3 gathers parameters between nodes once per step, before everything else, and keeps each
+        device's share of its node (ZeRO++'s hpZ): all other gathers stay within nodes. It costs a share of 1/D of the
+        parameters during the step, for D devices per node.
+      secondary_grads: With micro-batches, stages 2 and 3 reduce gradients within nodes at each use, and between nodes
+        once per step. It costs sums of 1/D of the gradients.
       replica_axis: Mesh axis over which the shards are replicated (hybrid sharding). The batch is split over it, too.
       persistence_threshold: Parameters of up to this many elements stay whole at stage 3
         (DeepSpeed's `param_persistence_threshold`). Their gradients and optimizer state are cut.
@@ -229,6 +234,8 @@ class ZeroConfig:
     stage: Literal[0, 1, 2, 3] = 3
     axis: str = "data"
     node_axis: str | None = None
+    secondary_params: bool = False
+    secondary_grads: bool = False
     replica_axis: str | None = None
     persistence_threshold: int = 100_000
     model_persistence_threshold: int | None = None
@@ -255,6 +262,8 @@ class ZeroConfig:
             "stage": one_of(*STAGES),
             "axis": name,
             "node_axis": optional(node),
+            "secondary_params": FLAG,
+            "secondary_grads": FLAG,
             "replica_axis": optional(other),
             "persistence_threshold": elements,
             "model_persistence_threshold": optional(elements),
@@ -273,11 +282,7 @@ class ZeroConfig:
                 "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
                 f"{self.stage}."
             )
-        if self.node_axis is not None and not self.reduce_scatter:
-            raise ValueError(
-                f"`node_axis={self.node_axis!r}` scatters sums in two hops, so `reduce_scatter=False` contradicts it: "
-                "drop one of them."
-            )
+        self._check_levels()
         if self.prefetch_bytes is not None and not may_prefetch(self):
             raise ValueError(
                 f"`prefetch_bytes={self.prefetch_bytes}` needs `reshard_after_forward=True` and parameters on the "
@@ -285,6 +290,24 @@ class ZeroConfig:
                 f"Offload(params={self.offload.params!r}). Drop one of them."
             )
         self._check_rules()
+
+    def _check_levels(self) -> None:
+        if self.node_axis is not None and not self.reduce_scatter:
+            raise ValueError(
+                f"`node_axis={self.node_axis!r}` scatters sums in two hops, so `reduce_scatter=False` contradicts it: "
+                "drop one of them."
+            )
+        for name, least in (("secondary_params", 3), ("secondary_grads", 2)):
+            if getattr(self, name) and (self.node_axis is None or self.stage < least):
+                raise ValueError(
+                    f"`{name}=True` needs `node_axis` and stage {least} or more: got node_axis={self.node_axis!r}, "
+                    f"stage {self.stage}. Name the mesh axis over nodes, or drop `{name}`."
+                )
+        if self.secondary_params and self.offload.params == "host":
+            raise ValueError(
+                "`secondary_params=True` keeps a share of all parameters on the devices, which "
+                "`Offload(params='host')` is to avoid: drop one of them."
+            )
 
     def _check_rules(self) -> None:
         if not isinstance(self.rules, Mapping):

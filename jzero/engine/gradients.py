@@ -22,7 +22,7 @@ from jzero.arrays.collectives import batch_index, sum_over
 from jzero.arrays.placement import is_on_host
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
-from jzero.engine.lazy import Lazy, is_lazy
+from jzero.engine.lazy import is_lazy, make_lazy
 from jzero.engine.merge import merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
@@ -180,13 +180,25 @@ class _LocalStep:
         leaves = self.plan.leaves
         return frozenset(i for i in self.plan.wholly_offloaded if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
+    @property
+    def is_secondary(self) -> bool:
+        """Whether parameters are gathered between nodes once; an evaluation uses each only once."""
+        return self.plan.config.secondary_params and self.differentiates
+
     @functools.cached_property
     def params(self) -> list[Parameter]:
         """The parameters of this step."""
         plan, stage = self.plan, self.plan.config.stage
         last = self.micro.steps > 1 and (self.micro.reduce_last or stage < 2)
         make = functools.partial(
-            Parameter, mesh=plan.mesh, comm=plan.comm, sums=self.sums, reduce_last=last, stage=stage
+            Parameter,
+            mesh=plan.mesh,
+            comm=plan.comm,
+            sums=self.sums,
+            reduce_last=last,
+            stage=stage,
+            is_secondary=self.is_secondary,
+            is_late=plan.config.secondary_grads and self.micro.steps > 1 and not last,
         )
         return [make(leaf, to_host=i in self.streamed) for i, leaf in enumerate(plan.leaves)]
 
@@ -272,7 +284,7 @@ class _LocalStep:
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
         if cut is None:
             return round_without_derivative(x, dtype)
-        return Lazy(x, None, cut, self.plan.comm, dtype, dtype, path=leaf.path)
+        return make_lazy(x, leaf.path, cut, self.plan.comm, dtype, is_secondary=self.is_secondary)
 
     def _walk(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

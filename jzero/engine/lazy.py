@@ -39,6 +39,7 @@ __all__ = [
     "is_constant",
     "is_cut",
     "is_lazy",
+    "make_lazy",
     "num_bytes",
 ]
 
@@ -113,6 +114,18 @@ class Lazy:
             assert self.whole is not None
             return self.whole
         return gather_p.bind(self.shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
+
+
+def make_lazy(shard: jax.Array, path: str, cut: Cut, comm: Comm, dtype: Any, *, is_secondary: bool) -> Lazy:
+    """Returns a stored shard, [..., P/N], as a lazy parameter of a dtype.
+
+    If it `is_secondary`, it is gathered between nodes here, so that all uses gather within the node. [..., P/D].
+    """
+    dtype, levels = jnp.dtype(dtype), comm.split() if is_secondary else None
+    if levels is not None:
+        shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=dtype, comm=levels.between)
+        cut, comm = levels.near(cut), levels.within
+    return Lazy(shard, None, cut, comm, dtype, dtype, path=path)
 
 
 class Operation(NamedTuple):

@@ -24,9 +24,9 @@ from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.lazy import Lazy
+from jzero.engine.lazy import make_lazy
 from jzero.engine.placed import reduce_p
-from jzero.plan.comm import Comm, Sums
+from jzero.plan.comm import Comm, Levels, Sums
 from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
 
@@ -61,6 +61,8 @@ class Parameter:
       reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
+      is_secondary: Whether it is gathered between nodes once, before all uses.
+      is_late: Whether its gradient is reduced between nodes once, after all micro-batches.
     """
 
     leaf: LeafPlan
@@ -70,6 +72,8 @@ class Parameter:
     reduce_last: bool
     stage: int
     to_host: bool
+    is_secondary: bool = False
+    is_late: bool = False
 
     @property
     def role(self) -> Role:
@@ -93,8 +97,14 @@ class Parameter:
         if not as_made:
             return Unreduced(self.leaf.path, is_awaited)  # [D, F]: summed over micro-batches, then reduced
         by_use = self.stage > 1  # stage 1 has the memory to sum whole gradients
-        dtype = jnp.dtype(self.kept_dtype)
-        return Reduction(self.leaf.path, cut, self.comm, self.sums, dtype, by_use, self.to_host, is_awaited)
+        dtype, comm, levels = jnp.dtype(self.kept_dtype), self.comm, self._levels
+        if levels is not None:
+            cut, comm = levels.near(cut), levels.within
+        return Reduction(self.leaf.path, cut, comm, self.sums, dtype, by_use, self.to_host, is_awaited)
+
+    @property
+    def _levels(self) -> Levels | None:
+        return self.comm.split() if self.is_late else None
 
     @property
     def kept_dtype(self) -> Any:
@@ -113,17 +123,20 @@ class Parameter:
         cut = self.leaf.param.for_collectives(self.mesh)
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
-        dtype = jnp.dtype(self.leaf.compute_dtype)
-        return Lazy(stored, None, cut, self.comm, dtype, dtype, path=self.leaf.path)  # stored: [D/N, F]
+        leaf = self.leaf
+        return make_lazy(stored, leaf.path, cut, self.comm, leaf.compute_dtype, is_secondary=self.is_secondary)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
         cut = self.leaf.grad.for_collectives(self.mesh)
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
+        comm, sums, levels = self.comm, self.sums, self._levels
         if isinstance(self.leaving, Reduction):
-            return grad  # the program has reduced it: [D/N, F]
+            if levels is None or cut is None:
+                return grad  # the program has reduced it: [D/N, F]
+            cut, comm, sums = levels.far(cut), levels.between, dataclasses.replace(sums, predivide=1)
         if cut is None:
-            return reduce_whole(grad, self.sums)
-        how = {"cut": cut, "dtype": jnp.dtype(self.sums.dtype_of(grad.dtype)), "comm": self.comm, "sums": self.sums}
-        return reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, **how)
+            return reduce_whole(grad, sums)
+        dtype = jnp.dtype(self.kept_dtype if levels else sums.dtype_of(grad.dtype))
+        return reduce_p.bind(grad, path=self.leaf.path, is_awaited=False, cut=cut, dtype=dtype, comm=comm, sums=sums)

@@ -36,6 +36,7 @@ __all__ = [
     "Comm",
     "Direct",
     "Hop",
+    "Levels",
     "Replicated",
     "Sums",
     "TwoHop",
@@ -96,11 +97,37 @@ class Comm(Protocol):
     def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
         """Returns this device's shard of the sum over all devices with a part of the batch. [..., P] -> [..., P/N]."""
 
+    def split(self) -> Levels | None:
+        """Returns the parts of the way within and between nodes; `None` if there is one level."""
+
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """Returns the collectives of a gather of shards of a dtype."""
 
     def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """Returns the collectives of a reduction in a dtype."""
+
+
+class Levels(NamedTuple):
+    """The two parts of a way over several nodes. What lies between them is a part of 1/D on each of D devices.
+
+    Attributes:
+      within: From that to the whole leaf, and back.
+      between: From shards to that, and back, replicas included.
+      num_nodes: The number of nodes.
+    """
+
+    within: Comm
+    between: Comm
+    num_nodes: int
+
+    def near(self, cut: Cut) -> Cut:
+        """Returns how a leaf is cut into parts for the devices of a node; each is cut over nodes evenly."""
+        return dataclasses.replace(cut, num_shards=cut.num_shards // self.num_nodes, parts=self.num_nodes)
+
+    def far(self, cut: Cut) -> Cut:
+        """Returns how one such part is cut over nodes."""
+        part = self.near(cut).shard_shape
+        return Cut(cut.dim, part, self.num_nodes, other_axes=cut.other_axes[: len(part)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +164,9 @@ class Direct:
         if not self.scatters:
             return own_part(sum_along(x, self.axis), cut, self)
         return _apply_to_parts(lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
+
+    def split(self) -> None:
+        """See `Comm`."""
 
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
@@ -193,6 +223,10 @@ class TwoHop:
                 x = Direct(axis).reduce(x, cut)
         return x
 
+    def split(self) -> Levels | None:
+        """See `Comm`."""
+        return Levels(Direct(self.within), Direct(self.between), self.num_nodes) if self.num_nodes > 1 else None
+
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
         within, between = self._hops("all-gather", cut, dtype)
@@ -242,6 +276,11 @@ class Replicated:
     def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
         return sum_along(self.inner.reduce(x, cut), self.axis)
+
+    def split(self) -> Levels | None:
+        """See `Comm`."""
+        levels = self.inner.split()
+        return levels and levels._replace(between=dataclasses.replace(self, inner=levels.between))
 
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""

@@ -50,6 +50,7 @@ class Cut:
       num_shards: N.
       flat: Whether dimensions `dim` and up are stored as one.
       other_axes: The other mesh axes that shard each dimension, if collectives must know them; else empty.
+      parts: How many parts of equal size each shard has.
     """
 
     dim: int
@@ -57,6 +58,7 @@ class Cut:
     num_shards: int
     flat: bool = False
     other_axes: tuple[Any, ...] = ()
+    parts: int = 1
 
     def __str__(self) -> str:
         return f"{self.dim}{'+' * self.flat}/{self.num_shards}" + (
@@ -71,7 +73,8 @@ class Cut:
     @property
     def stored_size(self) -> int:
         """Elements along the cut dimension, padding included."""
-        return -(-self.natural_size // self.num_shards) * self.num_shards
+        number = self.num_shards * self.parts
+        return -(-self.natural_size // number) * number
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -122,7 +125,7 @@ class Cut:
             self.other_axes[d] if self.other_axes and shape[i] == self.shape[d] else None for i, d in enumerate(dims)
         ]
         kept = tuple(other_axes) if any(other_axes) else ()
-        return Cut(list(dims).index(self.dim), tuple(shape), self.num_shards, self.flat, kept)
+        return dataclasses.replace(self, dim=list(dims).index(self.dim), shape=tuple(shape), other_axes=kept)
 
     def for_shard(self, values: Sequence[Any], of_cut: Any) -> list[Any]:
         """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,10 +65,15 @@ class StateLeaf:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
 
-    def gather_hops(self, comm: Comm, mesh: AnyMesh, dtype: Any) -> tuple[Hop, ...]:
-        """Returns the collectives that gather it in a dtype; none if it stays whole."""
+    def gather_hops(
+        self, comm: Comm, mesh: AnyMesh, dtype: Any, part: Callable[[Cut], Cut] | None = None
+    ) -> tuple[Hop, ...]:
+        """Returns the collectives that gather it in a dtype, or `part` of its way; none if it stays whole."""
         cut = self.for_collectives(mesh)
-        return () if cut is None else hops_of_part(comm.gather_hops(cut, dtype), cut, mesh.shape)
+        if cut is None:
+            return ()
+        cut = cut if part is None else part(cut)
+        return hops_of_part(comm.gather_hops(cut, dtype), cut, mesh.shape)
 
     def spec(self, comm: Comm) -> PartitionSpec:
         """Spec of the stored array."""

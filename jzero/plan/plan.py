@@ -294,16 +294,33 @@ class ZeroPlan:
         """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
         updated = [x for x in self.leaves if not x.param.cut and x.trained]
         after_update = [hop for x in updated for hop in x.grad.gather_hops(self.comm, self.mesh, x.compute_dtype)]
-        hops = [*micro_batches * self.gathers_of_loss, *after_update]
-        return sum(hop.num_bytes for hop in hops)
+        before = self.gathers_before_loss if micro_batches else ()
+        return sum(hop.num_bytes for hop in (*before, *micro_batches * self.gathers_of_loss, *after_update))
+
+    @property
+    def _held(self) -> list[tuple[StateLeaf, Any]]:
+        """Every parameter as stored, with its dtype in the loss."""
+        held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
+        return held + [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
 
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Hop, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
-        held += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
-        passes = 2 if self.config.reshard_after_forward else 1
-        return passes * tuple(hop for x, dtype in held for hop in x.gather_hops(self.comm, self.mesh, dtype))
+        levels = self.comm.split() if self.config.secondary_params else None
+        comm = self.comm if levels is None else levels.within
+        near = None if levels is None else levels.near
+        hops = [hop for x, dtype in self._held for hop in x.gather_hops(comm, self.mesh, dtype, near)]
+        return (2 if self.config.reshard_after_forward else 1) * tuple(hops)
+
+    @functools.cached_property
+    def gathers_before_loss(self) -> tuple[Hop, ...]:
+        """The collectives of gathers once per step: those between nodes with `secondary_params`."""
+        levels = self.comm.split() if self.config.secondary_params else None
+        if levels is None:
+            return ()
+        return tuple(
+            hop for x, dtype in self._held for hop in x.gather_hops(levels.between, self.mesh, dtype, levels.far)
+        )
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:
