@@ -91,21 +91,26 @@ def stack_loss(params, batch):
     return jnp.square(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params["w"])[0]).mean()
 
 
+def normalized_before_the_loop(params, batch):
+    return stack_loss({"w": params["w"] / jnp.linalg.norm(params["w"], axis=-2, keepdims=True)}, batch)
+
+
 @pytest.mark.parametrize(
-    ("options", "fate"),
+    ("loss", "options", "fate"),
     [
-        ({}, Fate.USED),
-        ({"reshard_after_forward": False}, Fate.STACKED),
-        ({"rules": {"w": jzero.LeafRule(dim=0, scan_dim=-1)}}, Fate.SCANNED),
+        (stack_loss, {}, Fate.USED),
+        (stack_loss, {"reshard_after_forward": False}, Fate.STACKED),
+        (stack_loss, {"rules": {"w": jzero.LeafRule(dim=0, scan_dim=-1)}}, Fate.SCANNED),
+        (normalized_before_the_loop, {}, Fate.SCANNED),
     ],
 )
-def test_the_fate_of_what_a_loop_gathers(options, fate):
+def test_the_fate_of_what_a_loop_gathers(loss, options, fate):
     params = {"w": np.ones((8, 48, 48), np.float32)}
     config = jzero.ZeroConfig(stage=3, persistence_threshold=0, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine says so too
         state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
-        step = jzero.make_train_step(stack_loss)
+        step = jzero.make_train_step(loss)
         found = [x.fate for x in sent(step.trace(state, jnp.ones((16, 48))).jaxpr) if x.gathers]
     assert fate in found
     assert set(found) <= {fate, Fate.USED}

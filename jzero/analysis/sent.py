@@ -38,7 +38,7 @@ class Fate(enum.Enum):
     Attributes:
       USED: Nothing.
       STACKED: The loop that gathers it returns the rows of all turns.
-      SCANNED: A loop runs over it, so it is a stack that is whole before the loop.
+      SCANNED: A loop runs over it, or over what is computed from it: a stack that is whole before the loop.
       KEPT: The backward pass reads what the forward pass gathered.
     """
 
@@ -157,12 +157,16 @@ class _Walk:
     def _fate(self, gather: JaxprEqn, jaxpr: Jaxpr) -> Fate:
         """Returns what becomes of a gathered parameter in the jaxpr that gathers it."""
         whole = {gather.outvars[0]}
+        alike = {gather.outvars[0]}  # what is computed from it, in its shape
         for eqn in jaxpr.eqns:
-            reads = [i for i, v in enumerate(eqn.invars) if any(v is x for x in whole)]
+            reads = [i for i, v in enumerate(eqn.invars) if any(v is x for x in alike)]
             if not reads:
                 continue
             if eqn.primitive.name == "scan" and reads[-1] >= sum(_compat.scan_groups(eqn)):
                 return Fate.SCANNED
+            alike |= {v for v in eqn.outvars if _compat.type_of(v).shape == gather.params["cut"].shape}
+            if not any(eqn.invars[i] is x for i in reads for x in whole):
+                continue
             # A loop's body has both in one turn where it recomputes.
             if not self.in_loop and _compat.is_transposed(eqn) and not _compat.is_transposed(gather):
                 return Fate.KEPT
