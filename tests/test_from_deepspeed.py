@@ -211,6 +211,18 @@ def test_mics_names_the_mesh_that_it_needs():
         read(zero(3), num_devices=8)
 
 
+def test_hpz_names_the_mesh_that_it_needs():
+    def zero(size):
+        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+
+    config, report = read(zero(4), num_devices=8)
+    assert (config.node_axis, config.secondary_params) == ("node", True)
+    assert "jzero.make_mesh(node=2, data=4)" in note(report, "zero_optimization.zero_hpz_partition_size")
+    assert [read(zero(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
+    with pytest.raises(ValueError, match=r"`zero_optimization.zero_hpz_partition_size` \(3\) must divide"):
+        read(zero(3), num_devices=8)
+
+
 @pytest.mark.parametrize(
     ("stage", "block", "skips"),
     [

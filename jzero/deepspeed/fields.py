@@ -38,7 +38,7 @@ ADAM_BYTES = 12
 
 CHUNK = "`Offload.chunk_bytes` = 16 MiB"
 
-REPLICA_AXIS = "replica"
+REPLICA_AXIS, NODE_AXIS = "replica", "node"
 
 
 class ConfigFields(NamedTuple):
@@ -59,7 +59,8 @@ def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
     fields: dict[str, Any] = {"stage": stage, "precision": precision}
     fields |= _gathering(settings, stage, precision) | _reducing(settings, stage, precision)
     if stage == 3:
-        fields |= _thresholds(settings) | _prefetching(settings, precision) | _replicas(settings, num_devices)
+        fields |= _thresholds(settings) | _prefetching(settings, precision)
+        fields |= _replicas(settings, num_devices) | _nodes(settings, num_devices)
     offload = _offload(settings, stage)
     _judge_by_stage(settings, stage)
     return ConfigFields(fields, offload)
@@ -132,6 +133,24 @@ def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     mesh = f"jzero.make_mesh({REPLICA_AXIS}={groups}, data={size})"
     settings.judge(path, "honoured", f"`ZeroConfig.replica_axis={REPLICA_AXIS!r}`: needs `mesh={mesh}`")
     return {"replica_axis": REPLICA_AXIS}
+
+
+def _nodes(settings: Settings, num_devices: int | None) -> dict[str, Any]:
+    """Secondary shards (hpZ) are on each of so many devices, those of a node."""
+    path = f"{ZERO}.zero_hpz_partition_size"
+    size = settings[path]
+    if size <= 1:
+        settings.judge(path, "ignored", "off")
+        return {}
+    if num_devices is not None and num_devices % size:
+        raise ValueError(f"`{path}` ({size}) must divide the number of devices: got {num_devices}.")
+    if size == num_devices:
+        settings.judge(path, "honoured", "all devices: there is one node")
+        return {}
+    nodes = "..." if num_devices is None else num_devices // size
+    mesh = f"jzero.make_mesh({NODE_AXIS}={nodes}, data={size})"
+    settings.judge(path, "honoured", f"`node_axis={NODE_AXIS!r}`, `secondary_params=True`: needs `mesh={mesh}`")
+    return {"node_axis": NODE_AXIS, "secondary_params": True}
 
 
 def _offload(settings: Settings, stage: int) -> dict[str, Any]:
