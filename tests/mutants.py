@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "stored_size_rounded_down",
         "plan/layout.py",
-        "return -(-self.natural_size // self.num_shards) * self.num_shards",
-        "return max(1, self.natural_size // self.num_shards) * self.num_shards",
+        "return -(-self.natural_size // number) * number",
+        "return max(1, self.natural_size // number) * number",
         "test_layout.py::test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf",
     ),
     Mutant(
@@ -304,8 +304,8 @@ MUTANTS = [
     Mutant(
         "shards_kept_as_reduced",
         "engine/roles.py",
-        "dtype = jnp.dtype(self.kept_dtype)",
-        "dtype = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype))",
+        "dtype, comm, levels = jnp.dtype(self.kept_dtype), self.comm",
+        "dtype, comm, levels = jnp.dtype(self.sums.dtype_of(self.leaf.compute_dtype)), self.comm",
         "test_reductions.py::test_shards_of_uses_are_summed_in_the_accumulate_dtype",
     ),
     Mutant(
