@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import jzero
+from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
 from tests import models
 from tests.compiled import analyze
@@ -226,6 +227,19 @@ def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
 def test_contradictions_name_the_fields(fields, message):
     with pytest.raises(ValueError, match=message):
         config_of(**fields)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"replica": 2, "data": 4}, {"node": 2, "data": 4}, {"replica": 2, "node": 2, "data": 2}]
+)
+def test_another_machine_keeps_the_order_of_axes(sizes):
+    """It says which devices are neighbours; ZeRO's axis takes the devices that are left."""
+    fields = {f"{name}_axis": name for name in sizes if name != "data"}
+    state = sharded({"w": np.ones((64, 64), np.float32)}, config_of(**fields), **sizes)
+    mesh = jzero.plan_of(relaid(state, devices=32)).mesh
+    others = {name: size for name, size in sizes.items() if name != "data"}
+    assert dict(mesh.shape) == {**others, "data": 32 // int(np.prod(list(others.values())))}
+    assert list(mesh.shape) == list(sizes)
 
 
 def test_a_mesh_must_say_how_many_nodes_there_are():

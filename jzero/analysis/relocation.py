@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -63,7 +62,10 @@ def relaid(
         mesh = plan.mesh
     if mesh is None:
         sizes = {str(name): int(size) for name, size in plan.mesh.shape.items()} if plan is not None else {}
-        axes = {**axes_of_config(config), **sizes, **axes_of_config(dataclasses.replace(config, node_axis=None))}
+        named = axes_of_config(config)
+        # In the order of the old mesh, which says who is whose neighbour; ZeRO's axis, -1, takes the rest.
+        axes = {name: size for name, size in named.items() if name not in sizes} | sizes
+        axes |= {name: size for name, size in named.items() if size == -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
     return abstract_train_state(state, config=config, mesh=mesh)

@@ -103,7 +103,10 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     planned = {**others, **{leaf.path: leaf.compute_dtype for leaf in plan.leaves}}
     levels = plan.comm.split()
     for x in compiled.sent:
-        if math.prod(x.cut.shape) <= SMALL or x.path not in planned:
+        if math.prod(x.cut.shape) <= SMALL:
+            continue
+        if x.path not in planned:
+            yield False, f"{_say(x)} ({x.path}) is no parameter of the plan, so it is not compared with it."
             continue
         what, dtype = f"{_say(x)} ({x.path})", jnp.dtype(planned[x.path])
         if x.eqn.params["comm"] not in (plan.comm, *(levels or ())):

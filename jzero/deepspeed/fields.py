@@ -119,38 +119,37 @@ def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
 
 def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     """MiCS shards over so many devices, and keeps the shards of each group of devices."""
-    path = f"{ZERO}.mics_shard_size"
-    size = settings[path]
-    if size < 1:
-        settings.judge(path, "ignored", "off")
-        return {}
-    if num_devices is not None and num_devices % size:
-        raise ValueError(f"`{path}` ({size}) must divide the number of devices: got {num_devices}.")
-    if size == num_devices:
-        settings.judge(path, "honoured", "all devices: nothing is replicated")
-        return {}
-    groups = "..." if num_devices is None else num_devices // size
-    mesh = f"jzero.make_mesh({REPLICA_AXIS}={groups}, data={size})"
-    settings.judge(path, "honoured", f"`ZeroConfig.replica_axis={REPLICA_AXIS!r}`: needs `mesh={mesh}`")
-    return {"replica_axis": REPLICA_AXIS}
+    return _groups(settings, "mics_shard_size", 1, num_devices, {"replica_axis": REPLICA_AXIS}, "nothing is replicated")
 
 
 def _nodes(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     """Secondary shards (hpZ) are on each of so many devices, those of a node."""
-    path = f"{ZERO}.zero_hpz_partition_size"
+    fields = {"node_axis": NODE_AXIS, "secondary_params": True}
+    return _groups(settings, "zero_hpz_partition_size", 2, num_devices, fields, "there is one node")
+
+
+def _groups(
+    settings: Settings, key: str, least: int, num_devices: int | None, fields: dict[str, Any], alone: str
+) -> dict[str, Any]:
+    """Returns the fields of a key that says how many devices a group has; their first is the mesh axis over groups.
+
+    `least` is the smallest group, and `alone` what one group of all devices means.
+    """
+    path = f"{ZERO}.{key}"
     size = settings[path]
-    if size <= 1:
+    if size < least:
         settings.judge(path, "ignored", "off")
         return {}
     if num_devices is not None and num_devices % size:
         raise ValueError(f"`{path}` ({size}) must divide the number of devices: got {num_devices}.")
     if size == num_devices:
-        settings.judge(path, "honoured", "all devices: there is one node")
+        settings.judge(path, "honoured", f"all devices: {alone}")
         return {}
-    nodes = "..." if num_devices is None else num_devices // size
-    mesh = f"jzero.make_mesh({NODE_AXIS}={nodes}, data={size})"
-    settings.judge(path, "honoured", f"`node_axis={NODE_AXIS!r}`, `secondary_params=True`: needs `mesh={mesh}`")
-    return {"node_axis": NODE_AXIS, "secondary_params": True}
+    number = "..." if num_devices is None else num_devices // size
+    mesh = f"jzero.make_mesh({next(iter(fields.values()))}={number}, data={size})"
+    told = ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
+    settings.judge(path, "honoured", f"{told}: needs `mesh={mesh}`")
+    return fields
 
 
 def _offload(settings: Settings, stage: int) -> dict[str, Any]:
