@@ -19,7 +19,7 @@ from tests.compiled import analyze
 from tests.tiers import singles
 
 WIDTH, LAYERS, STEPS = 21, 3, 20
-BATCH = np.random.default_rng(1).normal(size=(48, WIDTH))
+BATCH = np.random.default_rng(1).normal(size=(96, WIDTH))
 
 
 def make_params(dtype=np.float64):
