@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
     from jzero.config.precision import DynamicLossScale as DynamicLossScale
     from jzero.config.precision import Precision as Precision
+    from jzero.config.quantization import Quantization as Quantization
     from jzero.config.zero import LeafRule as LeafRule
     from jzero.config.zero import Offload as Offload
     from jzero.config.zero import ZeroConfig as ZeroConfig
@@ -106,6 +107,7 @@ __all__ = [
     "PerExample",
     "PlanViolation",
     "Precision",
+    "Quantization",
     "RestoreReport",
     "StepMemory",
     "Summed",
@@ -176,6 +178,7 @@ _HOMES = {
     "jzero.step.overflow": ("LossScaleError",),
     "jzero.plan.plan": ("ZeroPlan",),
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
+    "jzero.config.quantization": ("Quantization",),
     "jzero.state.train_state": ("TrainState", "plan_of"),
     "jzero.state.next_state": ("apply_pending",),
     "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),

@@ -108,6 +108,7 @@ def analyze(
         platform=platform,
         memory=memory_of(compiled, platform, host_state),
         returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
+        micro_batches=fn.micro.steps if isinstance(fn, TrainStep | ValueAndGrad) else 0,
     )
     notes = []
     if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):

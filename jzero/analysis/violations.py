@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,10 @@ from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
 from jzero.analysis.sent import Fate, Sent
 from jzero.analysis.traced import Transfer
+from jzero.plan.comm import Comm
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.ways import Way
 
 __all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
 
@@ -64,6 +67,7 @@ class Compiled:
       platform: `cpu`, `gpu` or `tpu`.
       memory: Its memory.
       returns_state: Whether it returns a new version of its input state, which should then be donated.
+      micro_batches: The micro-batches of a train step; 0 of other functions.
     """
 
     program: Program
@@ -73,6 +77,7 @@ class Compiled:
     platform: str
     memory: Memory
     returns_state: bool
+    micro_batches: int = 0
 
 
 def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list[str]]:
@@ -99,28 +104,46 @@ Finding = tuple[bool, str]
 
 def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
-    others = {x.path: x.compute_dtype for x in plan.other_leaves if x.is_param}
-    planned = {**others, **{leaf.path: leaf.compute_dtype for leaf in plan.leaves}}
-    levels = plan.comm.split()
+    held = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
+    held |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
+    reduced = {leaf.path: plan.comm_of_gradient(leaf) for leaf in plan.leaves}
     for x in compiled.sent:
         if math.prod(x.cut.shape) <= SMALL:
             continue
-        if x.path not in planned:
+        if x.path not in held:
             yield False, f"{_say(x)} ({x.path}) is no parameter of the plan, so it is not compared with it."
             continue
-        what, dtype = f"{_say(x)} ({x.path})", jnp.dtype(planned[x.path])
-        if x.eqn.params["comm"] not in (plan.comm, *(levels or ())):
-            yield True, f"{what} travels over {x.eqn.params['comm']}, not {plan.comm} as planned."
-        if not x.gathers or (levels is not None and x.eqn.params["comm"] == levels.between):
-            continue  # what is gathered between nodes is still a part
-        if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
-            yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
-        if x.fate is Fate.SCANNED:
-            yield True, f"A gather of the whole stack {what}, outside of the loop over it."
-        if plan.regathers and x.fate is Fate.STACKED:
-            yield True, f"A forward gather of {what} is stored in a stack that its loop carries."
-        if plan.regathers and x.fate is Fate.KEPT:
-            yield True, f"A forward gather of {what} survives to the backward pass."
+        leaf, dtype = held[x.path]
+        way = plan.way(leaf)
+        once = plan.config.secondary_params if x.gathers else plan.is_reduced_once(compiled.micro_batches)
+        yield from _hops(x, way.comm if x.gathers else reduced[x.path], once=once and compiled.micro_batches > 0)
+        if x.gathers:
+            yield from _gather(x, way, jnp.dtype(dtype), plan)
+
+
+def _hops(x: Sent, planned: Comm, *, once: bool) -> Iterator[Finding]:
+    what, levels, comm = f"{_say(x)} ({x.path})", planned.split(), x.eqn.params["comm"]
+    if comm not in (planned, *(levels or ())):
+        yield True, f"{what} travels over {comm}, not {planned} as planned."
+    if once and levels is not None and comm != levels.within and (x.in_loop or x.times > 1):
+        yield True, f"{what} crosses nodes {x.times} times per step, once in the plan."
+
+
+def _gather(x: Sent, way: Way, dtype: Any, plan: ZeroPlan) -> Iterator[Finding]:
+    what, levels = f"{_say(x)} ({x.path})", way.comm.split()
+    is_part = levels is not None and x.eqn.params["comm"] == levels.between  # in the dtype that it travels in
+    if way.kind != "none" and x.cut.blocks is None and not (is_part and jnp.dtype(x.dtype) == jnp.int8):
+        yield True, f"A gather of {what} is wider than the {way.kind} of the plan."
+    if is_part:
+        return
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize > dtype.itemsize:
+        yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
+    if x.fate is Fate.SCANNED:
+        yield True, f"A gather of the whole stack {what}, outside of the loop over it."
+    if plan.regathers and x.fate is Fate.STACKED:
+        yield True, f"A forward gather of {what} is stored in a stack that its loop carries."
+    if plan.regathers and x.fate is Fate.KEPT:
+        yield True, f"A forward gather of {what} survives to the backward pass."
 
 
 def _say(x: Sent) -> str:
@@ -128,31 +151,41 @@ def _say(x: Sent) -> str:
 
 
 class _Amounts:
-    """How much each kind of collective moves along ZeRO's axes: bytes; elements on CPUs, where 16 bits travel as 32."""
+    """How much each kind of collective moves along ZeRO's axes: bytes; elements on CPUs, where 16 bits travel as 32.
+
+    Keys are the kind, and whether it crosses nodes of the plan.
+    """
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
         by_bytes, axes = compiled.platform != "cpu", {*plan.comm.batch_axes}
-        self.placed, self.traced, self.compiled = (collections.Counter[str]() for _ in range(3))
+        self.placed, self.traced, self.compiled = (collections.Counter[tuple[str, bool]]() for _ in range(3))
+        node = {plan.config.node_axis} - {None}
         for x in compiled.sent:
             for hop in x.hops:
-                self.placed[hop.kind] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
+                key = hop.kind, bool(node & {*hop.axes})
+                self.placed[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
         for t in compiled.transfers:
-            self.traced[t.kind] += t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
+            key = t.kind, bool(node & {*t.axes})
+            self.traced[key] += t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
         for c in compiled.collectives:
             num_bytes = sum(x.num_bytes for x in c.results) * (c.num_devices if c.kind == "reduce-scatter" else 1)
-            if "zero_update" not in c.op_name and {*axes_of(c.group, plan.mesh)} & axes:
-                self.compiled[c.kind] += c.times * (num_bytes if by_bytes else c.whole_size)
+            found = {*axes_of(c.group, plan.mesh)}
+            if "zero_update" not in c.op_name and found & axes:
+                key = c.kind, bool(node & found)
+                self.compiled[key] += c.times * (num_bytes if by_bytes else c.whole_size)
         self.params = sum(x.param.size * (jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves)
         self.unit = "B" if by_bytes else "elements"
 
-    def missing(self, kind: str) -> bool:
-        """Whether the compiled program moves less than the traced one by collectives of a kind."""
-        return self.placed[kind] - self.compiled[kind] > MISSING * self.params
+    def missing(self, kind: str) -> tuple[str, bool] | None:
+        """Returns the key by which the compiled program moves less than the traced one by collectives of a kind."""
+        keys = [key for key in self.placed if key[0] == kind]
+        return next((key for key in keys if self.placed[key] - self.compiled[key] > MISSING * self.params), None)
 
-    def say(self, kind: str) -> str:
+    def say(self, key: tuple[str, bool]) -> str:
         """Returns both figures in words."""
-        found, traced = round(self.compiled[kind]), round(self.traced[kind])
-        return f"The compiled program moves {found:,} {self.unit} by {kind}, the traced one {traced:,}"
+        found, traced = round(self.compiled[key]), round(self.traced[key])
+        between = " between nodes" if key[1] else ""
+        return f"The compiled program moves {found:,} {self.unit} by {key[0]}{between}, the traced one {traced:,}"
 
 
 def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
@@ -161,16 +194,18 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
         yield from _own_reductions(compiled, plan)
         return
     amounts = _Amounts(compiled, plan)
-    if amounts.missing("all-gather"):
+    if key := amounts.missing("all-gather"):
         why = "equal gathers were merged, so parameters stay whole from the forward to the backward pass."
-        yield compiled.platform != "cpu" and plan.regathers, f"{amounts.say('all-gather')}: {why}"
-    if amounts.missing("reduce-scatter"):  # TPUs choose so for some tori
+        yield compiled.platform != "cpu" and plan.regathers, f"{amounts.say(key)}: {why}"
+    if key := amounts.missing("reduce-scatter"):  # TPUs choose so for some tori
         why = "gradients are summed whole, by all-reduce."
-        yield compiled.platform != "tpu", f"{amounts.say('reduce-scatter')}: {why}"
-    for kind in ("all-gather", "reduce-scatter"):
-        if amounts.compiled[kind] - amounts.traced[kind] > EXCESS * max(amounts.placed[kind], amounts.params):
+        yield compiled.platform != "tpu", f"{amounts.say(key)}: {why}"
+    for key in [
+        (kind, crosses) for kind in ("all-gather", "reduce-scatter", "all-to-all") for crosses in (False, True)
+    ]:
+        if amounts.compiled[key] - amounts.traced[key] > EXCESS * max(amounts.placed[key], amounts.params):
             why = "arrays are wider than planned, or exchanged whole where each device holds a part."
-            yield True, f"{amounts.say(kind)}: {why}"
+            yield True, f"{amounts.say(key)}: {why}"
 
 
 def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:

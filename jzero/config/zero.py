@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from jzero.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
+from jzero.config.quantization import Quantization
 from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class LeafRule:
         stochastically) or "float32". `None`: `Precision.state_dtype`.
       offload: `True` puts what `Offload` offloads of the leaf on the host, `False` keeps it on the device. `None`
         lets `Offload` decide. Scalars, vectors among parameters, and parameters that stage 3 keeps whole always stay.
+      quantize: `False` keeps the leaf as it is, whatever `Quantization` says.
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -158,6 +160,7 @@ class LeafRule:
     compute_dtype: DtypeName | None = None
     state_dtype: Literal["bfloat16", "float32"] | None = None
     offload: bool | None = None
+    quantize: Literal[False] | None = None
 
     def __post_init__(self) -> None:
         allowed = {
@@ -168,6 +171,7 @@ class LeafRule:
             "compute_dtype": DTYPE,
             "state_dtype": STATE_DTYPE,
             "offload": one_of(None, True, False, says="None, True or False"),
+            "quantize": one_of(None, False, says="None or False"),
         }
         check_fields(self, allowed, prefix="LeafRule.")
         if self.replicated and (self.dim is not None or self.persistent is False):
@@ -218,6 +222,7 @@ class ZeroConfig:
         or 256 KiB for each device if that is more.
       precision: "fp32" (every leaf keeps its dtype), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
+      quantization: What travels, or is stored, as integers, see `Quantization`.
       offload: The parts of the state in host memory, see `Offload`.
       rules: Layout of single leaves by regular expression over their whole path, such as
         `{"decoder/.*/bias": LeafRule(persistent=True)}`; the first match counts.
@@ -245,6 +250,7 @@ class ZeroConfig:
     all_gather_bucket_bytes: int | None = None
     reduce_bucket_bytes: int | None = None
     precision: Precision | Literal["fp32", "bf16", "fp16"] = "fp32"
+    quantization: Quantization = dataclasses.field(default_factory=Quantization)
     offload: Offload = dataclasses.field(default_factory=Offload)
     rules: Mapping[str, LeafRule] = dataclasses.field(default_factory=dict)
 
@@ -277,12 +283,15 @@ class ZeroConfig:
         object.__setattr__(self, "precision", resolve_precision(self.precision))
         if not isinstance(self.offload, Offload):
             raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
+        if not isinstance(self.quantization, Quantization):
+            raise ValueError(f"`quantization` must be a `jzero.Quantization`: got {self.quantization!r}.")
         if self.offload.params == "host" and self.stage != 3:
             raise ValueError(
                 "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
                 f"{self.stage}."
             )
         self._check_levels()
+        self._check_quantization()
         if self.prefetch_bytes is not None and not may_prefetch(self):
             raise ValueError(
                 f"`prefetch_bytes={self.prefetch_bytes}` needs `reshard_after_forward=True` and parameters on the "
@@ -307,6 +316,28 @@ class ZeroConfig:
             raise ValueError(
                 "`secondary_params=True` keeps a share of all parameters on the devices, which "
                 "`Offload(params='host')` is to avoid: drop one of them."
+            )
+
+    def _check_quantization(self) -> None:
+        kinds = self.quantization
+        for name, least in (("gather", 3), ("frozen", 3), ("reduce", 1)):
+            kind = getattr(kinds, name)
+            if kind != "none" and self.stage < least:
+                raise ValueError(
+                    f"`Quantization({name}={kind!r})` needs stage {least} or more, which has such "
+                    f"{'sums' if name == 'reduce' else 'gathers'}: got stage {self.stage}. Raise `stage`, or drop "
+                    f"`{name}`."
+                )
+        if kinds.reduce != "none" and not self.reduce_scatter:
+            raise ValueError(
+                f"`Quantization(reduce={kinds.reduce!r})` exchanges parts of gradients, so `reduce_scatter=False` "
+                "contradicts it: drop one of them."
+            )
+        if kinds.gather != "none" and self.offload.params == "host":
+            raise ValueError(
+                f"`Quantization(gather={kinds.gather!r})` keeps rounded shards of all parameters on the devices, which "
+                "`Offload(params='host')` is to avoid: drop one of them, or store frozen parameters as integers "
+                "(`Quantization(frozen='int8')`)."
             )
 
     def _check_rules(self) -> None:

@@ -38,6 +38,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
+from jzero.plan.ways import Way
 
 __all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
 
@@ -180,10 +181,10 @@ class _LocalStep:
         leaves = self.plan.leaves
         return frozenset(i for i in self.plan.wholly_offloaded if jnp.issubdtype(leaves[i].grad.dtype, jnp.inexact))
 
-    @property
-    def is_secondary(self) -> bool:
-        """Whether parameters are gathered between nodes once; an evaluation uses each only once."""
-        return self.plan.config.secondary_params and self.differentiates
+    def way(self, leaf: StateLeaf) -> Way:
+        """Returns how a parameter reaches the loss."""
+        way = self.plan.way(leaf)  # an evaluation uses each only once
+        return way if self.differentiates else way._replace(is_secondary=False)
 
     @functools.cached_property
     def params(self) -> list[Parameter]:
@@ -193,14 +194,15 @@ class _LocalStep:
         make = functools.partial(
             Parameter,
             mesh=plan.mesh,
-            comm=plan.comm,
             sums=self.sums,
             reduce_last=last,
             stage=stage,
-            is_secondary=self.is_secondary,
-            is_late=plan.config.secondary_grads and self.micro.steps > 1 and not last,
+            is_late=plan.is_reduced_once(self.micro.steps) and not last,
         )
-        return [make(leaf, to_host=i in self.streamed) for i, leaf in enumerate(plan.leaves)]
+        return [
+            make(leaf, way=self.way(leaf.param), comm=plan.comm_of_gradient(leaf), to_host=i in self.streamed)
+            for i, leaf in enumerate(plan.leaves)
+        ]
 
     def out_specs(self) -> dict[str, Any]:
         """Returns the specs of the result's fields."""
@@ -284,7 +286,7 @@ class _LocalStep:
         cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
         if cut is None:
             return round_without_derivative(x, dtype)
-        return make_lazy(x, leaf.path, cut, self.plan.comm, dtype, is_secondary=self.is_secondary)
+        return make_lazy(x, self.way(leaf), cut, dtype)
 
     def _walk(self, joint: Joint, inputs: Any) -> Any:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""

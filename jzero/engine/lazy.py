@@ -25,10 +25,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero.arrays.placement import on_device
 from jzero.engine.placed import gather_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.plan.comm import Comm
 from jzero.plan.layout import Cut
+from jzero.plan.padded import pack_shard
+from jzero.plan.ways import Way
 
 __all__ = [
     "Deferred",
@@ -116,14 +119,21 @@ class Lazy:
         return gather_p.bind(self.shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
 
 
-def make_lazy(shard: jax.Array, path: str, cut: Cut, comm: Comm, dtype: Any, *, is_secondary: bool) -> Lazy:
+def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:
     """Returns a stored shard, [..., P/N], as a lazy parameter of a dtype.
 
-    If it `is_secondary`, it is gathered between nodes here, so that all uses gather within the node. [..., P/D].
+    If it travels in blocks, it is rounded here, so that all uses see the same values. If it is secondary, it is
+    gathered between nodes here, so that all uses gather within the node: [..., P/D].
     """
-    dtype, levels = jnp.dtype(dtype), comm.split() if is_secondary else None
+    dtype, comm, path = jnp.dtype(dtype), way.comm, way.leaf.path
+    if way.kind != "none" and cut.blocks is None:
+        packed = cut.in_blocks(way.kind, dtype, jax.sharding.get_abstract_mesh().shape)
+        with jax.named_scope("zero_quantize"):
+            shard, cut = pack_shard(on_device(shard), cut, packed), packed  # bytes [*stacked, P/N · K]
+    levels = comm.split() if way.is_secondary else None
     if levels is not None:
-        shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=dtype, comm=levels.between)
+        sent = cut.dtype_sent(dtype)
+        shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=sent, comm=levels.between)
         cut, comm = levels.near(cut), levels.within
     return Lazy(shard, None, cut, comm, dtype, dtype, path=path)
 

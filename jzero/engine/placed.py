@@ -34,7 +34,7 @@ from jzero import _compat
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.placement import on_device
-from jzero.plan.comm import Comm, Hop, Sums, hops_of_part
+from jzero.plan.comm import Comm, Hop, Sums
 from jzero.plan.layout import Cut
 
 __all__ = [
@@ -56,7 +56,10 @@ How: TypeAlias = Literal["barrier", "light", "select"]
 
 def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> jax.Array:
     """[..., P/N] -> [..., D]. A shard in host memory comes to the device only now."""
-    return gather_param(round_without_derivative(on_device(shard), dtype), cut, comm)
+    shard = on_device(shard)
+    if cut.blocks is None:
+        return gather_param(round_without_derivative(shard, dtype), cut, comm)
+    return round_without_derivative(gather_param(shard, cut, comm), dtype)
 
 
 def _reduce(grad: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, sums: Sums, **_: Any) -> jax.Array:
@@ -150,13 +153,11 @@ def hops_of(eqn: JaxprEqn) -> tuple[Hop, ...]:
     """Returns the collectives of an equation of a placed program; of arrays that other mesh axes cut, one part's."""
     if eqn.primitive not in (gather_p, reduce_p):
         return ()
-    cut, comm = eqn.params["cut"], eqn.params["comm"]
-    if eqn.primitive is gather_p:
-        hops = comm.gather_hops(cut, eqn.params["dtype"])
-    else:
-        hops = comm.reduce_hops(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
     with _compat.where_traced(eqn):
-        return hops_of_part(hops, cut, jax.sharding.get_abstract_mesh().shape)
+        cut, comm = eqn.params["cut"].of_part(jax.sharding.get_abstract_mesh().shape), eqn.params["comm"]
+    if eqn.primitive is gather_p:
+        return comm.gather_hops(cut, eqn.params["dtype"])
+    return comm.reduce_hops(cut, eqn.params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype))
 
 
 def operations_of(eqn: JaxprEqn) -> Jaxpr:

@@ -29,6 +29,7 @@ from jzero.engine.placed import reduce_p
 from jzero.plan.comm import Comm, Levels, Sums
 from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
+from jzero.plan.ways import Way
 
 __all__ = ["Parameter", "Role"]
 
@@ -56,23 +57,23 @@ class Parameter:
     Attributes:
       leaf: Its layout.
       mesh: The mesh.
-      comm: How it travels.
+      way: How it reaches the loss.
+      comm: How its gradient travels.
       sums: How its gradient is summed.
       reduce_last: Whether gradients are reduced once, after all micro-batches.
       stage: The stage.
       to_host: Whether its gradient moves to the host as soon as it is reduced.
-      is_secondary: Whether it is gathered between nodes once, before all uses.
       is_late: Whether its gradient is reduced between nodes once, after all micro-batches.
     """
 
     leaf: LeafPlan
     mesh: AnyMesh
+    way: Way
     comm: Comm
     sums: Sums
     reduce_last: bool
     stage: int
     to_host: bool
-    is_secondary: bool = False
     is_late: bool = False
 
     @property
@@ -123,8 +124,7 @@ class Parameter:
         cut = self.leaf.param.for_collectives(self.mesh)
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
-        leaf = self.leaf
-        return make_lazy(stored, leaf.path, cut, self.comm, leaf.compute_dtype, is_secondary=self.is_secondary)
+        return make_lazy(stored, self.way, cut, self.leaf.compute_dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""

@@ -45,10 +45,10 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Any]) -> Lazy | None:
 def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     """Returns a lazy value whose arrays are sharded over other mesh axes by `spec`, which is for its natural shape.
 
-    Arrays in host memory and deferred values stay as they are; so does everything if `spec` names no axis for a
+    Arrays in host memory, blocks and deferred values stay as they are; so does everything if `spec` names no axis for a
     dimension that is not cut.
     """
-    if not isinstance(x, Lazy) or is_on_host(x.shard):
+    if not isinstance(x, Lazy) or is_on_host(x.shard) or x.cut.blocks is not None:
         return x
     before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
@@ -79,7 +79,8 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
     if widens(old, new):
         return dataclasses.replace(lazy, dtype=new)  # after the gather: the narrower dtype travels
     # After another cast the shard would be rounded once where the loss rounds twice.
-    is_as_stored = old == lazy.wire_dtype and (lazy.shard is None or lazy.shard.dtype == old)
+    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else old if lazy.shard is None else lazy.shard.dtype
+    is_as_stored = old == lazy.wire_dtype == stored
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 

@@ -3,23 +3,18 @@
 In: a shard, [..., P/N] on each of N devices, and its `Cut`. Out: the stored array, [..., P]; and back, summed. A `Comm`
 is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduce`. Each one is a few lines:
 
-    Direct("data")                          gathers and reduces over one mesh axis
-    TwoHop("data", "node", 2)               between nodes first, then within a node; sums the other way
-    Replicated(Direct("data"), "copy", 2)   the same in each of two groups of devices, whose sums are added
+    Direct("data")                              gathers and reduces over one mesh axis
+    Rounded(Direct("data"), "int8")             the same, but exchanges gradients in blocks of integers
+    TwoHop(Direct("data"), Direct("node"), 2)   between nodes first, then within a node; sums the other way
+    Replicated(Direct("data"), "copy", 2)       the same in each of two groups of devices, whose sums are added
 
 How sums are made, in which dtype and divided by what, is a `Sums`, and the same for every `Comm`.
-
-[Note: Collectives beside other mesh axes]
-If other mesh axes cut a parameter (tensor parallelism), the compiler handles that in the loss. But it does not split an
-`all_gather` or `psum_scatter` over other axes: it gathers the operand over those first, so every device would send and
-hold the whole parameter. So these two run in a `shard_map` over the other axes, each device on its own part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,8 +24,10 @@ from jax.sharding import PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_float8
 from jzero.config.zero import ZeroConfig
+from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
+from jzero.plan.parts import apply_to_parts
 
 __all__ = [
     "Comm",
@@ -38,18 +35,18 @@ __all__ = [
     "Hop",
     "Levels",
     "Replicated",
+    "Rounded",
     "Sums",
     "TwoHop",
     "comm_of",
-    "hops_of_part",
     "own_part",
     "shard_index",
     "shard_spec",
     "sum_along",
 ]
 
-PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-"""How often a ring sends an array, by HLO's name of the collective."""
+PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+"""How often devices send an array, but for their own part, by HLO's name of the collective."""
 
 
 class Hop(NamedTuple):
@@ -59,7 +56,7 @@ class Hop(NamedTuple):
       kind: Its name in HLO.
       axes: The mesh axes that it spans.
       num_devices: The devices that take part.
-      num_elements: Of the whole array on one device: the result of a gather, the operand of a reduction.
+      num_elements: Of the whole array on one device: the result of a gather, the operand of anything else.
       dtype: The dtype that travels.
     """
 
@@ -76,7 +73,7 @@ class Hop(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device of a ring sends: (N-1)/N of the array, twice that for an all-reduce."""
+        """Bytes that one device sends: (N-1)/N of the array, twice that for an all-reduce."""
         return PASSES[self.kind] * self.num_bytes * (self.num_devices - 1) / self.num_devices
 
 
@@ -126,8 +123,10 @@ class Levels(NamedTuple):
 
     def far(self, cut: Cut) -> Cut:
         """Returns how one such part is cut over nodes."""
-        part = self.near(cut).shard_shape
-        return Cut(cut.dim, part, self.num_nodes, other_axes=cut.other_axes[: len(part)])
+        near = self.near(cut)
+        return Cut(
+            cut.dim, near.shard_shape, self.num_nodes, other_axes=near.axes_beside(), num_stacked=cut.num_stacked
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,25 +156,95 @@ class Direct:
 
     def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
-        return _apply_to_parts(lambda x: lax.all_gather(x, self.axis, axis=cut.dim, tiled=True), shard, cut)
+        return apply_to_parts(
+            lambda x: lax.all_gather(x, self.axis, axis=cut.dim, tiled=True),
+            shard,
+            cut.axes_beside(),
+            cut.axes_beside(),
+        )
 
     def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
         if not self.scatters:
             return own_part(sum_along(x, self.axis), cut, self)
-        return _apply_to_parts(lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.dim, tiled=True), x, cut)
+        return apply_to_parts(
+            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=cut.dim, tiled=True),
+            x,
+            cut.axes_beside(),
+            cut.axes_beside(),
+        )
 
     def split(self) -> None:
         """See `Comm`."""
 
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
-        return (Hop("all-gather", self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), dtype),)
+        sent = cut.dtype_sent(dtype)
+        return (Hop("all-gather", self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), sent),)
 
     def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
         kind = "reduce-scatter" if self.scatters else "all-reduce"
         return (Hop(kind, self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), dtype),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Along one mesh axis, devices exchange gradients in blocks of integers, and sum what they get in fp32.
+
+    Each summand is rounded once, by the device that has it. Parameters are gathered as they are.
+
+    Attributes:
+      inner: The way of parameters.
+      kind: `int8` or `int4`.
+    """
+
+    inner: Direct
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.inner})"
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return self.inner.shard_axes
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """See `Comm`."""
+        return self.inner.batch_axes
+
+    def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        return self.inner.gather(shard, cut)
+
+    def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """See `Comm`."""
+        axis, lead = self.inner.axis, cut.num_stacked
+
+        def exchange(x: jax.Array) -> jax.Array:
+            rest = jnp.moveaxis(x, cut.dim, lead).shape[lead + 1 :]
+            packed = pack(x, cut.dim, lead, self.kind)  # bytes [*stacked, P, K]
+            packed = lax.all_to_all(packed, axis, lead, lead, tiled=True)
+            parts = packed.reshape(*packed.shape[:lead], lax.axis_size(axis), -1, packed.shape[-1])
+            total = unpack(parts, math.prod(rest), self.kind).sum(lead)  # [*stacked, P/N, S]
+            return jnp.moveaxis(total.reshape(*total.shape[: lead + 1], *rest), lead, cut.dim).astype(x.dtype)
+
+        return apply_to_parts(exchange, x, cut.axes_beside(), cut.axes_beside())
+
+    def split(self) -> None:
+        """See `Comm`."""
+
+    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        return self.inner.gather_hops(cut, dtype)
+
+    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+        """See `Comm`."""
+        rows = math.prod(cut.stored_shape) // cut.size_beside  # [*stacked, P, K]
+        size = rows * packed_size(cut.size_beside, self.kind)
+        return (Hop("all-to-all", self.shard_axes, cut.num_shards, size, jnp.dtype(jnp.int8)),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,13 +256,13 @@ class TwoHop:
     So only the first hop crosses nodes, and each is a plain collective.
 
     Attributes:
-      within: The mesh axis over the devices of a node.
-      between: The mesh axis over nodes.
+      within: The way within a node.
+      between: The way between nodes.
       num_nodes: The number of nodes.
     """
 
-    within: str
-    between: str
+    within: Direct
+    between: Direct | Rounded
     num_nodes: int
 
     def __str__(self) -> str:
@@ -202,44 +271,43 @@ class TwoHop:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """See `Comm`."""
-        return (self.within, self.between)
+        return (*self.within.shard_axes, *self.between.shard_axes)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """See `Comm`."""
-        return (self.between, self.within)
+        return (*self.between.batch_axes, *self.within.batch_axes)
 
     def gather(self, shard: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
-        for axis in (self.between, self.within):  # [..., P/N] -> [..., P/D] -> [..., P]
-            if lax.axis_size(axis) > 1:
-                shard = Direct(axis).gather(shard, cut)
+        for hop in (self.between, self.within):  # [..., P/N] -> [..., P/D] -> [..., P]
+            if lax.axis_size(hop.shard_axes[0]) > 1:
+                shard = hop.gather(shard, cut)
         return shard
 
     def reduce(self, x: jax.Array, cut: Cut) -> jax.Array:
         """See `Comm`."""
-        for axis in (self.within, self.between):  # [..., P] -> [..., P/D] -> [..., P/N]
-            if lax.axis_size(axis) > 1:
-                x = Direct(axis).reduce(x, cut)
+        for hop in (self.within, self.between):  # [..., P] -> [..., P/D] -> [..., P/N]
+            if lax.axis_size(hop.shard_axes[0]) > 1:
+                x = hop.reduce(x, cut)
         return x
 
     def split(self) -> Levels | None:
         """See `Comm`."""
-        return Levels(Direct(self.within), Direct(self.between), self.num_nodes) if self.num_nodes > 1 else None
+        return Levels(self.within, self.between, self.num_nodes) if self.num_nodes > 1 else None
 
     def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
-        within, between = self._hops("all-gather", cut, dtype)
-        return tuple(hop for hop in (between, within) if hop.num_devices > 1)
+        levels = Levels(self.within, self.between, self.num_nodes)
+        near, far = levels.near(cut), levels.far(cut)
+        hops = self.between.gather_hops(far, cut.dtype_sent(dtype)) + self.within.gather_hops(near, dtype)
+        return tuple(hop for hop in hops if hop.num_devices > 1)
 
     def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
         """See `Comm`."""
-        return tuple(hop for hop in self._hops("reduce-scatter", cut, dtype) if hop.num_devices > 1)
-
-    def _hops(self, kind: str, cut: Cut, dtype: Any) -> tuple[Hop, Hop]:
-        size, num_devices = math.prod(cut.stored_shape), cut.num_shards // self.num_nodes
-        within = Hop(kind, (self.within,), num_devices, size, dtype)
-        return within, Hop(kind, (self.between,), self.num_nodes, size // num_devices, dtype)
+        levels = Levels(self.within, self.between, self.num_nodes)
+        hops = self.within.reduce_hops(levels.near(cut), dtype) + self.between.reduce_hops(levels.far(cut), dtype)
+        return tuple(hop for hop in hops if hop.num_devices > 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,17 +398,14 @@ class Sums:
         return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
 
 
-def hops_of_part(hops: Iterable[Hop], cut: Cut, sizes: Mapping[str, int]) -> tuple[Hop, ...]:
-    """Returns hops of the part of an array that one device has where other mesh axes, of these sizes, cut it, too."""
-    num_parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(cut.other_axes))
-    return tuple(hop._replace(num_elements=hop.num_elements // num_parts) for hop in hops)
-
-
-def comm_of(config: ZeroConfig, mesh: AnyMesh) -> Comm:
-    """Returns how parameters and gradients travel."""
-    comm: Comm = Direct(config.axis, config.reduce_scatter)
+def comm_of(config: ZeroConfig, mesh: AnyMesh, rounds: str = "none") -> Comm:
+    """Returns how parameters and gradients travel, if `rounds` is the kind of blocks that gradients travel in."""
+    within = Direct(config.axis, config.reduce_scatter)
+    last = within if config.node_axis is None else Direct(config.node_axis)
+    slow = last if rounds == "none" else Rounded(last, rounds)
+    comm: Comm = slow
     if config.node_axis is not None:
-        comm = TwoHop(config.axis, config.node_axis, int(mesh.shape[config.node_axis]))
+        comm = TwoHop(within, slow, int(mesh.shape[config.node_axis]))
     if config.replica_axis is not None:
         comm = Replicated(comm, config.replica_axis, int(mesh.shape[config.replica_axis]))
     return comm
@@ -370,12 +435,3 @@ def sum_along(x: Any, *axes: str) -> Any:
     """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
     shared = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, shared) if shared else x
-
-
-def _apply_to_parts(collective: Callable[[jax.Array], jax.Array], x: jax.Array, cut: Cut) -> jax.Array:
-    """Applies a collective over the ZeRO axis, see [Note: Collectives beside other mesh axes]."""
-    if not cut.other_axes:
-        return collective(x)
-    spec = PartitionSpec(*cut.other_axes[: x.ndim])
-    axes = {name for names in cut.other_axes for name in names or ()}
-    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)

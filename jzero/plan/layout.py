@@ -26,13 +26,17 @@ dimension). The engine, which sees the loops, warns about a stack that was misse
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jzero.config.zero import LeafRule
+from jzero.plan.blocks import Blocks, packed_size
 
 __all__ = ["MAX_PADDING", "Cut", "choose_cut", "choose_even_cut", "find_scan_dims"]
 
@@ -51,6 +55,9 @@ class Cut:
       flat: Whether dimensions `dim` and up are stored as one.
       other_axes: The other mesh axes that shard each dimension, if collectives must know them; else empty.
       parts: How many parts of equal size each shard has.
+      num_stacked: How many leading dimensions are those of a stack of layers, which blocks do not cross.
+      blocks: If the shards are bytes, how they are packed. A packed array is a flat one: `dim` is `num_stacked`, and
+        rows of K bytes take the place of all dimensions from there.
     """
 
     dim: int
@@ -59,22 +66,72 @@ class Cut:
     flat: bool = False
     other_axes: tuple[Any, ...] = ()
     parts: int = 1
+    num_stacked: int = 0
+    blocks: Blocks | None = None
 
     def __str__(self) -> str:
-        return f"{self.dim}{'+' * self.flat}/{self.num_shards}" + (
+        text = f"{self.dim}{'+' * self.flat}/{self.num_shards}" + (
             f" beside {self.other_axes}" if self.other_axes else ""
         )
+        return text if self.blocks is None else f"{text} {self.blocks.kind}"
+
+    @property
+    def unit(self) -> int:
+        """Elements along the cut dimension that no two shards divide: the bytes of one row of blocks, else one."""
+        if self.blocks is None:
+            return 1
+        return self.blocks.parts * packed_size(self.size_beside // self.blocks.parts, self.blocks.kind)
+
+    @property
+    def packed_dim(self) -> int:
+        """Of a packed array, the natural dimension whose indices are packed one by one; else the cut dimension."""
+        return self.dim if self.blocks is None else self.dim + self.blocks.offset
+
+    @property
+    def size_beside(self) -> int:
+        """Elements at one index of the cut dimension of one layer, on all devices of other mesh axes."""
+        return math.prod(n for d, n in enumerate(self.shape) if d >= self.num_stacked and d != self.packed_dim)
 
     @property
     def natural_size(self) -> int:
         """Elements along the cut dimension before padding."""
+        if self.blocks is not None:
+            return self.shape[self.packed_dim] * self.unit
         return math.prod(self.shape[self.dim :]) if self.flat else self.shape[self.dim]
 
     @property
     def stored_size(self) -> int:
         """Elements along the cut dimension, padding included."""
-        number = self.num_shards * self.parts
+        number = self.num_shards * self.parts * self.unit
         return -(-self.natural_size // number) * number
+
+    def in_blocks(self, kind: str, dtype: Any, sizes: Mapping[str, int]) -> Cut:
+        """Returns the cut of the same leaf packed into bytes; `sizes` has the size of each mesh axis."""
+        assert not self.flat
+        parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(self.other_axes))
+        blocks = Blocks(kind, jnp.dtype(dtype), self.dim - self.num_stacked, parts)
+        return dataclasses.replace(self, dim=self.num_stacked, flat=True, blocks=blocks)
+
+    def dtype_sent(self, dtype: Any) -> Any:
+        """Returns the dtype in which shards of values of a dtype travel."""
+        return dtype if self.blocks is None else jnp.dtype(jnp.int8)
+
+    def axes_beside(self) -> tuple[Any, ...]:
+        """Returns the other mesh axes of each dimension of a shard."""
+        if self.blocks is None:
+            return self.other_axes[: len(self.stored_shape)]
+        if not self.other_axes:
+            return ()
+        return (*self.other_axes[: self.dim], tuple(jax.tree.leaves(self.other_axes[self.dim :])))
+
+    def of_part(self, sizes: Mapping[str, int]) -> Cut:
+        """Returns the cut of the part of a leaf that one device has along the other mesh axes, of these sizes."""
+        if not self.other_axes:
+            return self
+        over = [math.prod(int(sizes[name]) for name in jax.tree.leaves(names)) for names in self.other_axes]
+        shape = tuple(n // parts for n, parts in zip(self.shape, over, strict=False))
+        blocks = None if self.blocks is None else self.blocks._replace(parts=1)
+        return dataclasses.replace(self, shape=shape, other_axes=(), blocks=blocks)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -107,12 +164,16 @@ class Cut:
         """Returns the cut of one slice of a stack (one iteration of a scan over dimension 0)."""
         assert self.dim > 0
         other_axes = self.other_axes[1:] if any(self.other_axes[1:]) else ()
-        return dataclasses.replace(self, dim=self.dim - 1, shape=self.shape[1:], other_axes=other_axes)
+        stacked = max(self.num_stacked - 1, 0)
+        return dataclasses.replace(
+            self, dim=self.dim - 1, shape=self.shape[1:], other_axes=other_axes, num_stacked=stacked
+        )
 
     def add_leading(self, size: int) -> Cut:
         """Returns the cut of a stack of `size` such leaves."""
         other_axes = (None, *self.other_axes) if self.other_axes else ()
-        return dataclasses.replace(self, dim=self.dim + 1, shape=(size, *self.shape), other_axes=other_axes)
+        shape, stacked = (size, *self.shape), self.num_stacked + 1
+        return dataclasses.replace(self, dim=self.dim + 1, shape=shape, other_axes=other_axes, num_stacked=stacked)
 
     def cuts(self, dim: int) -> bool:
         """Whether a shard holds only a part of natural dimension `dim`."""
@@ -125,7 +186,9 @@ class Cut:
             self.other_axes[d] if self.other_axes and shape[i] == self.shape[d] else None for i, d in enumerate(dims)
         ]
         kept = tuple(other_axes) if any(other_axes) else ()
-        return dataclasses.replace(self, dim=list(dims).index(self.dim), shape=tuple(shape), other_axes=kept)
+        stacked = len(list(itertools.takewhile(lambda d: d < self.num_stacked, dims)))
+        dim = list(dims).index(self.dim)
+        return dataclasses.replace(self, dim=dim, shape=tuple(shape), other_axes=kept, num_stacked=stacked)
 
     def for_shard(self, values: Sequence[Any], of_cut: Any) -> list[Any]:
         """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""
@@ -188,7 +251,7 @@ def choose_cut(
     if num_shards == 1:
         return None, "one device"
     if dim is not None and size > 0:
-        return Cut(dim, shape, num_shards), ""
+        return _beside_stack(Cut(dim, shape, num_shards), scan_dim), ""
     if not shape:
         return None, "scalar"
     if size < num_shards:
@@ -199,7 +262,7 @@ def choose_cut(
     by_size = sorted(free, key=lambda d: -shape[d])
     even = choose_even_cut(shape, num_shards, by_size if scan_dim is None else free)
     if even is not None:
-        return even, ""
+        return _beside_stack(even, scan_dim), ""
     cut = min((Cut(d, shape, num_shards) for d in by_size), key=lambda c: c.padding)
     start = 0 if scan_dim is None else scan_dim + 1
     if cut.padding > MAX_PADDING * size and not any(d in taken_dims for d in range(start, len(shape))):
@@ -207,7 +270,12 @@ def choose_cut(
         cut = min(cut, flat, key=lambda c: c.padding)
     if math.prod(cut.shard_shape) > 0.75 * size:
         return None, "padding would undo the cut"
-    return cut, ""
+    return _beside_stack(cut, scan_dim), ""
+
+
+def _beside_stack(cut: Cut, scan_dim: int | None) -> Cut:
+    """Returns a cut that knows which dimensions are those of a stack of layers."""
+    return cut if scan_dim is None else dataclasses.replace(cut, num_stacked=scan_dim + 1)
 
 
 def find_scan_dims(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jzero.plan.comm import Comm, Hop, hops_of_part, shard_spec
+from jzero.plan.comm import Comm, shard_spec
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
@@ -64,16 +63,6 @@ class StateLeaf:
     def taken(self) -> frozenset[int]:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
-
-    def gather_hops(
-        self, comm: Comm, mesh: AnyMesh, dtype: Any, part: Callable[[Cut], Cut] | None = None
-    ) -> tuple[Hop, ...]:
-        """Returns the collectives that gather it in a dtype, or `part` of its way; none if it stays whole."""
-        cut = self.for_collectives(mesh)
-        if cut is None:
-            return ()
-        cut = cut if part is None else part(cut)
-        return hops_of_part(comm.gather_hops(cut, dtype), cut, mesh.shape)
 
     def spec(self, comm: Comm) -> PartitionSpec:
         """Spec of the stored array."""

@@ -36,14 +36,19 @@ import numpy as np
 from jax import lax
 
 from jzero import _compat
+from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
+from jzero.plan.parts import apply_to_parts
 
-__all__ = ["Padded", "box", "is_padded", "to_natural", "to_stored", "unbox"]
+__all__ = ["Padded", "box", "is_padded", "pack_shard", "to_natural", "to_stored", "unbox"]
 
 
 def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
     """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
-    if cut.flat:
+    if cut.blocks is not None:
+        x = pack(x, cut.packed_dim, cut.num_stacked, cut.blocks.kind)  # [*stacked, D, K]
+        x = x.reshape(*x.shape[: cut.dim], cut.natural_size)
+    elif cut.flat:
         x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
     if not cut.is_padded:
         return x
@@ -54,9 +59,40 @@ def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
 
 def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
     """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
+    if cut.blocks is not None:
+        return _unpacked(x, cut)
     if cut.is_padded:
         x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
     return x.reshape(cut.shape) if cut.flat else x
+
+
+def pack_shard(shard: jax.Array, cut: Cut, packed: Cut) -> jax.Array:
+    """Returns a shard in blocks. [..., P/N, ...] -> bytes [*stacked, P/N · K]."""
+    assert packed.blocks is not None
+    kind = packed.blocks.kind
+
+    def rounded(x: jax.Array) -> jax.Array:
+        x = pack(x, cut.dim, cut.num_stacked, kind)
+        return x.reshape(*x.shape[: packed.dim], -1)
+
+    return apply_to_parts(rounded, shard, cut.axes_beside(), packed.axes_beside())
+
+
+def _unpacked(x: jax.Array, cut: Cut) -> jax.Array:
+    """Returns the values of a leaf in blocks. Bytes [*stacked, P · K] -> [..., D, ...]."""
+    blocks = cut.blocks
+    assert blocks is not None
+
+    def values(x: jax.Array) -> jax.Array:
+        lead = cut.dim
+        part = cut.of_part(jax.sharding.get_abstract_mesh().shape)
+        beside = [n for d, n in enumerate(part.shape) if d >= lead and d != cut.packed_dim]
+        size = part.size_beside
+        rows = x.reshape(*x.shape[:lead], -1, packed_size(size, blocks.kind))[..., : cut.shape[cut.packed_dim], :]
+        y = unpack(rows, size, blocks.kind).astype(blocks.dtype)  # [*stacked, D, S]
+        return jnp.moveaxis(y.reshape(*y.shape[: lead + 1], *beside), lead, cut.packed_dim)
+
+    return apply_to_parts(values, x, cut.axes_beside(), cut.other_axes)
 
 
 OF_STORAGE = frozenset(

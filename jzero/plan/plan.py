@@ -17,8 +17,9 @@ from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
 from jzero.plan.table import format_plan, plan_as_dict
+from jzero.plan.ways import Way, why_exact
 
-__all__ = ["BytesPerDevice", "WholeLeaf", "ZeroPlan"]
+__all__ = ["BytesPerDevice", "UnquantizedLeaf", "WholeLeaf", "ZeroPlan"]
 
 PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
@@ -35,6 +36,14 @@ class BytesPerDevice(NamedTuple):
     def total(self) -> int:
         """Sum of the terms."""
         return self.params + self.grads + self.opt_state
+
+
+class UnquantizedLeaf(NamedTuple):
+    """A partitioned parameter that travels as it is, although `Quantization` asks for integers."""
+
+    path: str
+    shape: tuple[int, ...]
+    reason: str
 
 
 class WholeLeaf(NamedTuple):
@@ -292,35 +301,66 @@ class ZeroPlan:
 
     def bytes_gathered_in(self, *, micro_batches: int) -> int:
         """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
-        updated = [x for x in self.leaves if not x.param.cut and x.trained]
-        after_update = [hop for x in updated for hop in x.grad.gather_hops(self.comm, self.mesh, x.compute_dtype)]
+        updated = [Way(x.grad, self.comm).hops(self.mesh, x.compute_dtype)[1] for x in self._updated_whole]
+        after_update = [hop for hops in updated for hop in hops]
         before = self.gathers_before_loss if micro_batches else ()
         return sum(hop.num_bytes for hop in (*before, *micro_batches * self.gathers_of_loss, *after_update))
 
     @property
-    def _held(self) -> list[tuple[StateLeaf, Any]]:
-        """Every parameter as stored, with its dtype in the loss."""
+    def _updated_whole(self) -> list[LeafPlan]:
+        return [x for x in self.leaves if not x.param.cut and x.trained]
+
+    def way(self, leaf: StateLeaf) -> Way:
+        """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
+        kind = self.config.quantization.gather
+        is_exact = kind == "none" or self.why_exact(leaf)
+        return Way(leaf, self.comm, "none" if is_exact else kind, self.config.secondary_params)
+
+    def comm_of_gradient(self, leaf: LeafPlan) -> Comm:
+        """Returns how a parameter's gradient travels."""
+        is_exact = self.config.quantization.reduce == "none" or self.why_exact(leaf.grad)
+        return self.comm if is_exact else self.rounding_comm
+
+    def is_reduced_once(self, micro_batches: int) -> bool:
+        """Whether gradients cross nodes once per step, whatever the uses of their parameters."""
+        return self.config.secondary_grads and micro_batches > 1
+
+    @functools.cached_property
+    def rounding_comm(self) -> Comm:
+        """How gradients travel that `Quantization.reduce` rounds."""
+        return comm_of(self.config, self.mesh, self.config.quantization.reduce)
+
+    def why_exact(self, leaf: StateLeaf) -> str:
+        """Returns why a parameter or gradient cannot travel in blocks of integers; an empty string if it can."""
+        return why_exact(leaf, self.config.rule_for(leaf.path), self.mesh.shape)
+
+    @functools.cached_property
+    def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
+        """Every partitioned parameter that `Quantization` leaves as it is, with the reason."""
+        kinds = self.config.quantization
+        travels = [leaf.param for leaf in self.leaves if leaf.param.cut and kinds.gather != "none"]
+        stored = [x for x in self.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}]
+        reduced = [leaf.grad for leaf in self.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
+        found = {x.path: UnquantizedLeaf(x.path, x.shape, self.why_exact(x)) for x in (*travels, *reduced, *stored)}
+        return tuple(x for x in found.values() if x.reason)
+
+    @functools.cached_property
+    def _hops(self) -> list[tuple[tuple[Hop, ...], tuple[Hop, ...]]]:
+        """The collectives of each parameter once per step, and of each use."""
         held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
-        return held + [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
+        held += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
+        return [self.way(x).hops(self.mesh, dtype) for x, dtype in held]
 
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Hop, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        levels = self.comm.split() if self.config.secondary_params else None
-        comm = self.comm if levels is None else levels.within
-        near = None if levels is None else levels.near
-        hops = [hop for x, dtype in self._held for hop in x.gather_hops(comm, self.mesh, dtype, near)]
-        return (2 if self.config.reshard_after_forward else 1) * tuple(hops)
+        hops = tuple(hop for _, of_use in self._hops for hop in of_use)
+        return (2 if self.config.reshard_after_forward else 1) * hops
 
     @functools.cached_property
     def gathers_before_loss(self) -> tuple[Hop, ...]:
         """The collectives of gathers once per step: those between nodes with `secondary_params`."""
-        levels = self.comm.split() if self.config.secondary_params else None
-        if levels is None:
-            return ()
-        return tuple(
-            hop for x, dtype in self._held for hop in x.gather_hops(levels.between, self.mesh, dtype, levels.far)
-        )
+        return tuple(hop for once, _ in self._hops for hop in once)
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:

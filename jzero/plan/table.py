@@ -57,6 +57,11 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
     if len(kept) > 1:
         sections.append(_columns(_cap(kept, max_rows)))
+    kinds = ", ".join(sorted({plan.config.quantization.gather, plan.config.quantization.reduce} - {"none"}))
+    exact: list[Row] = [(f"as they are, not {kinds}", "shape", "reason")]
+    exact += [(x.path, str(x.shape), x.reason) for x in plan.unquantized]
+    if len(exact) > 1:
+        sections.append(_columns(_cap(exact, max_rows)))
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
@@ -126,6 +131,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         },
         "bytes_replicated": {**whole._asdict(), "total": whole.total},
         "gathered_bytes": plan.gathered_bytes,
+        "unquantized": [x._asdict() for x in plan.unquantized],
         "parameters": [
             *(
                 {

@@ -1,0 +1,90 @@
+"""Blocks of integers: arrays of floating-point numbers as bytes, rounded.
+
+In: an array that is cut on one dimension, [*stacked, ..., C, ...]. Out: one array of bytes, [*stacked, C, K], in which
+row `c` has all elements at index `c` of the cut dimension: n blocks of b integers, then n scales in fp32. So no block
+crosses a shard, whatever their number, and a row of a stack has the blocks of a layer by itself. Integers and scales
+are one array, so each hop is one collective, and whatever can slice an array can slice this one.
+
+[Note: Rounding]
+    s = max|x| · fp32(1/q)              q = 127, or 7 for int4; NaN if any x is not finite
+    z = clip(round(x · (1/s)), -q, q)   to nearest, half to even; x̂ = z · s
+
+A product by fp32(1/q), since XLA divides by a constant, or multiplies by its inverse, depending on the array's size:
+one bit of the scale would depend on the number of devices. A block with max|x| <= 1e-30 is zero: 1/s would overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["LEAST", "Blocks", "pack", "packed_size", "unpack"]
+
+BLOCK = 256
+"""Most elements of a block."""
+LEAST = 32
+"""Fewest elements beside the cut dimension that are rounded: below, scales cost as much as the integers save."""
+_LARGEST = {"int8": 127.0, "int4": 7.0}
+
+
+class Blocks(NamedTuple):
+    """How a leaf is packed.
+
+    Attributes:
+      kind: `int8` or `int4`.
+      dtype: The dtype of the array that the bytes stand for.
+      offset: The dimension whose indices are packed one by one, counted from the first one that is not of a stack.
+      parts: How many devices along other mesh axes each pack a part of the same rows.
+    """
+
+    kind: str
+    dtype: Any
+    offset: int
+    parts: int = 1
+
+
+def packed_size(size: int, kind: str) -> int:
+    """Returns K, the bytes of `size` elements at one index of the cut dimension."""
+    n, b = _blocks_of(size)
+    return n * (b // (2 if kind == "int4" else 1) + 4)
+
+
+def pack(x: jax.Array, dim: int, num_stacked: int, kind: str) -> jax.Array:
+    """Rounds an array. [*stacked, ..., C, ...] -> bytes [*stacked, C, K], see [Note: Rounding]."""
+    y = jnp.moveaxis(x.astype(jnp.float32), dim, num_stacked)
+    y = y.reshape(*y.shape[: num_stacked + 1], -1)  # [*stacked, C, S]
+    n, b = _blocks_of(y.shape[-1])
+    y = jnp.pad(y, [(0, 0)] * (num_stacked + 1) + [(0, n * b - y.shape[-1])]).reshape(*y.shape[:-1], n, b)
+    top = _LARGEST[kind]
+    most = jnp.max(jnp.abs(y), axis=-1)
+    scale = jnp.where(most > 1e-30, most * np.float32(1 / top), 0)
+    scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)  # a maximum may drop NaN
+    inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)[..., None]
+    z = jnp.clip(jnp.round(jnp.where(jnp.isfinite(y), y, 0) * inverse), -top, top).astype(jnp.int8)
+    if kind == "int4":  # two to a byte, by hand: compilers differ in how they pack
+        z = (z[..., : b // 2] & 15) | (z[..., b // 2 :] << 4)
+    values, scales = z, lax.bitcast_convert_type(scale, jnp.int8)  # [*stacked, C, n, b or b/2], [*stacked, C, n, 4]
+    rows = [part.reshape(*part.shape[:-2], -1) for part in (values, scales)]
+    return jnp.concatenate(rows, axis=-1)
+
+
+def unpack(packed: jax.Array, size: int, kind: str) -> jax.Array:
+    """Returns the rounded elements of each row, in fp32. Bytes [..., K] -> [..., S]."""
+    n, b = _blocks_of(size)
+    scales = packed[..., -4 * n :].reshape(*packed.shape[:-1], n, 4)
+    z = packed[..., : -4 * n].reshape(*packed.shape[:-1], n, -1)
+    if kind == "int4":
+        z = jnp.concatenate([(z << 4) >> 4, z >> 4], axis=-1)  # arithmetic shifts keep the sign
+    y = z.astype(jnp.float32) * lax.bitcast_convert_type(scales, jnp.float32)[..., None]  # [..., n, b]
+    return y.reshape(*packed.shape[:-1], n * b)[..., :size]
+
+
+def _blocks_of(size: int) -> tuple[int, int]:
+    """Returns the number of blocks and their even size."""
+    n = max(-(-size // BLOCK), 1)
+    b = max(-(-size // n), 1)
+    return n, b + b % 2

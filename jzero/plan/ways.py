@@ -1,0 +1,61 @@
+"""How one stored parameter reaches the loss: by which hops, at once or at each use, and as which bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jzero.config.zero import LeafRule
+from jzero.plan.blocks import LEAST
+from jzero.plan.comm import Comm, Hop
+from jzero.plan.leaves import StateLeaf, itemsize
+from jzero.plan.mesh import AnyMesh
+
+__all__ = ["Way", "why_exact"]
+
+
+class Way(NamedTuple):
+    """The way of a partitioned parameter.
+
+    Attributes:
+      leaf: The parameter as stored.
+      comm: How its shards travel.
+      kind: In which blocks they travel, `int8`, or "none".
+      is_secondary: Whether it is gathered between nodes once per step, before all uses.
+    """
+
+    leaf: StateLeaf
+    comm: Comm
+    kind: str = "none"
+    is_secondary: bool = False
+
+    def hops(self, mesh: AnyMesh, dtype: Any) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+        """Returns the collectives once per step, and those of each use in a dtype; none if it stays whole."""
+        cut = self.leaf.for_collectives(mesh)
+        if cut is None:
+            return (), ()
+        cut = cut if self.kind == "none" or cut.blocks else cut.in_blocks(self.kind, dtype, mesh.shape)
+        cut, levels = cut.of_part(mesh.shape), self.comm.split() if self.is_secondary else None
+        if levels is None:
+            return (), self.comm.gather_hops(cut, dtype)
+        once = levels.between.gather_hops(levels.far(cut), cut.dtype_sent(dtype))
+        return once, levels.within.gather_hops(levels.near(cut), dtype)
+
+
+def why_exact(leaf: StateLeaf, rule: LeafRule, mesh: Mapping[str, int]) -> str:
+    """Returns why a leaf cannot travel in blocks; an empty string if it can. `mesh` has the size of each axis."""
+    cut = leaf.cut
+    if cut is None or rule.quantize is False:
+        return "by rule" if cut else "whole"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or itemsize(leaf.dtype) < 2:
+        return f"{leaf.dtype} is no floating-point dtype of 16 bits or more"
+    if cut.blocks is not None:
+        return ""
+    if cut.flat:
+        return "flattened"
+    if cut.num_stacked > 1:  # a loop would transpose it, and blocks cannot be
+        return f"scanned over dimension {cut.num_stacked - 1}, not 0"
+    beside = cut.with_other_axes(leaf.base, mesh).of_part(mesh).size_beside
+    return f"{beside} elements beside the cut, fewer than {LEAST}" if beside < LEAST else ""

@@ -1,0 +1,419 @@
+"""Parameters and gradients that travel as integers: against NumPy's rounding, and training on rounded parameters."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from jzero.plan.blocks import pack, packed_size, unpack
+from jzero.plan.layout import Cut
+from jzero.plan.padded import pack_shard, to_natural, to_stored
+from tests.compiled import analyze
+from tests.tiers import singles
+
+WIDTH, LAYERS, STEPS = 61, 3, 20
+BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
+EXACT = jzero.Quantization()
+
+
+def numpy_rounded(x, dim, kind="int8", num_stacked=0):
+    """The blocks of the definition, in NumPy: every index of a stack and of the cut dimension by itself."""
+    top = {"int8": np.float32(127), "int4": np.float32(7)}[kind]
+    y = np.moveaxis(np.asarray(x, np.float32), dim, num_stacked)
+    rows = y.reshape(int(np.prod(y.shape[: num_stacked + 1])), -1)
+    n = -(-rows.shape[1] // 256)
+    b = -(-rows.shape[1] // n)
+    b += b % 2
+    out = np.zeros_like(rows)
+    for row, new in zip(rows, out, strict=True):
+        for start in range(0, rows.shape[1], b):
+            block = row[start : start + b]
+            scale = np.max(np.abs(block)) * np.float32(1 / top)
+            if np.max(np.abs(block)) > 1e-30:
+                z = np.clip(np.round(block * (np.float32(1) / scale)), -top, top)
+                new[start : start + b] = z.astype(np.float32) * scale
+    return np.moveaxis(out.reshape(y.shape), num_stacked, dim)
+
+
+@st.composite
+def arrays(draw):
+    shape = draw(st.lists(st.integers(1, 23), min_size=2, max_size=4))
+    num_stacked = draw(st.integers(0, len(shape) - 1))
+    dim = draw(st.integers(num_stacked, len(shape) - 1))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = rng.normal(size=shape) * 10.0 ** rng.integers(-12, 12)
+    return (x * rng.choice([0, 1, 1e-6], size=shape)).astype(np.float32), dim, num_stacked
+
+
+@settings(max_examples=40, deadline=None)
+@given(arrays(), st.sampled_from(["int8", "int4"]))
+def test_blocks_are_those_of_the_definition(given, kind):
+    """Within one bit: XLA's reciprocal may differ from NumPy's by as much."""
+    x, dim, num_stacked = given
+    packed = pack(jnp.asarray(x), dim, num_stacked, kind)
+    size = int(np.prod(x.shape[num_stacked:])) // x.shape[dim]
+    assert packed.dtype == jnp.int8
+    assert packed.shape == (*x.shape[:num_stacked], x.shape[dim], packed_size(size, kind))
+    rest = np.moveaxis(x, dim, num_stacked).shape[num_stacked + 1 :]
+    found = unpack(packed, size, kind)
+    found = np.moveaxis(np.asarray(found).reshape(*found.shape[:-1], *rest), num_stacked, dim)
+    want = numpy_rounded(x, dim, kind, num_stacked)
+    steps = np.abs(found - want) > 1e-6 * np.abs(want)
+    assert steps.mean() < 0.01, "but for ties that one bit decides"
+    assert np.all(np.abs(found - x) <= np.abs(x).max() / {"int8": 127, "int4": 7}[kind] / 2 * 1.001)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
+def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
+    shape = (2, rows, size) if is_stack else (rows, size)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    dim = int(is_stack)
+    whole = to_stored(x, Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}))
+    cut = Cut(dim, shape, num_shards, num_stacked=dim)
+    packed = cut.in_blocks("int8", x.dtype, {})
+    shards = [
+        pack_shard(shard, cut, packed)
+        for shard in jnp.split(to_stored(x, cut), num_shards, axis=dim)  # padding rounds to zeros
+    ]
+    stored = jnp.concatenate(shards, axis=packed.dim)
+    assert stored.shape == packed.stored_shape
+    np.testing.assert_array_equal(stored[..., : packed.natural_size], whole)
+    np.testing.assert_array_equal(to_stored(x, packed), stored)
+    np.testing.assert_array_equal(to_natural(stored, packed), to_natural(whole, packed))
+    if is_stack:  # a row of a stack has the blocks of a layer by itself
+        one = to_stored(x[1], packed.drop_leading())
+        np.testing.assert_array_equal(stored[1], one)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_is_not_finite_fills_its_block_alone(kind, bad):
+    x = np.ones((3, 700), np.float32)  # blocks of 234
+    x[1, 300] = bad
+    y = unpack(pack(jnp.asarray(x), 0, 0, kind), 700, kind)
+    assert np.isnan(y[1, 234:468]).all()
+    assert np.isfinite(np.delete(np.asarray(y), np.s_[234:468], axis=1)).all()
+    assert np.isfinite(y[0]).all()
+
+
+def test_denormals_round_to_zero():
+    x = jnp.asarray([[1e-38, -1e-40, 3e-31, 0.0]], jnp.float32)
+    np.testing.assert_array_equal(unpack(pack(x, 0, 0, "int8"), 4, "int8"), np.zeros((1, 4)))
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
+    return {
+        "stack": {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)},
+        "tied": draw(WIDTH, 95),
+        "frozen": draw(95, 95),
+        "flat": draw(3, 5, 7),
+        "tiny": draw(2),
+    }
+
+
+def loss_fn(params, batch):
+    layer = lambda h, p: (h + jnp.tanh(h @ p["w"] + p["b"][None]), None)
+    hidden = lax.scan(layer, batch, params["stack"])[0] @ params["tied"]
+    out = jnp.tanh(hidden @ params["frozen"]) @ params["tied"].T
+    return jnp.square(out).mean() + jnp.square(params["flat"]).mean() + params["tiny"].sum()
+
+
+def unrolled_loss(params, batch):
+    hidden = batch
+    for i in range(LAYERS):
+        hidden = hidden + jnp.tanh(hidden @ params["stack"]["w"][i] + params["stack"]["b"][i][None])
+    out = jnp.tanh(hidden @ params["tied"] @ params["frozen"]) @ params["tied"].T
+    return jnp.square(out).mean() + jnp.square(params["flat"]).mean() + params["tiny"].sum()
+
+
+def casting_loss(params, batch):
+    return loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch.astype(jnp.bfloat16)).astype(float)
+
+
+def sharded(config, sizes, tx=None):
+    plain = jzero.TrainState.create(params=make_params(), tx=tx or optax.adam(1e-2))
+    mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!frozen).*")
+
+
+def config_of(stage=3, gather="none", reduce="none", frozen="none", **fields):
+    kinds = jzero.Quantization(gather=gather, reduce=reduce, frozen=frozen)
+    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, quantization=kinds, **fields)
+
+
+def train(config, sizes, loss=loss_fn, steps=STEPS, **options):
+    state, losses = sharded(config, sizes), []
+    step = jzero.make_train_step(loss, **options)
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses, jzero.gather_params(state)
+
+
+def assert_same_bits(a, b):
+    assert a[0] == b[0]
+    jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
+
+
+FLAT, TWO = {"data": 8}, {"node": 2, "data": 4}
+TWO_HOPS = {"node_axis": "node"}
+SECONDARY = {**TWO_HOPS, "secondary_params": True}
+
+
+def rounded_params(params, dims):
+    """The parameters as all uses see them: those that travel in blocks are rounded, as the definition says."""
+    fn = lambda path, x: x
+    for path, (dim, num_stacked) in dims.items():
+        fn = functools.partial(_round_one, fn, path, dim, num_stacked)
+    return jax.tree_util.tree_map_with_path(fn, params)
+
+
+def _round_one(before, path, dim, num_stacked, key, x):
+    is_it = jax.tree_util.keystr(key, simple=True, separator="/") == path
+    return numpy_rounded(x, dim, num_stacked=num_stacked) if is_it else before(key, x)
+
+
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    sizes=[FLAT, {"data": 3}, TWO, {"replica": 2, "data": 4}],
+    loss=[loss_fn, unrolled_loss],
+    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+)
+def test_gathers_train_like_plain_optax_on_rounded_parameters(sizes, loss, options):
+    """The gradient is taken at the rounded parameters, and applied to the exact ones."""
+    fields = {"node_axis": "node"} if "node" in sizes else {"replica_axis": "replica"} if "replica" in sizes else {}
+    config = config_of(gather="int8", **fields)
+    plan = jzero.plan_of(sharded(config, sizes))
+    assert {x.path for x in plan.unquantized} == {"flat", "stack/b"}
+    cuts = {leaf.path: leaf.param.cut for leaf in plan.leaves}
+    names = ("stack/w", "tied", "frozen")
+    dims = {name: (cuts[name].dim, cuts[name].num_stacked) for name in names}
+    losses, params = train(config, sizes, loss, **options)
+    tx, plain = optax.adam(1e-2), make_params()
+    opt_state, want = tx.init(plain), []
+    gradient = jax.jit(jax.value_and_grad(loss))
+    for _ in range(STEPS):
+        value, grads = gradient(rounded_params(plain, dims), BATCH)
+        grads["frozen"] = np.zeros_like(grads["frozen"])
+        want.append(float(value))
+        updates, opt_state = tx.update(grads, opt_state, plain)
+        plain = jax.tree.map(np.asarray, optax.apply_updates(plain, updates))
+    np.testing.assert_allclose(losses[0], want[0], rtol=1e-6)
+    # Sums in another order move a master by a bit, and now and then an element across a tie: a step of 1/127.
+    np.testing.assert_allclose(losses, want, atol=2e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)
+
+
+@singles(
+    lambda x: getattr(x, "__name__", None),
+    loss=[loss_fn, unrolled_loss, casting_loss],
+    fields=[{}, {"precision": "bf16"}, {"reshard_after_forward": False}, {"prefetch_bytes": 10**6}],
+    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+)
+@pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
+def test_secondary_shards_are_the_same_integers(loss, fields, options):
+    if loss is casting_loss and fields:
+        pytest.skip("such a model casts by itself")
+    ways = [
+        train(config_of(gather="int8", **levels, **fields), TWO, loss, steps=6, **options)
+        for levels in (TWO_HOPS, SECONDARY)
+    ]
+    assert_same_bits(*ways)
+
+
+def test_prefetch_and_kept_parameters_see_the_same_integers():
+    ways = [
+        train(config_of(gather="int8", **fields), FLAT, steps=6, remat=False)
+        for fields in ({}, {"reshard_after_forward": False})
+    ]
+    assert_same_bits(*ways)
+
+
+def test_the_number_of_devices_changes_little():
+    """Rounded parameters are the same bits; only the sums differ."""
+    meshes = [(FLAT, {}), ({"data": 4}, {}), ({"data": 3}, {}), (TWO, TWO_HOPS)]
+    losses = [train(config_of(gather="int8", **fields), sizes)[0] for sizes, fields in meshes]
+    for other in losses[1:]:
+        np.testing.assert_allclose(other, losses[0], atol=5e-4)
+    np.testing.assert_allclose([x[0] for x in losses], losses[0][0], rtol=5e-7)
+
+
+@singles(
+    kind=["int8", "int4"],
+    stage=[3, 2, 1],
+    levels=[(4, 1), (2, 2), (3, 2)],
+    late=[False, True],
+)
+def test_reductions_sum_what_each_device_or_node_rounds(kind, stage, levels, late):
+    """Against gradients of each device's rows, by plain jax, rounded by NumPy and summed."""
+    data, node = levels
+    num_shards = data * node
+    late = late and stage > 1 and node > 1
+    fields = {"node_axis": "node", "secondary_grads": late} if node > 1 else {}
+    sizes = {"node": node, "data": data} if node > 1 else {"data": data}
+    state = sharded(config_of(stage, reduce=kind, **fields), sizes, tx=optax.sgd(1.0))
+    plan, steps = jzero.plan_of(state), 2 if late else 1
+    state, _ = jzero.make_train_step(loss_fn, accumulate_steps=steps)(state, BATCH)
+    grads = jax.tree.map(lambda a, b: a - b, make_params(), jax.device_get(jzero.gather_params(state)))
+    rows = BATCH.reshape(num_shards, steps, -1, WIDTH).swapaxes(0, 1)  # a device splits its own rows
+    local = [[jax.jit(jax.grad(loss_fn))(make_params(), part) for part in micro] for micro in rows]
+    for leaf in plan.leaves:
+        if not leaf.trained or leaf.grad.cut is None:
+            continue
+        pick = lambda tree, path=leaf.path: np.asarray(functools.reduce(lambda t, k: t[k], path.split("/"), tree))
+        exact = leaf.path in {x.path for x in plan.unquantized}
+        cut = leaf.grad.cut
+        round_ = (
+            (lambda x: x)
+            if exact
+            else functools.partial(numpy_rounded, dim=cut.dim, kind=kind, num_stacked=cut.num_stacked)
+        )
+        # Devices are in the order of the batch: (node, data). Sums within a node are exact.
+        of_nodes = [[sum(map(pick, micro[i * data : (i + 1) * data])) for i in range(node)] for micro in local]
+        if node == 1:
+            want = sum(round_(pick(x)) for micro in local for x in micro)
+        elif late:
+            want = sum(round_(sum(micro[i] for micro in of_nodes)) for i in range(node))
+        else:
+            want = sum(round_(x) for micro in of_nodes for x in micro)
+        want = want / (num_shards * steps)
+        off = np.abs(pick(grads) - want)
+        assert np.quantile(off, 0.98) < 1e-7, leaf.path
+        assert off.max() <= np.abs(want).max(), "an element on a tie goes to the next integer"
+
+
+def test_an_overflow_is_seen_through_integers():
+    """NaN fills a block, so fp16 skips the same steps and has the same scales as without rounding."""
+    batch = np.where(np.arange(96)[:, None] == 7, np.inf, BATCH)
+    scales, scale = [], jzero.DynamicLossScale(initial=2.0**10, hysteresis=1)
+    for kinds in ({}, {"gather": "int8", "reduce": "int4"}):
+        state = sharded(
+            config_of(
+                precision=jzero.Precision(compute_dtype="float16", master_dtype="float32", loss_scale=scale),
+                **TWO_HOPS,
+                **kinds,
+            ),
+            TWO,
+        )
+        step, found = jzero.make_train_step(loss_fn), []
+        for rows in (BATCH, batch, BATCH, batch):
+            state, metrics = step(state, rows)
+            found.append((float(metrics["loss_scale"]), bool(metrics["step_applied"])))
+        scales.append(found)
+    assert scales[0] == scales[1]
+    assert [applied for _, applied in scales[0]] == [True, False, True, False]
+
+
+def test_tensor_parallel_parameters_are_rounded_part_by_part():
+    """Each device packs its own part: no hop sends or joins another's."""
+    rng = np.random.default_rng(0)
+    params = {"up": rng.normal(size=(64, 1024)) / 8, "down": rng.normal(size=(1024, 64)) / 32}
+    loss = lambda p, x: jnp.square(jnp.tanh(x @ p["up"]) @ p["down"]).mean()
+    batch = rng.normal(size=(32, 64)).astype(np.float32)
+    results = []
+    for sizes in ({"data": 4}, {"data": 4, "model": 2}, {"node": 2, "data": 2, "model": 2}):
+        mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+        placed = {k: jnp.asarray(v, jnp.float32) for k, v in params.items()}
+        if "model" in sizes:
+            specs = {"up": P(None, "model"), "down": P("model", None)}
+            placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in placed.items()}
+        fields = {**SECONDARY, "secondary_grads": True} if "node" in sizes else {}
+        # Cut so that a device has whole blocks: 512 of `up`'s columns, 32 of `down`'s.
+        rules = {"up": jzero.LeafRule(dim=0), "down": jzero.LeafRule(dim=1)}
+        config = config_of(gather="int8", reduce="int8", rules=rules, **fields)
+        plain = jzero.TrainState.create(params=placed, tx=optax.sgd(0.1))
+        state = jzero.shard_train_state(plain, config=config, mesh=mesh)
+        assert not jzero.plan_of(state).unquantized
+        step = jzero.make_train_step(loss)
+        report = analyze(step, state, batch)
+        report.verify()
+        assert {r.dtype for r in report.collectives if r.kind == "all-gather"} == {"s8"}
+        state, metrics = step(state, batch)
+        results.append((float(metrics["loss"]), jax.device_get(jzero.gather_params(state))))
+    for loss_value, found in results[1:]:
+        assert loss_value == pytest.approx(results[0][0], rel=1e-6)
+        # Gradients are rounded, too, and each device's or node's by itself.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, results[0][1])
+
+
+@pytest.mark.parametrize("sizes", [FLAT, TWO])
+def test_integers_are_what_travels(sizes):
+    """By hand: bytes of integers and scales, each once per hop; nothing wider crosses a link."""
+    fields = {**SECONDARY, "secondary_grads": True} if "node" in sizes else {}
+    rules = {"stack/b|flat|tiny": jzero.LeafRule(persistent=True)}
+    config = config_of(gather="int8", reduce="int4", precision="bf16", rules=rules, **fields)
+    state = sharded(config, sizes)
+    plan = jzero.plan_of(state)
+    step = jzero.make_train_step(loss_fn, accumulate_steps=2)
+    report = analyze(step, state, BATCH)
+    report.verify()
+    gathers = [r for r in report.collectives if r.kind == "all-gather"]
+    assert {r.dtype for r in gathers if "zero_update" not in r.axis and r.elements > 10_000} == {"s8"}
+    row = 61 + 1 + 4, 95 + 1 + 4  # a block and its scale, for rows of 61 and 95
+    whole = {"stack/w": LAYERS * 64 * row[0], "tied": 96 * row[0], "frozen": 96 * row[1]}
+    near = [hop.num_bytes for hop in plan.gathers_of_loss if hop.axes == ("data",)]
+    assert sorted(near) == sorted([*whole.values()] * 2)
+    if "node" in sizes:
+        assert sorted(hop.num_bytes for hop in plan.gathers_before_loss) == sorted(x // 4 for x in whole.values())
+    moved = [r for r in report.collectives if r.kind == "all-to-all"]
+    assert moved
+    assert {r.dtype for r in moved} == {"s8"}
+    assert {r.axis for r in moved} == {"node" if "node" in sizes else "data"}
+
+
+def test_wider_gathers_are_a_violation(monkeypatch):
+    monkeypatch.setattr("jzero.engine.lazy.pack_shard", lambda shard, cut, packed: shard)
+    monkeypatch.setattr(Cut, "in_blocks", lambda cut, *_: cut)
+    state = sharded(config_of(gather="int8"), FLAT)
+    with pytest.raises(jzero.PlanViolation, match="wider than the int8 of the plan"):
+        analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
+
+
+def test_the_plan_names_what_stays_exact():
+    config = config_of(gather="int8", reduce="int8", rules={"tied": jzero.LeafRule(quantize=False)})
+    plan = jzero.plan_of(sharded(config, FLAT))
+    assert {x.path: x.reason for x in plan.unquantized} == {
+        "flat": "5 elements beside the cut, fewer than 32",
+        "stack/b": "1 elements beside the cut, fewer than 32",
+        "tied": "by rule",
+    }
+    assert "as they are, not int8" in str(plan)
+    assert not jzero.plan_of(sharded(config_of(), FLAT)).unquantized
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stage": 2, "gather": "int8"}, r"Quantization\(gather='int8'\)` needs stage 3"),
+        ({"stage": 2, "frozen": "int8"}, r"Quantization\(frozen='int8'\)` needs stage 3"),
+        ({"stage": 0, "reduce": "int4"}, r"Quantization\(reduce='int4'\)` needs stage 1"),
+        ({"reduce": "int8", "reduce_scatter": False}, "`reduce_scatter=False` contradicts it"),
+        ({"gather": "int8", "offload": jzero.Offload(params="host")}, "keeps rounded shards of all parameters"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**fields)
+
+
+def test_kinds_that_do_not_exist_are_named():
+    with pytest.raises(ValueError, match=r"`Quantization.gather` must be one of .'none', 'int8'.: got 'int4'"):
+        jzero.Quantization(gather="int4")
+    with pytest.raises(ValueError, match=r"`LeafRule.quantize` must be None or False: got True"):
+        jzero.LeafRule(quantize=True)
+    with pytest.raises(ValueError, match=r"`quantization` must be a `jzero.Quantization`: got 'int8'"):
+        jzero.ZeroConfig(quantization="int8")
