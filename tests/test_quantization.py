@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.analysis.collectives import bytes_on_port
 from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
 from jzero.plan.padded import pack_shard, to_natural, to_stored
@@ -417,3 +418,39 @@ def test_kinds_that_do_not_exist_are_named():
         jzero.LeafRule(quantize=True)
     with pytest.raises(ValueError, match=r"`quantization` must be a `jzero.Quantization`: got 'int8'"):
         jzero.ZeroConfig(quantization="int8")
+
+
+def test_bytes_on_network_ports_are_those_of_the_formula():
+    """(M-1)/M · Ψ/D · (gathers of one step + reductions), on a mesh of M nodes of D devices; nothing else crosses."""
+    rules = {"stack/b|flat|tiny": jzero.LeafRule(replicated=True)}
+    stack, tied, frozen = LAYERS * 64 * 61, 61 * 96, 96 * 95  # elements, padding included
+    padded, reduced = stack + tied + frozen, stack + tied
+    step = jzero.make_train_step(loss_fn)
+
+    def on_ports(**fields):
+        report = analyze(step, sharded(config_of(rules=rules, **fields), TWO), BATCH)
+        rows = [r for r in report.collectives if r.elements > 1000 and r.kind != "all-reduce"]
+        assert {(r.axis, r.level) for r in rows} <= {("node", "between"), ("data", "within")}
+        assert report.nic_bytes == sum(r.nic_bytes for r in report.collectives)
+        return sum(r.nic_bytes for r in rows)
+
+    share = 0.5 / 4 * 4  # (M-1)/M / D, in bytes of fp32
+    assert on_ports(**TWO_HOPS) == pytest.approx(share * (2 * padded + 2 * tied + reduced), rel=1e-6)  # tied: two uses
+    assert on_ports(**SECONDARY) == pytest.approx(share * (padded + reduced), rel=1e-6)
+    integers = (LAYERS * 64 + 96) * (62 + 4) + 96 * (96 + 4)  # bytes: even rows, and a scale for each
+    assert on_ports(**SECONDARY, gather="int8") == pytest.approx(share * (integers / 4 + reduced), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "num_nodes", "want"),
+    [
+        ("all-gather", 16, 2, 15 / 16 * 2 / 16),  # a ring leaves each node once, over eight ports
+        ("all-gather", 2, 2, 1 / 2),
+        ("all-to-all", 16, 2, 1 / 2),  # half of each device's parts are for the other node
+        ("all-to-all", 16, 4, 3 / 4),
+        ("all-reduce", 8, 1, 0.0),
+    ],
+)
+def test_bytes_on_one_port_by_hand(kind, num_devices, num_nodes, want):
+    sent = (num_devices - 1) / num_devices
+    assert bytes_on_port(kind, sent, num_devices, num_nodes) == pytest.approx(want)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jzero import _compat
@@ -165,13 +166,14 @@ def _report(
         notes.append(f"No rates are known of these {facts.platform} devices: exposed_communication is not told.")
     else:
         timeline, found = simulate(facts.program, hardware)
-        notes += found
+        notes += [*found, *filter(None, [hardware.remark])]
     axes = ["+".join(axes_of(c.group, mesh)) if mesh is not None else "" for c in facts.collectives]
+    nodes = [_num_nodes(c.group, hardware, plan) for c in facts.collectives]
     return AnalysisReport(
         machine=hardware.name if hardware is not None else facts.platform,
         num_devices=facts.program.num_devices,
         memory=facts.memory,
-        collectives=rows_of(zip(facts.collectives, axes, strict=True)),
+        collectives=rows_of(zip(facts.collectives, axes, nodes, strict=True)),
         communication_elements=sum(c.elements for c in facts.collectives),
         exposed_communication=None if timeline is None else timeline.exposed_share,
         timeline=timeline,
@@ -179,6 +181,18 @@ def _report(
         violations=tuple(violations),
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _num_nodes(group: Sequence[int], hardware: Machine | None, plan: ZeroPlan | None) -> int:
+    """Returns the number of nodes of a group: those of the machine, or of the plan's `node_axis`; 0 if unknown."""
+    if hardware is not None:
+        return len({i // hardware.devices_per_node for i in group})
+    axis = None if plan is None else plan.config.node_axis
+    if axis is None or plan is None:
+        return 0
+    sizes = tuple(plan.mesh.shape.values())
+    along = np.unravel_index(np.asarray(group), sizes)[list(plan.mesh.shape).index(axis)]
+    return len(set(along.tolist()))
 
 
 def _returns(out: Any, state: Any) -> bool:

@@ -20,7 +20,14 @@ import numpy as np
 
 from jzero.analysis.hlo import Array, Computation, Instruction, Program, parse_hlo
 
-__all__ = ["Collective", "collective_of", "continues_collective", "find_collectives", "program_collectives"]
+__all__ = [
+    "Collective",
+    "bytes_on_port",
+    "collective_of",
+    "continues_collective",
+    "find_collectives",
+    "program_collectives",
+]
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -80,6 +87,29 @@ class Collective:
         if self.kind == "collective-permute":
             return float(whole)
         return whole * (self.num_devices - 1) / self.num_devices * (2 if self.kind == "all-reduce" else 1)
+
+    def nic_bytes(self, devices_per_node: int) -> float:
+        """Bytes that one network port sends per run, if each device has one; see `bytes_on_port`."""
+        nodes = {i // devices_per_node for i in self.group}
+        return bytes_on_port(self.kind, self.sent_bytes, self.num_devices, len(nodes))
+
+    def by_dtype(self) -> Iterator[Collective]:
+        """Yields its parts with results of one dtype; compilers merge collectives of several."""
+        for dtype in dict.fromkeys(x.dtype for x in self.results):
+            yield dataclasses.replace(self, results=tuple(x for x in self.results if x.dtype == dtype))
+
+
+def bytes_on_port(kind: str, sent_bytes: float, num_devices: int, num_nodes: int) -> float:
+    """Returns the bytes that one network port sends for a collective of a group on several nodes, a port per device.
+
+    A ring leaves each node once, over the ports of all its devices in the group: m/n of what a device sends, for n
+    devices on m nodes. In an all-to-all each device sends its n-th parts to the n (1 - 1/m) devices of other nodes.
+    """
+    if num_nodes == 1:
+        return 0.0
+    if kind == "all-to-all":
+        return sent_bytes * (num_devices - num_devices / num_nodes) / (num_devices - 1)
+    return sent_bytes * num_nodes / num_devices
 
 
 def find_collectives(hlo_text: str) -> list[Collective]:

@@ -38,13 +38,11 @@ def compute_seconds(program: Program, computation: Computation, instruction: Ins
 
 
 def collective_seconds(collective: Collective, machine: Machine) -> float:
-    """Returns the seconds of a ring over the group's links; between nodes over all network ports of a node at once."""
-    rate = machine.intra_link_bytes_per_s
-    nodes = {i // machine.devices_per_node for i in collective.group}
-    if len(nodes) > 1 and machine.inter_link_bytes_per_s is not None:
-        per_node = collective.num_devices / len(nodes)
-        rate = min(rate, machine.inter_link_bytes_per_s * per_node)
-    return collective.sent_bytes / rate
+    """Returns the seconds of a collective: on the links within a node, or on its network ports if these are slower."""
+    seconds = collective.sent_bytes / machine.intra_link_bytes_per_s
+    if machine.inter_link_bytes_per_s is None:
+        return seconds
+    return max(seconds, collective.nic_bytes(machine.devices_per_node) / machine.inter_link_bytes_per_s)
 
 
 def unknown_kernel(instruction: Instruction) -> bool:

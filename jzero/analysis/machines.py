@@ -14,6 +14,12 @@ GIB = 2**30
 MIB = 2**20
 KIB = 2**10
 GPUS_PER_HOST = 8
+PCIE_4 = 32e9
+"""Bytes per second of 16 lanes of PCIe 4.0 in one direction (PCI Express Base Specification: 16 GT/s per lane)."""
+SHARED_LANES = (
+    "The model gives each GPU all of its PCIe lanes. Where GPUs share lanes behind a switch, or traffic goes through "
+    "the host's memory (GeForce has no peer-to-peer), a half or a quarter of that rate is left."
+)
 
 
 class _Sm(NamedTuple):
@@ -148,6 +154,33 @@ GPUS: Mapping[str, GpuFacts] = {
         intra_link_bytes_per_s=300e9,
         inter_link_bytes_per_s=25e9,
     ),
+    "a100-pcie": GpuFacts(
+        name="NVIDIA A100 80GB PCIe",
+        compute_capability=(8, 0),
+        num_sms=108,
+        clock_hz=1.41e9,
+        hbm_bytes=int(79.2 * GIB),
+        hbm_bytes_per_s=1.935e12,  # data sheet "NVIDIA A100", 80GB PCIe column
+        l2_bytes=40 * MIB,
+        flops=_AMPERE,
+        num_nvlinks=0,  # bridges join pairs only
+        intra_link_bytes_per_s=PCIE_4,
+        inter_link_bytes_per_s=25e9,  # 200 Gb/s per GPU is usual
+    ),
+    "rtx4090": GpuFacts(
+        name="NVIDIA GeForce RTX 4090",
+        compute_capability=(8, 9),
+        num_sms=128,
+        clock_hz=2.52e9,
+        hbm_bytes=int(23.5 * GIB),  # sold as 24 GB
+        hbm_bytes_per_s=1008e9,  # white paper "NVIDIA Ada GPU Architecture", and so the rates below
+        l2_bytes=72 * MIB,
+        # With sums in fp32: half of what sums in fp16 take.
+        flops={"bf16": 165.2e12, "f16": 165.2e12, "tf32": 82.6e12, "f32": 82.6e12, "f8e4m3fn": 330.3e12},
+        num_nvlinks=0,
+        intra_link_bytes_per_s=PCIE_4,
+        inter_link_bytes_per_s=3.125e9,  # 25 Gb/s: an assumption
+    ),
     "l40s": GpuFacts(
         name="NVIDIA L40S",
         compute_capability=(8, 9),
@@ -158,7 +191,7 @@ GPUS: Mapping[str, GpuFacts] = {
         l2_bytes=96 * MIB,  # white paper "NVIDIA Ada GPU Architecture"
         flops={"bf16": 362.05e12, "f16": 362.05e12, "tf32": 183e12, "f32": 91.6e12, "f8e4m3fn": 733e12},
         num_nvlinks=0,
-        intra_link_bytes_per_s=32e9,  # PCIe Gen4 x16
+        intra_link_bytes_per_s=PCIE_4,
         inter_link_bytes_per_s=25e9,  # no system of the vendor's own: 200 Gb/s per GPU is usual
     ),
 }
@@ -254,6 +287,7 @@ class Machine:
       intra_link_bytes_per_s: What one device can send within its node, in one direction, over all links together.
       inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on a TPU slice, which
         is one node.
+      remark: What its rates leave out; may be empty.
     """
 
     name: str
@@ -266,6 +300,7 @@ class Machine:
     num_links: int
     intra_link_bytes_per_s: float
     inter_link_bytes_per_s: float | None
+    remark: str = ""
 
 
 def machine(name: str) -> Machine:
@@ -301,6 +336,7 @@ def machine(name: str) -> Machine:
             num_links=1,  # NVSwitch, or PCIe
             intra_link_bytes_per_s=gpu.intra_link_bytes_per_s,
             inter_link_bytes_per_s=gpu.inter_link_bytes_per_s,
+            remark="" if gpu.num_nvlinks else SHARED_LANES,
         )
     tpu = TPUS[chip]
     return Machine(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jzero._text import format_rows
-from jzero.analysis.collectives import Collective
+from jzero.analysis.collectives import Collective, bytes_on_port
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
@@ -22,7 +22,7 @@ __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one kind, axis and dtype, inside or outside loops.
+    """All collectives of one kind, axis and dtype, inside or outside loops; what is merged counts by dtype.
 
     Attributes:
       kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
@@ -32,6 +32,8 @@ class CollectiveRow:
       count: Operations per step, multiplied by the trip counts of loops.
       elements: Elements per step in ZeRO's count: a gather or reduce-scatter of Ψ counts Ψ, an all-reduce 2Ψ.
       sent_bytes: Bytes that one device sends per step, in rings.
+      level: "within" nodes, "between" nodes, or empty if nodes are not known.
+      nic_bytes: Bytes per step on the network port of one device.
     """
 
     kind: str
@@ -41,16 +43,26 @@ class CollectiveRow:
     count: int
     elements: int
     sent_bytes: int
+    level: str = ""
+    nic_bytes: int = 0
 
 
-def rows_of(collectives: Iterable[tuple[Collective, str]]) -> tuple[CollectiveRow, ...]:
-    """Returns the rows for collectives, each given with its axis."""
-    rows: dict[tuple[str, str, str, bool], CollectiveRow] = {}
-    for c, axis in collectives:
-        key = (c.kind, axis, c.dtype, c.in_loop)
-        old = rows.get(key, CollectiveRow(*key, count=0, elements=0, sent_bytes=0))
-        sent = old.sent_bytes + round(c.sent_bytes * c.times)
-        rows[key] = CollectiveRow(*key, old.count + c.times, old.elements + c.elements, sent)
+def rows_of(collectives: Iterable[tuple[Collective, str, int]]) -> tuple[CollectiveRow, ...]:
+    """Returns the rows for collectives, each given with its axis and the nodes of its group, 0 if they are unknown."""
+    rows: dict[tuple[str, str, str, bool, str], CollectiveRow] = {}
+    for merged, axis, num_nodes in collectives:
+        for c in merged.by_dtype():
+            level = ("", "within")[num_nodes] if num_nodes < 2 else "between"
+            key = (c.kind, axis, c.dtype, c.in_loop, level)
+            old = rows.get(key, CollectiveRow(*key[:-1], count=0, elements=0, sent_bytes=0, level=level))
+            on_port = bytes_on_port(c.kind, c.sent_bytes, c.num_devices, max(num_nodes, 1))
+            rows[key] = dataclasses.replace(
+                old,
+                count=old.count + c.times,
+                elements=old.elements + c.elements,
+                sent_bytes=old.sent_bytes + round(c.sent_bytes * c.times),
+                nic_bytes=old.nic_bytes + round(on_port * c.times),
+            )
     return tuple(sorted(rows.values(), key=lambda row: (-row.elements, row.kind, row.in_loop)))
 
 
@@ -92,6 +104,11 @@ class AnalysisReport:
     notes: tuple[str, ...]
     reckoned: StepMemory | None = None
 
+    @property
+    def nic_bytes(self) -> int:
+        """Bytes per step that cross the network port of one device: 0 on one node, or if nodes are not known."""
+        return sum(row.nic_bytes for row in self.collectives)
+
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.
 
@@ -112,6 +129,7 @@ class AnalysisReport:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["memory"] = dataclasses.asdict(self.memory)
         fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
+        fields["nic_bytes"] = self.nic_bytes
         fields["timeline"] = self.timeline and self.timeline.totals()
         fields["reckoned"] = self.reckoned and self.reckoned.to_dict()
         fields["plan"] = self.plan and _plan_summary(self.plan)
@@ -148,23 +166,29 @@ class AnalysisReport:
         return [*lines, "", *activation_lines(self.reckoned.activations)]
 
     def _collective_lines(self) -> list[str]:
-        header = ("collective", "axis", "dtype", "in loop", "per step", "elements", "sent")
+        header = ("collective", "axis", "dtype", "level", "in loop", "per step", "elements", "sent", "per port")
         cells = [
             (
                 r.kind,
                 r.axis,
                 r.dtype,
+                r.level,
                 "yes" if r.in_loop else "",
                 str(r.count),
                 f"{r.elements:,}",
                 format_bytes(r.sent_bytes),
+                format_bytes(r.nic_bytes) if r.nic_bytes else "",
             )
             for r in self.collectives
         ]
-        lines = ["", *format_rows([header, *cells], left=4)] if cells else ["", "no collectives"]
+        shown = [i for i in range(len(header)) if self.nic_bytes or header[i] not in ("level", "per port")]
+        table = [tuple(row[i] for i in shown) for row in [header, *cells]]
+        lines = ["", *format_rows(table, left=shown.index(5))] if cells else ["", "no collectives"]
         total = f"{self.communication_elements:,} elements per step"
         size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
         lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))
+        if self.nic_bytes:
+            lines.append(f"{format_bytes(self.nic_bytes)} per step and network port")
         if self.timeline is not None and self.exposed_communication is not None:
             totals = self.timeline.totals()
             lines.append(

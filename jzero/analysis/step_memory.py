@@ -15,12 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import format_rows
+from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
 from jzero.analysis.traced import Buffer, Transfer, trace_program
 from jzero.config.zero import ZeroConfig
+from jzero.plan.comm import PASSES
 from jzero.plan.mesh import AnyMesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
@@ -66,6 +68,7 @@ class StepMemory:
       planned_bytes: The part of these that `plan.gathered_bytes` counts: without additional gathers for the loss's own
         `jax.checkpoint`s and for further uses of a parameter.
       sent_bytes: The bytes that one device sends per step, in rings.
+      nic_bytes: The part of these on the network port of one device; 0 on one node, or without a machine.
       communication_seconds: The time that these take at the machine's rates if nothing else slows them; `None`
         without a machine.
       flops: Operations of one device's products per step, including recomputation.
@@ -87,6 +90,7 @@ class StepMemory:
     gathered_bytes: int
     planned_bytes: int
     sent_bytes: int
+    nic_bytes: int
     communication_seconds: float | None
     flops: float
     host: int = 0
@@ -237,10 +241,14 @@ def memory_of_trace(
     found = footprint(program, gpu=gpu, limit=limit)
     sizes = plan.bytes_per_device
     sent = [_sent_bytes(x, plan.mesh) * x.times for x in program.transfers]
-    seconds = None
+    seconds, on_ports = None, [0.0]
     if hardware is not None:
-        rates = [_rate(x.axes, plan.mesh, hardware) for x in program.transfers]
-        seconds = sum(amount / rate for amount, rate in zip(sent, rates, strict=True))
+        per_node, network = hardware.devices_per_node, hardware.inter_link_bytes_per_s or math.inf
+        on_ports = [
+            _bytes_on_port(x, amount, plan.mesh, per_node) for x, amount in zip(program.transfers, sent, strict=True)
+        ]
+        link = hardware.intra_link_bytes_per_s
+        seconds = sum(max(x / link, y / network) for x, y in zip(sent, on_ports, strict=True))
     return StepMemory(
         params=sizes.params,
         opt_state=sizes.opt_state,
@@ -253,6 +261,7 @@ def memory_of_trace(
         + plan.bytes_gathered_in(micro_batches=0),
         planned_bytes=plan.bytes_gathered_in(micro_batches=micro_batches),
         sent_bytes=round(sum(sent)),
+        nic_bytes=round(sum(on_ports)),
         communication_seconds=seconds,
         flops=program.flops,
     )
@@ -285,19 +294,15 @@ def _num_parts(aval: Any, sharding: Any) -> int:
 def _sent_bytes(x: Transfer, mesh: AnyMesh) -> float:
     """Returns the bytes that one device sends in a ring."""
     size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
-    passes = 2 if x.kind == "all-reduce" else 1
-    return passes * x.num_bytes * (size - 1) / size
+    return PASSES.get(x.kind, 1) * x.num_bytes * (size - 1) / size
 
 
-def _rate(axes: tuple[str, ...], mesh: AnyMesh, hardware: Machine) -> float:
-    """Returns the bytes per second that a device sends along mesh axes: the rate of the slowest link on the way."""
+def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: int) -> float:
+    """Returns the bytes that one network port sends for a collective along mesh axes."""
     sizes = {str(name): int(size) for name, size in mesh.shape.items()}
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    group = grid[tuple(slice(None) if name in axes else 0 for name in sizes)].ravel()
-    num_nodes = len({int(i) // hardware.devices_per_node for i in group})
-    if num_nodes == 1 or hardware.inter_link_bytes_per_s is None:
-        return hardware.intra_link_bytes_per_s
-    return min(hardware.intra_link_bytes_per_s, hardware.inter_link_bytes_per_s * len(group) / num_nodes)
+    group = grid[tuple(slice(None) if name in x.axes else 0 for name in sizes)].ravel()
+    return bytes_on_port(x.kind, sent, len(group), len({int(i) // devices_per_node for i in group}))
 
 
 def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
