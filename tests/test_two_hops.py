@@ -14,6 +14,7 @@ from jax import lax
 import jzero
 from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
+from jzero.plan.platform import PLATFORMS
 from tests import models
 from tests.compiled import analyze
 from tests.tiers import singles
@@ -248,3 +249,44 @@ def test_a_mesh_must_say_how_many_nodes_there_are():
         jzero.shard_train_state(plain, config=config_of(node_axis="node"))
     with pytest.raises(ValueError, match="`node_axis` must name an axis of the mesh"):
         jzero.shard_train_state(plain, config=config_of(node_axis="node"), mesh=jzero.make_mesh())
+
+
+@singles(
+    sizes=SIZES,
+    options=[{}, {"accumulate_steps": 2}, {"remat": False}],
+    fields=[{}, {"precision": "bf16"}, {"secondary_params": True}, {"prefetch_bytes": 10**6}],
+    kinds=[{}, {"gather": "int8", "reduce": "int4"}],
+)
+@pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
+def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
+    """A turn finishes the reductions of the one before; the sums are the same."""
+    replica = {"replica_axis": "replica"} if "replica" in sizes else {}
+    config = config_of(node_axis="node", quantization=jzero.Quantization(**kinds), **replica, **fields)
+    at_once = train(loss_fn, config, sizes, **options)
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    step = jzero.make_train_step(loss_fn, **options)
+    late = [x for x in sent(step.trace(sharded(make_params(), config, **sizes), BATCH).jaxpr) if not x.gathers]
+    between = plan_levels(config, sizes).between
+    times = [x.times for x in late if x.path == "stack/w" and x.eqn.params["comm"] == between]
+    assert max(times) == LAYERS * options.get("accumulate_steps", 1)
+    losses, params = train(loss_fn, config, sizes, **options)
+    assert losses == at_once[0]
+    jax.tree.map(np.testing.assert_array_equal, params, at_once[1])
+
+
+def plan_levels(config, sizes):
+    plan = jzero.plan_of(sharded(make_params(), config, **sizes))
+    return next(plan.comm_of_gradient(leaf).split() for leaf in plan.leaves if leaf.path == "stack/w")
+
+
+def test_late_hops_are_as_planned(monkeypatch):
+    """The loop's last turn is finished after it: one more hop, of zeros, at its start."""
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(hops_late=True))
+    model = models.GPT(d_model=40, heads=5, vocab=253, layers=LAYERS)
+    plain, tokens = models.gpt_state(model, optax.adam(1e-3)), models.tokens(16, vocab=253)
+    config = config_of(node_axis="node", secondary_params=True)
+    state = jzero.shard_train_state(plain, config=config, mesh=jzero.make_mesh(node=2, data=4))
+    report = analyze(jzero.make_train_step(models.gpt_loss(model)), state, tokens)
+    report.verify()
+    rows = {(r.axis, r.in_loop): r.count for r in report.collectives if r.kind == "reduce-scatter"}
+    assert rows["data", True] == rows["node", True]

@@ -293,7 +293,8 @@ class _LocalStep:
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
         keeps = self.differentiates and not self.plan.regathers and any(map(is_lazy, leaves))
-        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, keeps=keeps)
+        late = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).hops_late
+        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, keeps=keeps, hops_late=late)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
             outputs = walk.gather(walk(joint.jaxpr, leaves))

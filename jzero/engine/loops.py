@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,17 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
 from jzero.engine.bundles import Bundle, Rows, is_unevaluated
+from jzero.engine.late import without_last_hops
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
+from jzero.engine.placed import reduce_p
 from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
 from jzero.jaxpr.primitives import CALLS, REMAT
 
 __all__ = ["scan"]
+
+Late: TypeAlias = dict[int, jax.Array]
+"""Rows of gradients before their last hop, by index of the result."""
 
 
 def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -68,6 +73,7 @@ class _Loop:
       carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
+      late: By index of a stacked result: the hop of its reduction that runs one turn later.
       restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
     """
 
@@ -76,6 +82,9 @@ class _Loop:
         body, _ = _compat.open_jaxpr(self.jaxpr)
         first, num_carry = _compat.scan_groups(eqn)
         end = first + num_carry
+        self.late: dict[int, dict[str, Any]] = {}
+        if walk.hops_late:
+            self.jaxpr, self.late = without_last_hops(self.jaxpr, num_carry)
         self.num_carry, self.length = num_carry, int(eqn.params["length"])
         fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
         outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *fixed])
@@ -87,8 +96,12 @@ class _Loop:
         self.stacks = [walk.held.fill(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
         self.restored: list[Callable[[Any], Any]] = []
 
-    def turn(self, carry: list[Any], rows: list[Any]) -> tuple[list[Any], Any]:
-        """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep."""
+    def turn(self, carry: list[Any], rows: list[Any], late: Late) -> tuple[list[Any], Late, Any]:
+        """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep.
+
+        Of `late` results, it takes those of the turn before, which it finishes, and returns its own.
+        """
+        finished = self.finish(late)
         inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the turn
         left, values = iter(rows), []
         for x in self.values:
@@ -102,9 +115,14 @@ class _Loop:
         if self.walk.keeps_passes:
             whole = {j: inner.held.get(row) for j, row in enumerate(rows)}
             kept = {j: x for j, x in whole.items() if x is not None}  # [D, F] each; the scan stacks them
-        results = [self._split_result(inner, y, rows, kept) for y in outputs[self.num_carry :]]
+        ys = outputs[self.num_carry :]
+        results = [self._split_result(inner, finished.get(i, y), rows, kept) for i, y in enumerate(ys)]
         self.restored = [restore for _, restore in results]
-        return new, ([arrays for arrays, _ in results], kept)
+        return new, {i: ys[i] for i in self.late}, ([arrays for arrays, _ in results], kept)
+
+    def finish(self, late: Late) -> Late:
+        """Returns late results of a turn after their last hop. [D/M, F] -> [D/N, F]."""
+        return {i: reduce_p.bind(x, **self.late[i]) for i, x in late.items()}
 
     def run(self) -> tuple[list[Any], Any]:
         """Returns the final carry, and the stacked outputs of the turns."""
@@ -119,20 +137,35 @@ class _Loop:
             return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
-            carry, whole, at = state  # whole: rows of this turn, [D, F]
+            carry, late, whole, at = state  # whole: rows of this turn, [D, F]
             following = gather({j: _slice_row(self.stacks[j], at + step) for j in ahead})  # unused after the last turn
-            carry, results = self.turn(carry, self._rows(stacks, whole))
-            return (carry, following, at + step), results
+            carry, late, results = self.turn(carry, self._rows(stacks, whole), late)
+            return (carry, late, following, at + step), results
 
-        def plain(carry: list[Any], stacks: list[Any]) -> tuple[Any, Any]:
-            return self.turn(carry, self._rows(stacks, {}))
+        def plain(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
+            carry, late, results = self.turn(state[0], self._rows(stacks, {}), state[1])
+            return (carry, late), results
 
+        late = self._none_late()
         if not ahead:
-            return lax.scan(plain, init, self.stacks, **options)
-        rows = {j: _slice_row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
-        rows = self.walk.order.order_first_rows(self.stacks, rows, init)
-        (end, _, _), results = lax.scan(body, (init, gather(rows), start), self.stacks, **options)
-        return end, results
+            (end, late, *_), results = lax.scan(plain, (init, late), self.stacks, **options)
+        else:
+            rows = {j: _slice_row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
+            rows = self.walk.order.order_first_rows(self.stacks, rows, init)
+            state: Any = init, late, gather(rows), start
+            (end, late, *_), results = lax.scan(body, state, self.stacks, **options)
+        ys, kept = results
+        for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
+            (stack,) = ys[i]
+            parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
+            ys[i] = [jnp.concatenate(parts)]
+        return end, (ys, kept)
+
+    def _none_late(self) -> Late:
+        """Returns what the first turn finishes: zeros."""
+        results = _compat.open_jaxpr(self.jaxpr)[0].outvars[self.num_carry :]
+        types = {i: _compat.type_of(results[i]) for i in self.late}
+        return {i: jnp.zeros(x.shape, x.dtype) for i, x in types.items()}  # [D/M, F]
 
     def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:
         """Returns one row of each stack, with the parameters that are already whole."""
@@ -155,7 +188,7 @@ class _Loop:
             return {}
         # A first trace shows what a turn gathers.
         jax.eval_shape(
-            lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}))[1], init, self.stacks
+            lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
         )
         first: dict[int, tuple[int, Any]] = {}  # by shard; a turn may gather a row more than once
         for row_of, dtype in self.found:

@@ -267,6 +267,8 @@ RULES: dict[str, Rule] = {
 }
 
 
-def start_walk(axes: frozenset[str], order: Order | None = None, *, keeps: bool = False) -> Walk:
+def start_walk(
+    axes: frozenset[str], order: Order | None = None, *, keeps: bool = False, hops_late: bool = False
+) -> Walk:
     """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
-    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps)
+    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps, hops_late=hops_late)

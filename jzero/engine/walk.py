@@ -94,6 +94,7 @@ class Walk:
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
       keeps_passes: Whether parameters are kept from the forward to the backward pass (`reshard_after_forward=False`).
+      hops_late: Whether loops run the hops between nodes of their reductions one turn late.
       depth: How many loops enclose this walk.
       found: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
@@ -105,6 +106,7 @@ class Walk:
     order: Order
     held: HeldParameters
     keeps_passes: bool = False
+    hops_late: bool = False
     depth: int = 0
     found: list[tuple[RowOf, Any]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)

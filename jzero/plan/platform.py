@@ -24,6 +24,7 @@ class PlatformFacts(NamedTuple):
       postpones: Whether it postpones the products that make gradients of weights, and keeps their operands, so that
         the backward pass must wait for them; see [Note: Waiting for gradients].
       prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
+      hops_late: Whether loops finish the reductions of one turn beside the products of the next, over several nodes.
       adds_updates: Whether it adds whole updates one by one, so that gathering new parameters takes more memory; see
         [Note: Gathering new parameters].
       is_tiled: Whether it lays out arrays in tiles.
@@ -33,6 +34,7 @@ class PlatformFacts(NamedTuple):
     fence: Fence = "whole"
     postpones: bool = False
     prefetches: bool = False
+    hops_late: bool = False
     adds_updates: bool = False
     is_tiled: bool = False
     sums_bf16: bool = True
@@ -40,7 +42,7 @@ class PlatformFacts(NamedTuple):
 
 PLATFORMS = {
     "cpu": PlatformFacts(fence="data", sums_bf16=False),
-    "gpu": PlatformFacts(postpones=True, prefetches=True),
+    "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True),
     "tpu": PlatformFacts(fence="light", adds_updates=True, is_tiled=True),
     None: PlatformFacts(is_tiled=True),  # an abstract mesh: safe on every platform
 }

@@ -1,0 +1,101 @@
+"""Reductions in loops whose hop between nodes runs one turn later, beside the products of that turn.
+
+In: the body of a backward loop that returns rows of gradients, reduced over two levels. Out: a body that returns what a
+node has summed, and for each such row the reduction that is left. The loop carries it to the next turn:
+
+    r:f32[64,512/N] = zero_reduce[comm=data+node ...] g
+
+becomes, with D devices per node,
+
+    s:f32[64,512/D] = zero_reduce[comm=data ...] g           # this turn
+    r:f32[64,512/N] = zero_reduce[comm=node ...] s_before    # of the turn before
+
+It costs one such part of a row during the loop, and a reduction of zeros in the first turn. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from jzero import _compat
+from jzero._compat import Atom, J
+from jzero.engine.placed import named_p, reduce_p
+from jzero.jaxpr.primitives import RUNS, called_jaxpr
+
+__all__ = ["without_last_hops"]
+
+Left = dict[str, Any]
+"""The parameters of a reduction."""
+
+
+def without_last_hops(jaxpr: J, first: int) -> tuple[J, dict[int, Left]]:
+    """Returns a loop's body without the hops between nodes of its results from index `first`, and what is left.
+
+    What is left is by index among these results.
+    """
+    left = {}
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    for i in range(first, len(opened.outvars)):
+        found = _without_last_hop(jaxpr, i)
+        if found is not None:
+            jaxpr, left[i - first] = found
+    return jaxpr, left
+
+
+def _without_last_hop(jaxpr: J, index: int) -> tuple[J, Left] | None:
+    """Returns a program whose output at `index` lacks its last hop; `None` if it is not the result of a reduction."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    outs, eqns = list(opened.outvars), list(opened.eqns)
+    found = None if any(outs[index] is x for i, x in enumerate(outs) if i != index) else _trim(eqns, outs[index], 0)
+    if found is None:
+        return None
+    outs[index], left = found
+    return _compat.with_equations(jaxpr, opened.invars, outs, eqns), left
+
+
+def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | None:
+    """Takes the last hop from the equations that make `v`, which so many others read; returns what replaces `v`."""
+    place = next((i for i, eqn in enumerate(eqns) if any(v is x for x in eqn.outvars)), None)
+    if place is None or sum(v is x for eqn in eqns for x in eqn.invars) != readers:
+        return None
+    eqn = eqns[place]
+    if eqn.primitive is reduce_p:
+        made, params, left = _split(eqn)
+    elif eqn.primitive is named_p:
+        inner = _trim(eqns, eqn.invars[0], 1)
+        if inner is None:
+            return None
+        source, left = inner
+        made = _compat.variable(source.aval)
+        eqns[place] = eqn.replace(invars=[source], outvars=[made])
+        return made, left
+    elif eqn.primitive.name in RUNS:
+        at = next(i for i, x in enumerate(eqn.outvars) if x is v)
+        found = _without_last_hop(called_jaxpr(eqn), at)
+        if found is None:
+            return None
+        inside, left = found
+        made = _compat.variable(_compat.open_jaxpr(inside)[0].outvars[at].aval)
+        params = _compat.params_of_call(eqn, inside, [x is v for x in eqn.outvars])
+    else:
+        return None
+    if left is None:
+        return None
+    eqns[place] = eqn.replace(outvars=[made if x is v else x for x in eqn.outvars], params=params)
+    return made, left
+
+
+def _split(eqn: JaxprEqn) -> tuple[Var, Left, Left | None]:
+    """Returns the result and the parameters of a reduction's first hop, and those of its last, if it has two."""
+    params, levels = eqn.params, eqn.params["comm"].split()
+    if levels is None:
+        return eqn.outvars[0], params, None
+    # What the first hop has summed is cast and divided already.
+    dtype = params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype)
+    last = dataclasses.replace(params["sums"], dtype=None, predivide=1)
+    near = {**params, "cut": levels.near(params["cut"]), "comm": levels.within, "dtype": dtype}
+    left = {**params, "cut": levels.far(params["cut"]), "comm": levels.between, "sums": last}
+    return _compat.variable(_compat.array_type(near["cut"].shard_shape, dtype)), near, left
