@@ -162,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         "gathered_along_other_axes",
-        "plan/comm.py",
-        "    if not cut.other_axes:\n",
+        "plan/parts.py",
+        "    if not before:\n",
         "    if True:\n",
         "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
         "of_its_transpose",
@@ -355,8 +355,8 @@ MUTANTS = [
     Mutant(
         "gathers_wide",
         "engine/placed.py",
-        "gather_param(round_without_derivative(on_device(shard), dtype), cut, comm)",
-        "gather_param(on_device(shard), cut, comm).astype(dtype)",
+        "gather_param(round_without_derivative(shard, dtype), cut, comm)",
+        "gather_param(shard, cut, comm).astype(dtype)",
         "test_precision.py::test_no_gather_of_the_loss_moves_fp32",
         "None and True",
     ),
@@ -486,7 +486,7 @@ MUTANTS = [
         "plan/blocks.py",
         "scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)",
         "scale = jnp.where(jnp.isfinite(most), scale, 0)",
-        "test_quantization.py::test_an_overflow_is_seen_through_integers",
+        "test_quantization.py::test_what_is_not_finite_fills_its_block_alone",
     ),
     Mutant(
         "gradients_rounded_within_nodes",
