@@ -107,6 +107,7 @@ def test_fields_are_the_expected_ones(imported):
         precision["loss_scale"] = jzero.DynamicLossScale(**precision["loss_scale"])
     fields = {**wanted["config"], "offload": jzero.Offload(**wanted["offload"])}
     fields["precision"] = jzero.Precision(**precision)
+    fields["quantization"] = jzero.Quantization(**fields.get("quantization", {}))
     assert config == dataclasses.replace(defaults, **fields)
 
 
@@ -149,13 +150,13 @@ def test_one_warning_names_all_that_is_refused(imported):
 
 def test_report_reads_as_a_table():
     _, report = read_refused(
-        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "overlap_comm": True}}, num_devices=4
+        {"zero_optimization": {"stage": 3, "load_from_fp32_weights": False, "overlap_comm": True}}, num_devices=4
     )
     lines = str(report).splitlines()
     assert lines[0] == "DeepSpeed configuration: 1 refused, 3 honoured, 1 left to the compiler, 0 ignored"
     assert lines[1] == "batch: 8 rows a step = 2 in a micro-batch x 1 micro-batches x 4 devices"
     assert lines[2] == "clipping: at a norm of 1; optimizer: none; schedule: none"
-    assert lines[5].split()[:3] == ["zero_optimization.zero_quantized_weights", "true", "refused"]
+    assert lines[5].split()[:3] == ["zero_optimization.load_from_fp32_weights", "false", "refused"]
 
 
 # What DeepSpeed's code says about single keys
@@ -221,6 +222,28 @@ def test_hpz_names_the_mesh_that_it_needs():
     assert [read(zero(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
     with pytest.raises(ValueError, match=r"`zero_optimization.zero_hpz_partition_size` \(3\) must divide"):
         read(zero(3), num_devices=8)
+
+
+def test_hierarchical_gathers_of_mics_name_the_mesh():
+    zero = {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+    config, report = read({"zero_optimization": zero}, num_devices=8)
+    assert (config.replica_axis, config.node_axis) == ("replica", "node")
+    advice = note(report, "zero_optimization.mics_hierarchical_params_gather")
+    assert "jzero.make_mesh(replica=..., node=..., data=...)" in advice
+    config, report = read({"zero_optimization": {**zero, "mics_shard_size": -1}}, num_devices=8)
+    assert config.node_axis is None
+    assert verdicts(report)["zero_optimization.mics_hierarchical_params_gather"] == "ignored"
+
+
+def test_zeropp_becomes_integers():
+    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+    zero = {"stage": 3, **dict.fromkeys(keys, True), "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    config, report = read({"zero_optimization": zero})
+    assert config.quantization == jzero.Quantization(gather="int8", reduce="int4", frozen="int8")
+    found = verdicts(report)
+    assert {found[f"zero_optimization.{key}"] for key in keys} == {"honoured"}
+    assert found["zero_optimization.zeropp_loco_param"] == "ignored"
+    assert "within a node are exact" in note(report, "zero_optimization.zero_quantized_gradients")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jzero.config.precision import DtypeName, DynamicLossScale, Precision
+from jzero.config.quantization import Quantization
 from jzero.deepspeed.settings import Settings
 from jzero.deepspeed.zero_keys import NO_CAP
 
@@ -60,7 +61,7 @@ def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
     fields |= _gathering(settings, stage, precision) | _reducing(settings, stage, precision)
     if stage == 3:
         fields |= _thresholds(settings) | _prefetching(settings, precision)
-        fields |= _replicas(settings, num_devices) | _nodes(settings, num_devices)
+        fields |= _replicas(settings, num_devices) | _nodes(settings, num_devices) | _quantized(settings)
     offload = _offload(settings, stage)
     _judge_by_stage(settings, stage)
     return ConfigFields(fields, offload)
@@ -119,13 +120,35 @@ def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
 
 def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     """MiCS shards over so many devices, and keeps the shards of each group of devices."""
-    return _groups(settings, "mics_shard_size", 1, num_devices, {"replica_axis": REPLICA_AXIS}, "nothing is replicated")
+    fields = {"replica_axis": REPLICA_AXIS}
+    found = _groups(settings, "mics_shard_size", 1, num_devices, fields, "nothing is replicated")
+    path = f"{ZERO}.mics_hierarchical_params_gather"
+    if not settings[path]:
+        return found
+    if not found:
+        settings.judge(path, "ignored", "`mics_shard_size` makes no groups")
+        return found
+    mesh = f"jzero.make_mesh({REPLICA_AXIS}=..., {NODE_AXIS}=..., data=...)"
+    size = settings[f"{ZERO}.mics_shard_size"]
+    settings.judge(
+        path, "honoured", f"`node_axis={NODE_AXIS!r}`: needs `mesh={mesh}`, with the nodes of a group and {size} devices"
+    )
+    return {**found, "node_axis": NODE_AXIS}
 
 
 def _nodes(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     """Secondary shards (hpZ) are on each of so many devices, those of a node."""
     fields = {"node_axis": NODE_AXIS, "secondary_params": True}
     return _groups(settings, "zero_hpz_partition_size", 2, num_devices, fields, "there is one node")
+
+
+def _quantized(settings: Settings) -> dict[str, Any]:
+    kinds = {
+        "gather": "int8" if settings[f"{ZERO}.zero_quantized_weights"] else "none",
+        "reduce": "int4" if settings[f"{ZERO}.zero_quantized_gradients"] else "none",
+        "frozen": "int8" if settings[f"{ZERO}.zero_quantized_nontrainable_weights"] else "none",
+    }
+    return {} if {*kinds.values()} == {"none"} else {"quantization": Quantization(**kinds)}
 
 
 def _groups(
