@@ -28,6 +28,14 @@ BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
 EXACT = jzero.Quantization()
 
 
+def short(x):
+    """A number of fp32 to 16 bits of its mantissa, the hidden one included, half to even."""
+    bits = int(np.float32(x).view(np.uint32))
+    kept, rest = bits >> 8, bits & 0xFF
+    kept += rest > 0x80 or (rest == 0x80 and kept & 1)
+    return np.uint32(kept << 8).view(np.float32)
+
+
 def numpy_rounded(x, dim, kind="int8", num_stacked=0):
     """The blocks of the definition, in NumPy: every index of a stack and of the cut dimension by itself."""
     top = {"int8": np.float32(127), "int4": np.float32(7)}[kind]
@@ -40,7 +48,7 @@ def numpy_rounded(x, dim, kind="int8", num_stacked=0):
     for row, new in zip(rows, out, strict=True):
         for start in range(0, rows.shape[1], b):
             block = row[start : start + b]
-            scale = np.max(np.abs(block)) * np.float32(1 / top)
+            scale = short(np.max(np.abs(block)) * np.float32(1 / top))
             if np.max(np.abs(block)) > 1e-30:
                 z = np.clip(np.round(block * (np.float32(1) / scale)), -top, top)
                 new[start : start + b] = z.astype(np.float32) * scale
@@ -454,3 +462,134 @@ def test_bytes_on_network_ports_are_those_of_the_formula():
 def test_bytes_on_one_port_by_hand(kind, num_devices, num_nodes, want):
     sent = (num_devices - 1) / num_devices
     assert bytes_on_port(kind, sent, num_devices, num_nodes) == pytest.approx(want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(arrays(), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
+def test_rounding_again_changes_no_bit(given, dtype):
+    """So frozen parameters move in natural shape, to other layouts and checkpoints, and are the same integers there."""
+    x, dim, num_stacked = given
+    x = jnp.asarray(np.clip(x, -6e4, 6e4), dtype)  # what fp16 can hold
+    shape = x.shape
+    cut = Cut(dim, shape, 1, num_stacked=num_stacked).in_blocks("int8", dtype, {})
+    once = to_stored(x, cut)
+    values = to_natural(once, cut)
+    if dtype == jnp.float16:  # its smallest numbers have too few bits for that
+        once = to_stored(values, cut)
+        values = to_natural(once, cut)
+        once = to_stored(values, cut)
+    np.testing.assert_array_equal(to_natural(to_stored(values, cut), cut), values)
+    if dtype != jnp.float16:
+        np.testing.assert_array_equal(to_stored(values, cut), once)
+
+
+def lora_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
+    base = {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)}
+    return {"base": base, "a": draw(LAYERS, WIDTH, 4), "c": draw(LAYERS, 4, WIDTH)}
+
+
+def lora_loss(params, batch):
+    def layer(h, p):
+        return h + jnp.tanh(h @ p["base"]["w"] + p["base"]["b"][None] + h @ p["a"] @ p["c"]), None
+
+    return jnp.square(lax.scan(layer, batch, params)[0]).mean()
+
+
+def lora_state(config, sizes=FLAT):
+    plain = jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2))
+    mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!base).*")
+
+
+@singles(
+    sizes=[FLAT, {"data": 3}, TWO],
+    precision=["fp32", "bf16"],
+    kinds=[{}, {"gather": "int8", "reduce": "int8"}],
+)
+def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds):
+    """As dense training on the rounded base; its bytes and gathers are those of integers."""
+    fields = SECONDARY if "node" in sizes else {}
+    state = lora_state(config_of(frozen="int8", precision=precision, **kinds, **fields), sizes)
+    plan, step = jzero.plan_of(state), jzero.make_train_step(lora_loss)
+    (leaf,) = [leaf.param for leaf in plan.leaves if leaf.path == "base/w"]
+    assert str(leaf.stored_dtype) == "int8"
+    assert leaf.bytes_per_device(plan.mesh, plan.comm) == LAYERS * -(-WIDTH // plan.num_shards) * (62 + 4)
+    base = jax.device_get(jzero.gather_params(state))["base"]["w"]
+    np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, num_stacked=1), rtol=1e-6)
+    report = analyze(step, state, BATCH)
+    report.verify()
+    assert any(r.kind == "all-gather" and r.dtype == "s8" for r in report.collectives)
+    shards = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    rounded = lora_params()
+    rounded["base"]["w"] = base
+    exact_config = config_of(precision=precision, **kinds, **fields)
+    plain = jzero.TrainState.create(params=rounded, tx=optax.adam(1e-2))
+    exact = jzero.shard_train_state(plain, config=exact_config, mesh=plan.mesh, trainable="(?!base).*")
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        exact, want = jzero.make_train_step(lora_loss)(exact, BATCH)
+        assert float(metrics["loss"]) == pytest.approx(float(want["loss"]), rel=1e-5)
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state.params["base"]["w"])[0]), shards)
+
+
+def test_an_integer_base_keeps_its_bits(tmp_path):
+    """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
+    config = config_of(frozen="int8")
+    state = lora_state(config)
+    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    natural = np.asarray(jzero.get_full_param(state, "base/w"))
+    np.testing.assert_array_equal(np.asarray(state.params["base"]["w"]), natural)
+    assert state.params["base"]["w"].dtype == jnp.float32
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    other = jzero.abstract_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:3]))
+    moved = jzero.restore_checkpoint(tmp_path / "saved", other)
+    np.testing.assert_array_equal(jzero.get_full_param(moved, "base/w"), natural)
+    again = jzero.shard_train_state(moved, mesh=jzero.make_mesh())
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(again.params["base"]["w"])[0]), bits)
+    numbers = jzero.restore_checkpoint(tmp_path / "saved", jzero.abstract_train_state(state, config=config_of()))
+    np.testing.assert_array_equal(jzero.get_full_param(numbers, "base/w"), natural)
+    back = jzero.shard_train_state(numbers, config=config, mesh=jzero.make_mesh())
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(back.params["base"]["w"])[0]), bits)
+    new = jzero.set_full_param(back, "base/w", value=2 * natural)
+    np.testing.assert_array_equal(jzero.get_full_param(new, "base/w"), 2 * natural)
+    whole = jzero.unshard_train_state(new)
+    np.testing.assert_array_equal(whole.params["base"]["w"], 2 * natural)
+    born = jzero.init_train_state(
+        lambda key: jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2)),
+        jax.random.key(0),
+        config=config,
+        mesh=jzero.make_mesh(),
+        trainable="(?!base).*",
+    )
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
+
+
+@pytest.mark.parametrize("offload", [jzero.Offload(), jzero.Offload(optimizer="host", params="host")])
+def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
+    state = lora_state(config_of(frozen="int8", offload=offload))
+    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    natural = np.asarray(jzero.get_full_param(state, "base/w"))
+    assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
+    jzero.export_params(state, tmp_path / "exported")
+    loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
+    double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params))
+    np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
+    if offload.params == "host":
+        return
+    gradient = jzero.value_and_grad(lora_loss)
+
+    @jax.jit
+    def own_step(state, batch):
+        loss, grads = gradient(state, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    after, loss = own_step(state, BATCH)
+    want, metrics = jzero.make_train_step(lora_loss)(loaded, BATCH)
+    assert float(loss) == float(metrics["loss"])
+    np.testing.assert_allclose(jzero.get_full_param(after, "a"), jzero.get_full_param(want, "a"), rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from jzero.arrays.misfits import describe_misfit
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
-from jzero.plan.padded import is_padded, to_natural, to_stored
+from jzero.plan.padded import is_padded, pack_shard, to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
 __all__ = [
@@ -33,9 +34,12 @@ __all__ = [
     "natural_leaf",
     "on_device",
     "overwrite",
+    "pack_leaf",
     "place_array",
     "place_leaf",
+    "plain_leaf",
     "stored_leaf",
+    "unpack_leaf",
 ]
 
 Look: TypeAlias = Callable[[np.ndarray], None]
@@ -59,6 +63,13 @@ def on_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, x.sharding.with_memory_kind(device.default_memory().kind))
 
 
+def plain_leaf(leaf: StateLeaf) -> StateLeaf:
+    """Returns the layout of a leaf as numbers on the devices, if it is stored in blocks."""
+    if leaf.cut is None or leaf.cut.blocks is None:
+        return leaf
+    return dataclasses.replace(leaf, cut=leaf.cut.unpacked(), on_host=False)
+
+
 def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf, given in natural or stored shape, in its natural shape on the devices, cut if possible.
 
@@ -68,6 +79,10 @@ def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     if cut is None:
         return x
     check_leaf_shape(x, leaf)
+    if cut.blocks is not None:  # each device unpacks its own shard
+        leaf = plain_leaf(leaf)
+        x = unpack_leaf(x, cut, plan.device_sharding(leaf)) if tuple(x.shape) == cut.stored_shape else x
+        return natural_leaf(x, leaf, plan)
     if tuple(x.shape) == cut.stored_shape:
         x = to_natural(x, cut)
     # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
@@ -80,7 +95,10 @@ def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     if on_host and is_on_host(x):
         return x
     if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
-        x = to_stored(x, leaf.cut)
+        if leaf.cut.blocks is not None:  # each device packs its own shard
+            x = pack_leaf(stored_leaf(x, plain_leaf(leaf), plan), leaf.cut, plan.device_sharding(leaf))
+        else:
+            x = to_stored(x, leaf.cut)
     x = lax.with_sharding_constraint(x, plan.device_sharding(leaf))
     return jax.device_put(x, jax.memory.Space.Host) if on_host else x
 
@@ -143,9 +161,35 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = N
     is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(leaf.dtype, np.integer)
     if is_whole and (why := describe_misfit(np.asarray(x), leaf.dtype)):
         raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
+    if leaf.cut is not None and leaf.cut.blocks is not None:  # packed where it lies: each device its own shard
+        exact = place_leaf(x, plain_leaf(leaf), plan, look=look)
+        packed = pack_leaf(exact, leaf.cut, plan.device_sharding(leaf))
+        return jax.device_put(packed, plan.sharding(leaf)) if leaf.on_host else packed
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
     return place_array(x, leaf.dtype, sharding, cut, look=look)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def pack_leaf(x: jax.Array, cut: Cut, sharding: NamedSharding) -> jax.Array:
+    """Returns a stored leaf of numbers in blocks, as `cut` says; each device packs its own shard."""
+    plain = cut.unpacked()
+    spec = PartitionSpec(*[None] * plain.dim, sharding.spec[cut.dim])
+    packed: jax.Array = jax.shard_map(
+        lambda shard: pack_shard(shard, plain, cut), mesh=sharding.mesh, in_specs=spec, out_specs=sharding.spec
+    )(x)
+    return packed
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def unpack_leaf(x: jax.Array, cut: Cut, sharding: NamedSharding) -> jax.Array:
+    """Returns a leaf stored in blocks as one of numbers, stored by `cut.unpacked()`; each device unpacks its shard."""
+    part = cut.for_one_shard()
+    spec = PartitionSpec(*[None] * cut.dim, sharding.spec[cut.packed_dim])
+    plain: jax.Array = jax.shard_map(
+        lambda shard: to_natural(shard, part), mesh=sharding.mesh, in_specs=spec, out_specs=sharding.spec
+    )(x)
+    return plain
 
 
 def place_array(

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._text import key_names
 from jzero.arrays.casts import apply_edits, round_to
@@ -30,9 +30,12 @@ from jzero.arrays.placement import (
     is_on_host,
     natural_leaf,
     on_device,
+    pack_leaf,
     place_array,
     place_leaf,
+    plain_leaf,
     stored_leaf,
+    unpack_leaf,
 )
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
@@ -119,7 +122,7 @@ def _make_wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> WantedLeaf:
     cut = leaf.cut
     if cut is None or cut.is_stored_naturally:
         return WantedLeaf(keys, leaf, None, plan.sharding(leaf))
-    cut = along_one_dim(leaf, cut) if cut.flat else cut
+    cut = cut.unpacked() if cut.blocks else along_one_dim(leaf, cut) if cut.flat else cut
     return WantedLeaf(keys, leaf, cut, plan.sharding(dataclasses.replace(leaf, cut=cut)))
 
 
@@ -161,7 +164,7 @@ def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     if isinstance(x, jax.Array) and (is_on_host(x) or x.sharding == sharding):
         return x
     if np.shape(x) == leaf.stored_shape:
-        return place_array(x, leaf.dtype, sharding)
+        return place_array(x, leaf.stored_dtype, sharding)
     if np.shape(x) == leaf.shape:
         return place_leaf(x, leaf, plan)
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
@@ -178,8 +181,14 @@ def _back(x: jax.Array, sharding: Any) -> jax.Array:
     return x if sharding.memory_kind == x.sharding.memory_kind else jax.block_until_ready(jax.device_put(x, sharding))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
+    if cut is not None and cut.blocks is not None and new == cut.unpacked():
+        return unpack_leaf(x, cut, sharding)
+    return _through_natural(x, cut, new, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _through_natural(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
     natural = x if cut is None else to_natural(x, cut)
     return lax.with_sharding_constraint(natural if new is None else to_stored(natural, new), sharding)
 
@@ -192,6 +201,12 @@ def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPl
 
 def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
     """Returns an array from disk in the dtype and layout of a state's leaf, in a new buffer."""
+    new = leaf.cut
+    if new is not None and new.blocks is not None:  # first as numbers, then each device packs its own shard
+        near = device_sharding(sharding)
+        spec = PartitionSpec(*[None] * new.packed_dim, near.spec[new.dim])
+        exact = _stored_from(on_device(x), cut, plain_leaf(leaf), NamedSharding(near.mesh, spec))
+        return _back(pack_leaf(exact, new, near), sharding)
     made = _stored_from(on_device(x), cut, leaf, device_sharding(sharding))
     return made if made.sharding == sharding else jax.device_put(made, sharding)
 

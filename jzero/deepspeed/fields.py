@@ -131,7 +131,9 @@ def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
     mesh = f"jzero.make_mesh({REPLICA_AXIS}=..., {NODE_AXIS}=..., data=...)"
     size = settings[f"{ZERO}.mics_shard_size"]
     settings.judge(
-        path, "honoured", f"`node_axis={NODE_AXIS!r}`: needs `mesh={mesh}`, with the nodes of a group and {size} devices"
+        path,
+        "honoured",
+        f"`node_axis={NODE_AXIS!r}`: needs `mesh={mesh}`, with the nodes of a group and {size} devices",
     )
     return {**found, "node_axis": NODE_AXIS}
 
@@ -143,12 +145,12 @@ def _nodes(settings: Settings, num_devices: int | None) -> dict[str, Any]:
 
 
 def _quantized(settings: Settings) -> dict[str, Any]:
-    kinds = {
-        "gather": "int8" if settings[f"{ZERO}.zero_quantized_weights"] else "none",
-        "reduce": "int4" if settings[f"{ZERO}.zero_quantized_gradients"] else "none",
-        "frozen": "int8" if settings[f"{ZERO}.zero_quantized_nontrainable_weights"] else "none",
-    }
-    return {} if {*kinds.values()} == {"none"} else {"quantization": Quantization(**kinds)}
+    found = Quantization(
+        gather="int8" if settings[f"{ZERO}.zero_quantized_weights"] else "none",
+        reduce="int4" if settings[f"{ZERO}.zero_quantized_gradients"] else "none",
+        frozen="int8" if settings[f"{ZERO}.zero_quantized_nontrainable_weights"] else "none",
+    )
+    return {} if found == Quantization() else {"quantization": found}
 
 
 def _groups(

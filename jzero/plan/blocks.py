@@ -6,11 +6,13 @@ crosses a shard, whatever their number, and a row of a stack has the blocks of a
 are one array, so each hop is one collective, and whatever can slice an array can slice this one.
 
 [Note: Rounding]
-    s = max|x| · fp32(1/q)              q = 127, or 7 for int4; NaN if any x is not finite
-    z = clip(round(x · (1/s)), -q, q)   to nearest, half to even; x̂ = z · s
+    s = max|x| · fp32(1/q), to 16 bits   q = 127, or 7 for int4; NaN if any x is not finite
+    z = clip(round(x · (1/s)), -q, q)    to nearest, half to even; x̂ = z · s
 
 A product by fp32(1/q), since XLA divides by a constant, or multiplies by its inverse, depending on the array's size:
 one bit of the scale would depend on the number of devices. A block with max|x| <= 1e-30 is zero: 1/s would overflow.
+A scale has 16 bits, so that 127 · s is exact: rounding what was rounded before, in fp32 or 16 bits, gives the same
+integers and scales. So frozen parameters keep their bits when they move to another layout in natural shape.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def pack(x: jax.Array, dim: int, num_stacked: int, kind: str) -> jax.Array:
     y = jnp.pad(y, [(0, 0)] * (num_stacked + 1) + [(0, n * b - y.shape[-1])]).reshape(*y.shape[:-1], n, b)
     top = _LARGEST[kind]
     most = jnp.max(jnp.abs(y), axis=-1)
-    scale = jnp.where(most > 1e-30, most * np.float32(1 / top), 0)
+    scale = lax.reduce_precision(most * np.float32(1 / top), exponent_bits=8, mantissa_bits=15)
+    scale = jnp.where(most > 1e-30, scale, 0)
     scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)  # a maximum may drop NaN
     inverse = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)[..., None]
     z = jnp.clip(jnp.round(jnp.where(jnp.isfinite(y), y, 0) * inverse), -top, top).astype(jnp.int8)

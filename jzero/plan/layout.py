@@ -112,6 +112,16 @@ class Cut:
         blocks = Blocks(kind, jnp.dtype(dtype), self.dim - self.num_stacked, parts)
         return dataclasses.replace(self, dim=self.num_stacked, flat=True, blocks=blocks)
 
+    def for_one_shard(self) -> Cut:
+        """Returns the layout of one shard by itself, padding included."""
+        shape = list(self.shape)
+        shape[self.packed_dim] = self.unpacked().stored_size // self.num_shards
+        return dataclasses.replace(self, shape=tuple(shape), num_shards=1)
+
+    def unpacked(self) -> Cut:
+        """Returns the cut of the same leaf as numbers, if it is packed."""
+        return self if self.blocks is None else dataclasses.replace(self, dim=self.packed_dim, flat=False, blocks=None)
+
     def dtype_sent(self, dtype: Any) -> Any:
         """Returns the dtype in which shards of values of a dtype travel."""
         return dtype if self.blocks is None else jnp.dtype(jnp.int8)

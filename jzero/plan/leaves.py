@@ -55,6 +55,11 @@ class StateLeaf:
         return self.shape if self.cut is None else self.cut.stored_shape
 
     @property
+    def stored_dtype(self) -> Any:
+        """Dtype of that array."""
+        return self.dtype if self.cut is None else self.cut.dtype_sent(self.dtype)
+
+    @property
     def size(self) -> int:
         """Number of elements, without padding."""
         return math.prod(self.shape)
@@ -89,7 +94,7 @@ class StateLeaf:
         # Only the sizes of the axes count, so the mesh may be abstract.
         names = jax.tree.leaves(tuple(self.spec(comm)))
         parts = math.prod(int(mesh.shape[name]) for name in names)
-        return math.prod(self.stored_shape) // parts * itemsize(self.dtype)
+        return math.prod(self.stored_shape) // parts * itemsize(self.stored_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

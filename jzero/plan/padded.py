@@ -186,7 +186,7 @@ class Padded(metaclass=_SaysWhatToDo):
         x = self.stored
         self.check_alive()
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(self.shape, x.dtype)
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
         if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             x = jax.device_put(x, jax.memory.Space.Device)
         return to_natural(x, self.cut_now)
@@ -218,7 +218,7 @@ class Padded(metaclass=_SaysWhatToDo):
     @property
     def dtype(self) -> Any:
         """Its dtype."""
-        return self.stored.dtype
+        return self.stored.dtype if self.cut.blocks is None else self.cut.blocks.dtype
 
     @property
     def size(self) -> int:

@@ -17,7 +17,7 @@ from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
 from jzero.plan.table import format_plan, plan_as_dict
-from jzero.plan.ways import Way, why_exact
+from jzero.plan.ways import Way, why_exact, why_not_stored
 
 __all__ = ["BytesPerDevice", "UnquantizedLeaf", "WholeLeaf", "ZeroPlan"]
 
@@ -341,7 +341,11 @@ class ZeroPlan:
         travels = [leaf.param for leaf in self.leaves if leaf.param.cut and kinds.gather != "none"]
         stored = [x for x in self.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}]
         reduced = [leaf.grad for leaf in self.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
-        found = {x.path: UnquantizedLeaf(x.path, x.shape, self.why_exact(x)) for x in (*travels, *reduced, *stored)}
+        reasons = [(x, self.why_exact(x)) for x in (*travels, *reduced, *stored)]
+        if kinds.frozen != "none":
+            frozen = [leaf.param for leaf in self.leaves if not leaf.trained and leaf.param.cut]
+            reasons += [(x, why_not_stored(x, self.config.rule_for(x.path))) for x in (*frozen, *stored)]
+        found = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
         return tuple(x for x in found.values() if x.reason)
 
     @functools.cached_property

@@ -26,6 +26,7 @@ from jzero.plan.opt_leaves import check_opt_state, find_owners, plan_opt_leaf
 from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen
+from jzero.plan.ways import why_not_stored
 
 __all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
 
@@ -118,7 +119,7 @@ def _make_plan(
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
     given = [_dtype_of(x) for x in jax.tree.leaves(state.params)]
-    leaves = [_freeze(leaf, dtype) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
+    leaves = [_freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
     inner = [
         plan_opt_leaf(_describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
@@ -316,9 +317,12 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 
 
-def _freeze(plan: LeafPlan, given: Any) -> LeafPlan:
-    """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype."""
+def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:
+    """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype, perhaps in blocks."""
     param = dataclasses.replace(plan.param, dtype=given)
+    if config.quantization.frozen != "none" and not why_not_stored(param, config.rule_for(param.path)):
+        assert param.cut is not None
+        param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, given, {}))
     grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
     update = grad.dtype if is_key(given) else given
     return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)
@@ -373,7 +377,9 @@ def _plan_other(
     shapes = [p.param.shape for p in plans]
     if leaves and jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == shapes:
         return [
-            dataclasses.replace(x, base=p.param.base, cut=p.param.cut, reason=p.param.reason, owner=i)
+            dataclasses.replace(
+                x, base=p.param.base, cut=p.param.cut and p.param.cut.unpacked(), reason=p.param.reason, owner=i
+            )
             for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
         ]
     return [
@@ -387,7 +393,7 @@ def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) ->
     prefix = jax.tree_util.GetAttrKey(name)
     return [
         dataclasses.replace(
-            _freeze(plan, _dtype_of(x)).param,
+            _freeze(plan, _dtype_of(x), config).param,
             path=f"{path_str((prefix,))}/{plan.path}",
             is_param=True,
             compute_dtype=plan.compute_dtype,

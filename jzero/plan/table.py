@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
     if len(kept) > 1:
         sections.append(_columns(_cap(kept, max_rows)))
-    kinds = ", ".join(sorted({plan.config.quantization.gather, plan.config.quantization.reduce} - {"none"}))
+    kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
     exact: list[Row] = [(f"as they are, not {kinds}", "shape", "reason")]
     exact += [(x.path, str(x.shape), x.reason) for x in plan.unquantized]
     if len(exact) > 1:
@@ -97,6 +98,8 @@ def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
             + (f" over {', '.join(plan.comm.shard_axes)}, {leaf.base}" if any(leaf.base) else "")
             + where
         )
+    if leaf.cut.blocks is not None:
+        return f"{leaf.dtype} as {leaf.cut.blocks.kind}, cut on dim {leaf.cut.packed_dim}{where}"
     text = f"dims {leaf.cut.dim}.. flattened" if leaf.cut.flat else f"dim {leaf.cut.dim}"
     padding = f", padded {leaf.cut.natural_size}->{leaf.cut.stored_size}" if leaf.cut.is_padded else ""
     return f"{leaf.dtype} cut on {text}{padding}{where}"
@@ -155,5 +158,6 @@ def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: Any, trained: bool)
         "trained": trained,
         "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(plan.comm)],
         "stored_shape": list(leaf.stored_shape),
+        "stored_dtype": str(leaf.stored_dtype),
         "padding": 0 if leaf.cut is None else leaf.cut.padding,
     }

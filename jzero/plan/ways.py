@@ -13,7 +13,7 @@ from jzero.plan.comm import Comm, Hop
 from jzero.plan.leaves import StateLeaf, itemsize
 from jzero.plan.mesh import AnyMesh
 
-__all__ = ["Way", "why_exact"]
+__all__ = ["Way", "why_exact", "why_not_stored"]
 
 
 class Way(NamedTuple):
@@ -42,6 +42,11 @@ class Way(NamedTuple):
             return (), self.comm.gather_hops(cut, dtype)
         once = levels.between.gather_hops(levels.far(cut), cut.dtype_sent(dtype))
         return once, levels.within.gather_hops(levels.near(cut), dtype)
+
+
+def why_not_stored(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a frozen parameter cannot be stored in blocks; an empty string if it can."""
+    return why_exact(leaf, rule, {}) if not any(leaf.base) else "cut over other mesh axes, too"
 
 
 def why_exact(leaf: StateLeaf, rule: LeafRule, mesh: Mapping[str, int]) -> str:

@@ -96,7 +96,8 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
 
 def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
-        return x if is_on_host(x) else stored_leaf(make_strongly_typed(x, leaf.dtype), leaf, plan)
+        dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
+        return x if is_on_host(x) else stored_leaf(make_strongly_typed(x, dtype), leaf, plan)
 
     return map_state(stored, plan, state)
 

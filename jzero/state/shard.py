@@ -214,7 +214,7 @@ def abstract_train_state(
     plan = make_plan(natural, tx, config, mesh)
 
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype, sharding=plan.sharding(leaf))
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
 
     return adapted.rebuild(map_state(shape, plan, stored_state(natural, plan), tx=ZeroTransformation(tx, plan)))
 

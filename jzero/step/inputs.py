@@ -69,8 +69,8 @@ def check_stored(state: Any, plan: ZeroPlan) -> None:
             bad.append(f"  {leaf.path}: stored as {x.cut.stored_shape}, but the plan stores {leaf.stored_shape}")
         elif np.shape(unbox(x)) != leaf.stored_shape:
             bad.append(f"  {leaf.path}: shape {tuple(x.shape)}, but the plan stores {leaf.stored_shape}")
-        elif leaf in params and x.dtype != leaf.dtype:
-            bad.append(f"  {leaf.path}: {x.dtype}, but the plan stores {leaf.dtype}")
+        elif leaf in params and unbox(x).dtype != leaf.stored_dtype:
+            bad.append(f"  {leaf.path}: {unbox(x).dtype}, but the plan stores {leaf.stored_dtype}")
         return x
 
     params = {leaf.param for leaf in plan.leaves}
