@@ -255,3 +255,30 @@ def test_activations_on_the_host():
     assert near.memory.host == 0
     assert away.memory.host > 0
     assert away.memory.peak < near.memory.peak
+
+
+LEVELS = {"node_axis": "node", "secondary_params": True}
+
+
+@pytest.mark.parametrize("topology", ["h200:16", "v5e:2x4*2"])
+@pytest.mark.parametrize("kinds", [{}, {"gather": "int8", "reduce": "int4"}])
+def test_what_crosses_nodes_is_the_part_of_a_device(topology, kinds):
+    """(M-1)/M · Ψ/D, gathered once and reduced once, and a reduction of zeros on GPUs; on TPUs a slice is a node."""
+    mesh = jzero.make_mesh(devices=topology_devices(topology), node=2, data=-1)
+    model = models.GPT(vocab=1024, d_model=256, heads=4, layers=4, scan=True)
+    plain = jax.eval_shape(lambda: models.gpt_state(model, optax.adamw(1e-3)))
+    quantization = jzero.Quantization(**kinds)
+    config = jzero.ZeroConfig(precision="bf16", persistence_threshold=4096, quantization=quantization, **LEVELS)
+    state = abstract_train_state(plain, config=config, mesh=mesh)
+    batch = jax.ShapeDtypeStruct((2 * mesh.size, models.SEQ + 1), jnp.int32)
+    report = jzero.analyze(jzero.make_train_step(models.gpt_loss(model)), state, batch, topology=topology)
+    report.verify()
+    size = sum(x.size for x in jax.tree.leaves(plain.params) if x.size > 4096)
+    gather, reduce = (2, 2) if not kinds else (1 + 4 / 256, 0.5 + 4 / 256)
+    wanted = size / 2 / mesh.shape["data"] * (gather + reduce)
+    assert wanted <= report.nic_bytes <= 1.3 * wanted  # a row of zeros of four, and whole vectors
+    crossing = {r.axis for r in report.collectives if r.level == "between" and r.kind != "all-reduce"}
+    assert crossing == {"node"}
+    if kinds:
+        exact = sum(r.nic_bytes for r in report.collectives if r.level == "between" and r.dtype != "s8")
+        assert exact < 0.1 * report.nic_bytes, "vectors"

@@ -170,7 +170,7 @@ def test_nnx_pairs_and_replicas_by_name():
         make_pair, loss, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32), topology="h200:16", config=config,
         hbm_bytes=1e9, confirm=False,
     )  # fmt: skip
-    assert {tuple(x.mesh_shape) for x in choice.tried} == {("data",), ("outer", "data")}
+    assert {tuple(x.mesh_shape) for x in choice.tried} == {("data",), ("outer", "data"), ("node", "data")}
     assert all((x.config.replica_axis == "outer") == ("outer" in x.mesh_shape) for x in choice.tried)
 
 
@@ -194,7 +194,8 @@ def test_what_the_configuration_excludes_is_not_searched(name):
     choice = jzero.fit(state, stack_loss, BATCH, config=config, **options)
     assert {x.config.stage for x in choice.tried} == stages
     for x in choice.tried:
-        searched = {"stage": config.stage, "replica_axis": config.replica_axis}
+        names = ("stage", "replica_axis", "node_axis", "secondary_params", "secondary_grads")
+        searched = {name: getattr(config, name) for name in names}
         assert dataclasses.replace(x.config, **searched) == config
         mesh = jax.sharding.AbstractMesh(tuple(x.mesh_shape.values()), tuple(x.mesh_shape))
         assert jzero.plan_train_state(state, config=x.config, mesh=mesh).config == x.config
@@ -296,3 +297,36 @@ def test_errors():
         jzero.fit(make_state, stack_loss, BATCH, topology="h300:8")
     with pytest.raises(ValueError, match="must be divisible by 64"):
         jzero.fit(make_state, stack_loss, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32), topology="h200:64")
+
+
+def test_hops_between_nodes_are_searched_where_there_are_nodes():
+    """On slow networks, with micro-batches, secondary shares communicate least; on one node there is nothing to try."""
+    options = {"confirm": False, "stages": (3,), "remat": ("as_written",)}
+    one = fitted(1000, topology="h200:8", **options)
+    assert {x.config.node_axis for x in one.tried} == {None}
+    two = fitted(1.4, topology="rtx4090:16", **options)
+    ways = {(x.config.node_axis, x.config.secondary_params, x.config.secondary_grads) for x in two.tried}
+    assert ways == {(None, False, False), ("node", False, False), ("node", True, True)}
+    assert all(x.mesh_shape == {"node": 2, "data": 8} for x in two.tried if x.config.node_axis)
+    least = {x.accumulate_steps: x for x in reversed(two.tried)}  # the cheapest of each number
+    assert least[max(least)].config.secondary_grads
+    assert least[max(least)].memory.nic_bytes < min(
+        x.memory.nic_bytes for x in two.tried if x.accumulate_steps == max(least) and not x.config.secondary_grads
+    )
+    assert "nodes, secondary shares" in str(two) or two.chosen.config.node_axis is None
+
+
+def test_what_integers_would_save_is_noted():
+    """They change numbers, so only a configuration chooses them."""
+    options = {"confirm": False, "stages": (3,), "remat": ("as_written",), "topology": "l40s:8"}
+    choice = fitted(1000, **options)
+    (note,) = [x for x in choice.notes if "Integers" in x]
+    assert "`Quantization(gather='int8', reduce='int8')`, would save" in note
+    assert choice.config.quantization == jzero.Quantization()
+    kinds = jzero.Quantization(gather="int8", reduce="int8")
+    config = dataclasses.replace(CONFIG, stage=3, quantization=kinds)
+    chosen = jzero.fit(make_state, stack_loss, BATCH, hbm_bytes=1e9, config=config, **options)
+    assert chosen.config.quantization == kinds
+    assert not any("Integers" in x for x in chosen.notes)
+    saved = 1 - chosen.chosen.cost() / choice.chosen.cost()
+    assert f"{saved:.0%}" in note

@@ -269,3 +269,36 @@ def test_calls_of_the_host_and_what_is_beside_them():
     )
     assert host_calls(parse_hlo(text)) == HostCalls(total=2, covered=1)
     assert host_calls(parse_hlo(GPU)) == HostCalls(total=0, covered=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "target", "group", "nic_bytes"),
+    [
+        ("ALL_GATHER", "[512,8]", '"{1,2}x{0:3}"', (0, 4), 4096),  # half of the result comes from the other slice
+        ("REDUCE_SCATTER", "[512,8]", '"{1,2,3}x{0:3}"', (0, 4, 8), 16384),
+        ("ALL_TO_ALL", "[2,64]", "{{100000,200000},{100001,200001}}", (0, 2), 128),
+    ],
+)
+def test_hosts_exchange_between_slices(kind, shape, target, group, nic_bytes):
+    """A collective over slices is a `send` and a `recv`, which counts."""
+    attributes = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        f'_xla_host_transfer_rendezvous="x.1",_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+    )
+    text = (
+        HEADER
+        + f"""ENTRY %m (p: bf16[8]) -> bf16{shape} {{
+  %p = bf16[8]{{0}} parameter(0)
+  %token = token[] after-all()
+  %send.1 = (bf16[8]{{0}}, u32[]{{:S(2)}}, token[]) send(%p, %token), channel_id=1, {attributes}
+  %recv.1 = (bf16{shape}, u32[]{{:S(2)}}, token[]) recv(%token), channel_id=2, {attributes}
+  %recv-done.1 = (bf16{shape}, token[]) recv-done(%recv.1), channel_id=2
+  ROOT %whole = bf16{shape} get-tuple-element(%recv-done.1), index=0
+}}
+"""
+    )
+    (found,) = find_collectives(text)
+    assert found.kind == kind.lower().replace("_", "-")
+    assert found.group == group
+    assert found.is_between_slices
+    assert found.nic_bytes(group[1]) == nic_bytes

@@ -35,6 +35,7 @@ GIB = 2**30
         ("v5e:1x1", "tpu", 1, 1),
         ("v5p:2x2x3", "tpu", 12, 12),
         ("v4:2x2x2", "tpu", 8, 8),
+        ("v5e:2x4*3", "tpu", 24, 8),
     ],
 )
 def test_a_name_says_how_many_devices_and_what_joins_them(name, kind, num_devices, devices_per_node):
@@ -53,6 +54,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones(function, name):
     with pytest.raises(ValueError, match=re.escape(repr(name))) as caught:
         function(name)
     assert all(known in str(caught.value) for known in (*GPUS, *TPUS, "'h200:8'", "'v5e:2x4'"))
+
+
+def test_gpus_have_no_slices():
+    with pytest.raises(ValueError, match=r"No machine has 'h200:8\*2': ask for 1 to 8 GPUs"):
+        machine("h200:8*2")
 
 
 @pytest.mark.parametrize("name", ["h200:0", "h200:9", "h200:12", "b200:2x4"])

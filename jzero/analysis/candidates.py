@@ -76,6 +76,9 @@ class Candidate:
         return {
             "stage": self.config.stage,
             "persistence_threshold": self.config.persistence_threshold,
+            "node_axis": self.config.node_axis,
+            "secondary_params": self.config.secondary_params,
+            "secondary_grads": self.config.secondary_grads,
             "mesh": self.mesh_shape,
             "accumulate_steps": self.accumulate_steps,
             "remat": self.remat,
@@ -85,6 +88,7 @@ class Candidate:
             "gathered_bytes": self.memory.gathered_bytes,
             "planned_bytes": self.memory.planned_bytes,
             "sent_bytes": self.memory.sent_bytes,
+            "nic_bytes": self.memory.nic_bytes,
             "communication_seconds": self.memory.communication_seconds,
             "flops": self.memory.flops,
             "verdict": self.verdict,
@@ -169,14 +173,26 @@ class Fit:
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
     def __str__(self) -> str:
-        header = ("stage", "mesh", "micro-batches", "remat", "whole up to", "reckoned", "compiled", "sends", "verdict")
-        rows = [
+        header: tuple[str, ...] = (
+            "stage",
+            "mesh",
+            "micro-batches",
+            "remat",
+            "whole up to",
+            "secondary",
+            "reckoned",
+            "compiled",
+            "sends",
+            "verdict",
+        )
+        rows: list[tuple[str, ...]] = [
             (
                 str(x.config.stage),
                 ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
                 str(x.accumulate_steps),
                 RECOMPUTED[x.remat][0],
                 f"{x.config.persistence_threshold:,}",
+                "yes" if x.config.secondary_params or x.config.secondary_grads else "",
                 format_bytes(x.memory.peak),
                 "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
                 format_bytes(x.memory.sent_bytes),
@@ -184,8 +200,14 @@ class Fit:
             )
             for x in self.tried
         ]
+        if not any(row[5] for row in rows):
+            header, rows = _without(header, 5), [_without(row, 5) for row in rows]
         table = format_rows([header, *rows], left=4, last_left=True)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
+
+
+def _without(row: tuple[str, ...], i: int) -> tuple[str, ...]:
+    return (*row[:i], *row[i + 1 :])
 
 
 def recomputation_rank(x: Candidate) -> int:
@@ -225,6 +247,9 @@ def _describe(x: Candidate) -> str:
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     if num_replicas > 1:
         parts.append(f"{num_replicas} replicas")
+    if x.config.node_axis is not None:
+        once = x.config.secondary_params or x.config.secondary_grads
+        parts.append(f"{x.mesh_shape[x.config.node_axis]} nodes" + ", secondary shares" * once)
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
     if RECOMPUTED[x.remat][1]:

@@ -6,7 +6,8 @@ CPU: one instruction each. GPU: pairs such as `all-gather-start` and `all-gather
 fusion; an asynchronous gather is a chain of fusions, `async-collective-start`, `async_collective_fusion...`,
 `async-collective-done`, each of which repeats the same `all-gather`, so that only the first counts; a small gather is
 an all-reduce of arrays that are zero except for the device's own part; and loops do not state their trip count, so
-`Program.trip_count` reads it from their condition.
+`Program.trip_count` reads it from their condition. Between TPU slices: a `send` and a `recv` by the host, with the kind
+of the collective and its devices in attributes; the `recv` has the result.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class Collective:
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of its results on one device."""
         return tuple(x.shape for x in self.results)
+
+    @property
+    def is_between_slices(self) -> bool:
+        """Whether hosts exchange it between TPU slices."""
+        return self.name.startswith("recv")
 
     @property
     def num_devices(self) -> int:
@@ -143,6 +149,8 @@ def program_collectives(program: Program, *, unknown_trips: int | None = None) -
 def collective_of(program: Program, instruction: Instruction) -> Collective | None:
     """Returns the collective that an instruction is or starts, counted once, if it is one."""
     base = instruction.opcode.removesuffix("-start")
+    if base == "recv" and (between := re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)):
+        return _between_slices(between.group(1).lower().replace("_", "-"), instruction)
     if base in KINDS:
         return _collective(program, base, instruction, _results(instruction))
     for called in program.called_computations(instruction) if base in ("fusion", "async") else ():
@@ -197,6 +205,23 @@ def _walk(
 def _collective(program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]) -> Collective:
     group = _group(instruction.attributes) or tuple(range(program.num_devices))
     return Collective(kind, results, 1, False, group, instruction.op_name, instruction.name)
+
+
+def _between_slices(kind: str, instruction: Instruction) -> Collective:
+    """Returns a collective of the devices at one place of each slice; devices are in the order of slices.
+
+    They are written as slices and places, `"{1,2}x{0:3}"`, or group by group, `{{100000,200000},{100001,200001}}`.
+    """
+    written = re.search(r"_xla_megascale_target=([^_]*)", instruction.attributes)
+    target = written.group(1) if written else ""
+    product = re.search(r"\{([\d,]+)\}x\{0:(\d+)\}", target)
+    if product:
+        num_slices, per_slice = product.group(1).count(",") + 1, int(product.group(2)) + 1
+    else:
+        groups = re.findall(r"\{([\d,]+)\}", target) or ["0"]
+        num_slices, per_slice = groups[0].count(",") + 1, len(groups)
+    group = tuple(per_slice * i for i in range(num_slices))
+    return Collective(kind, instruction.results[:1], 1, False, group, instruction.op_name, instruction.name)
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:

@@ -20,6 +20,7 @@ from jzero.analysis.memory import memory_of
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.step_memory import StepMemory, gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
+from jzero.config.quantization import Quantization
 from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
@@ -35,6 +36,8 @@ Stage: TypeAlias = Literal[0, 1, 2, 3]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
+WORTH_A_NOTE = 0.1
+"""Share of the communication that integers on the links must save to be worth a note."""
 NEAR = 0.9
 """Share of the limit above which an estimated peak may not fit: the estimate can be 10 % low, or more."""
 CLOSE = (
@@ -67,11 +70,12 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
 ) -> Fit:
     """Finds the cheapest way to train a model that fits a machine.
 
-    It searches stage, replicas (one per host if there are several), micro-batches and recomputation, and finally cuts
-    smaller parameters, too; `estimate_step_memory` gives the memory of each candidate. The cheapest candidate spends
+    It searches stage, micro-batches and recomputation; over several hosts, also one replica per host, and hops between
+    and within them (`ZeroConfig.node_axis`, `secondary_params`, `secondary_grads`). Finally it cuts smaller parameters,
+    too; `estimate_step_memory` gives the memory of each candidate. The cheapest candidate spends
     the least time in communication; among equals, it computes least, and has the fewest micro-batches and the lowest
     stage. Then it compiles the choice, and the next cheaper candidate that does not fit, and the compiler's figures
-    decide. It does not search offload.
+    decide. It does not search offload, nor what changes numbers: a note tells what `Quantization` would save.
 
     Args:
       make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
@@ -143,6 +147,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         notes.append(CLOSE.format(share=chosen.peak / limit))
     if chosen is not None:
         notes += gathers_more(chosen.memory.gathered_bytes, chosen.memory.planned_bytes)
+        notes += search.saved_by_integers(chosen)
     found = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in found if x.fits(limit)), None)
     return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
@@ -236,7 +241,8 @@ class _Search:
             x
             for stage, num_replicas, recompute in itertools.product(self.stages, self._replicas(), remats)
             if stage > 0 or num_replicas == 1
-            for x in self._micro_batches(self._config(stage, num_replicas), num_replicas, recompute)
+            for levels in self._levels(stage, num_replicas)
+            for x in self._micro_batches(self._config(stage, num_replicas, levels), num_replicas, recompute)
         ]
         if not any(x.fits(self.limit) for x in found):
             found += self._cut_further(found)
@@ -261,10 +267,43 @@ class _Search:
             if tried[i].memory.peak <= self.limit and not tried[i].fits(self.limit):  # more micro-batches, then
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
-    def _config(self, stage: Stage, num_replicas: int) -> ZeroConfig:
+    def _config(self, stage: Stage, num_replicas: int, levels: Mapping[str, Any] = {}) -> ZeroConfig:
         free = next(name for name in ("replica", "replicas") if name not in batch_axes(self.base))
         name = (self.base.replica_axis or free) if num_replicas > 1 else None
-        return dataclasses.replace(self.base, stage=stage, replica_axis=name)
+        return dataclasses.replace(self.base, stage=stage, replica_axis=name, **levels)
+
+    def _levels(self, stage: Stage, num_replicas: int) -> list[dict[str, Any]]:
+        """Returns the fields to try for hops between nodes and within them; none of them changes a sum's terms."""
+        is_given = self.base.node_axis is not None or not self.base.reduce_scatter
+        if stage == 0 or is_given or self._num_nodes // num_replicas < 2:
+            return [{}]
+        hops = {"node_axis": next(name for name in ("node", "nodes") if name not in batch_axes(self.base))}
+        keeps = self.base.offload.params == "none"
+        once = {**hops, "secondary_params": stage == 3 and keeps, "secondary_grads": True}  # of one micro-batch: no-op
+        return [{}, hops, *([once] if stage > 1 else [])]
+
+    def saved_by_integers(self, x: Candidate) -> list[str]:
+        """Returns a note on what integers on the links would save, if that is much."""
+        kinds = Quantization(gather="int8" if x.config.stage == 3 else "none", reduce="int8")
+        changes = x.config.stage > 0 and x.config.quantization == Quantization() and x.config.reduce_scatter
+        if not changes or x.config.offload.params == "host" or not x.cost():
+            return []
+        config = dataclasses.replace(x.config, quantization=kinds)
+        num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+        placed = relaid(self.state, mesh=self._mesh(config, num_replicas), config=config)
+        memory = self._memory(self._step(x.accumulate_steps, x.remat), placed)
+        saved = 1 - dataclasses.replace(x, memory=memory).cost() / x.cost()
+        if saved < WORTH_A_NOTE:
+            return []
+        gather = "gather='int8', " if x.config.stage == 3 else ""
+        return [
+            f"Integers on the links, `Quantization({gather}reduce='int8')`, would save {saved:.0%} of the "
+            "communication. They change the numbers, so they are not searched."
+        ]
+
+    @property
+    def _num_nodes(self) -> int:
+        return 1 if self.hardware is None else max(1, self.num_devices // self.hardware.devices_per_node)
 
     def _replicas(self) -> list[int]:
         if self.hardware is None:
@@ -318,11 +357,13 @@ class _Search:
         if any(x.config.persistence_threshold == 0 for x in tried):
             return []
         layouts = {
-            (x.mesh_shape.get(str(x.config.replica_axis), 1), x.remat): x.config for x in tried if x.config.stage == 3
+            (x.mesh_shape.get(str(x.config.replica_axis), 1), x.remat, x.config): x.config
+            for x in tried
+            if x.config.stage == 3
         }
         return [
             x
-            for (num_replicas, recompute), config in layouts.items()
+            for (num_replicas, recompute, _), config in layouts.items()
             for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, recompute)
         ]
 
@@ -353,8 +394,8 @@ class _Search:
         return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
-        nodes = 1 if self.hardware is None else max(1, self.num_devices // self.hardware.devices_per_node)
-        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas, nodes // num_replicas or 1)
+        nodes = self._num_nodes // num_replicas or 1
+        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas, nodes)
         if self.devices is None:
             return abstract_mesh(self.num_devices, axes)
         mesh: Mesh = make_mesh(devices=self.devices, **axes)

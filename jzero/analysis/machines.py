@@ -20,6 +20,10 @@ SHARED_LANES = (
     "The model gives each GPU all of its PCIe lanes. Where GPUs share lanes behind a switch, or traffic goes through "
     "the host's memory (GeForce has no peer-to-peer), a half or a quarter of that rate is left."
 )
+UNKNOWN_NETWORK = (
+    "The network between TPU slices has no published rate, so the model lets what crosses slices go at the rate of the "
+    "links within them: take `nic_bytes` and the rate of your own network instead."
+)
 
 
 class _Sm(NamedTuple):
@@ -285,8 +289,8 @@ class Machine:
         By default jax multiplies fp32 matrices as `tf32` on GPUs and as `bf16` on TPUs.
       num_links: The separate links that share `intra_link_bytes_per_s`: 1 where any peer can have all of it.
       intra_link_bytes_per_s: What one device can send within its node, in one direction, over all links together.
-      inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on a TPU slice, which
-        is one node.
+      inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on TPUs, whose nodes
+        are slices: nothing is published about the network between them.
       remark: What its rates leave out; may be empty.
     """
 
@@ -308,7 +312,8 @@ def machine(name: str) -> Machine:
 
     Args:
       name: A GPU and how many of them, such as `h200:8`, in hosts of 8 if there are more; or a TPU and the shape of the
-        slice, such as `v5e:4x4` or `v5p:2x2x2`. `GPUS` and `TPUS` have the names.
+        slice, such as `v5e:4x4` or `v5p:2x2x2`, and for several slices their number, `v5e:4x4*2`. `GPUS` and `TPUS`
+        have the names.
 
     Returns:
       A `Machine`.
@@ -321,8 +326,8 @@ def machine(name: str) -> Machine:
       >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices
       (8, 16)
     """
-    chip, shape = parse_machine(name)
-    num_devices = math.prod(shape)
+    chip, shape, num_slices = parse_machine(name)
+    num_devices = math.prod(shape) * num_slices
     if chip in GPUS:
         gpu = GPUS[chip]
         return Machine(
@@ -343,33 +348,36 @@ def machine(name: str) -> Machine:
         name=name,
         kind="tpu",
         num_devices=num_devices,
-        devices_per_node=num_devices,
+        devices_per_node=math.prod(shape),
         hbm_bytes=tpu.hbm_bytes,
         hbm_bytes_per_s=tpu.hbm_bytes_per_s,
         flops=tpu.flops,
         num_links=tpu.num_links,
         intra_link_bytes_per_s=tpu.num_links * tpu.link_bytes_per_s,
         inter_link_bytes_per_s=None,
+        remark=UNKNOWN_NETWORK if num_slices > 1 else "",
     )
 
 
-def parse_machine(name: str) -> tuple[str, tuple[int, ...]]:
-    """Returns the chip that `name` names, and the shape of the machine: `(count,)` for GPUs."""
+def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
+    """Returns the chip that `name` names, the shape of the machine, `(count,)` for GPUs, and the number of slices."""
     chip, _, text = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if not re.fullmatch(r"[0-9]+(x[0-9]+)*", text) or chip not in (*GPUS, *TPUS):
+    found = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
+    if found is None or chip not in (*GPUS, *TPUS):
         raise ValueError(
             "`topology` must be a GPU and how many, such as 'h200:8', or a TPU and the shape of the slice, such as "
             f"'v5e:2x4': got {name!r}. GPUs: {', '.join(GPUS)}. TPUs: {', '.join(TPUS)}."
         )
-    shape = tuple(int(size) for size in text.split("x"))
+    shape, num_slices = tuple(int(size) for size in found.group(1).split("x")), int(found.group(2) or 1)
     if chip in GPUS:
         count = shape[0]
-        if len(shape) > 1 or count < 1 or (count > GPUS_PER_HOST and count % GPUS_PER_HOST):
+        is_host = 1 <= count <= GPUS_PER_HOST or (count > 0 and count % GPUS_PER_HOST == 0)
+        if len(shape) > 1 or num_slices > 1 or not is_host:
             raise ValueError(
                 f"No machine has {name!r}: ask for 1 to {GPUS_PER_HOST} GPUs, which are one host, or for a multiple of "
                 f"{GPUS_PER_HOST}, such as '{chip}:{2 * GPUS_PER_HOST}', which are hosts of {GPUS_PER_HOST}."
             )
-        return chip, shape
+        return chip, shape, 1
     num_dims = TPUS[chip].num_dims
     # libtpu ends the process at a size of 0, so nothing that it might not know how to refuse goes there.
     if len(shape) != num_dims or min(shape) < 1 or any(size > 1 and size % 2 for size in shape[:2]):
@@ -377,4 +385,4 @@ def parse_machine(name: str) -> tuple[str, tuple[int, ...]]:
             f"No slice has the shape of {name!r}: a {chip} slice has {num_dims} dimensions, the first two of them 1 or "
             f"even, as hosts hold 2x2 chips. Ask for '{chip}:{'x'.join('224'[:num_dims])}', for example."
         )
-    return chip, shape
+    return chip, shape, num_slices

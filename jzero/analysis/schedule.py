@@ -124,7 +124,8 @@ class _Run:
     def instruction(self, computation: Computation, x: Instruction) -> None:
         collective = collective_of(self.program, x)
         if collective is not None:
-            asynchronous = x.opcode.endswith("-start") or x.name.startswith("async-collective-start")
+            asynchronous = x.opcode.endswith("-start") or x.opcode == "recv"
+            asynchronous |= x.name.startswith("async-collective-start")
             self.start(x.name, "communication", collective_seconds(collective, self.machine), collective.kind)
             if not asynchronous:
                 self.wait(x.name)

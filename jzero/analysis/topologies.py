@@ -71,7 +71,7 @@ def topology_options(name: str) -> dict[str, str]:
       Options for `lowered.compile`. For several GPU hosts they disable XLA's own kernels for small all-reduces, which
       serve only GPUs of one host: the compiler of jax 0.12 does not see the hosts, and crashes from 64 GPUs on.
     """
-    chip, shape = parse_machine(name)
+    chip, shape, _ = parse_machine(name)
     if chip not in GPUS or shape[0] <= GPUS_PER_HOST or jax.__version_info__ < (0, 12):
         return {}
     return {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -151,8 +151,10 @@ device_description_str: "{facts.name}"
 
 @functools.cache
 def _devices(name: str) -> tuple[jax.Device, ...]:
-    chip, shape = parse_machine(name)
-    return _gpu_devices(name, GPUS[chip], shape[0]) if chip in GPUS else _tpu_devices(name, TPUS[chip], shape)
+    chip, shape, num_slices = parse_machine(name)
+    if chip in GPUS:
+        return _gpu_devices(name, GPUS[chip], shape[0])
+    return _tpu_devices(f"{chip}:{'x'.join(map(str, shape))}", TPUS[chip], shape, num_slices)
 
 
 def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ...]:
@@ -177,7 +179,7 @@ def _gpu_devices(name: str, facts: GpuFacts, count: int) -> tuple[jax.Device, ..
     return tuple(description.devices)
 
 
-def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...]) -> tuple[jax.Device, ...]:
+def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...], num_slices: int) -> tuple[jax.Device, ...]:
     _require_compiler(name, "tpu")
     # Otherwise libtpu asks Google's metadata server for its machine, and complains at length if there is none.
     defaults = {
@@ -191,6 +193,7 @@ def _tpu_devices(name: str, facts: TpuFacts, shape: tuple[int, ...]) -> tuple[ja
             name,
             platform="tpu",
             chips_per_host_bounds=[min(2, shape[0]), min(2, shape[1]), 1],
+            num_slices=num_slices,
             **options,
         )
     return tuple(description.devices)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jzero.config.zero import ZeroConfig
@@ -36,9 +38,9 @@ HOST_MEMORY = "pinned_host"
 def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int) -> Mesh:
     """Returns a mesh for ZeRO: by default, every device on one axis, `"data"`.
 
-    Pass axis sizes by name, the slowest-varying first. One of them may be -1: it takes the remaining devices. The axis
-    named by `ZeroConfig.replica_axis` replicates the shards, that named by `node_axis` runs over nodes; other axes are
-    for GSPMD (tensor parallelism).
+    Pass axis sizes by name, the slowest-varying first; over several TPU slices the first axes run over slices. One of
+    them may be -1: it takes the remaining devices. The axis named by `ZeroConfig.replica_axis` replicates the shards,
+    that named by `node_axis` runs over nodes; other axes are for GSPMD (tensor parallelism).
 
     Args:
       devices: The devices to use, in order. All of `jax.devices()` by default.
@@ -48,7 +50,8 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
       A `jax.sharding.Mesh` with automatic axes.
 
     Raises:
-      ValueError: The sizes do not multiply to the number of devices, or a device is named twice.
+      ValueError: The sizes do not multiply to the number of devices, or do not run over the TPU slices, or a device
+        is named twice.
       TypeError: `devices` is not a sequence of devices.
 
     Example:
@@ -80,7 +83,26 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
             "many devices as the axes need, or set one axis to -1."
         )
     auto = (AxisType.Auto,) * len(sizes)
+    num_slices = len({getattr(x, "slice_index", 0) for x in chosen})
+    if num_slices > 1:
+        return Mesh(_over_slices(sizes, num_slices, chosen), tuple(sizes), axis_types=auto)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=chosen)
+
+
+def _over_slices(sizes: Mapping[str, int], num_slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Returns the devices of several TPU slices as an array: the first axes run over slices, as far as they do."""
+    over, left = [], num_slices
+    for size in sizes.values():
+        over.append(math.gcd(size, left))
+        left //= over[-1]
+    if left > 1:
+        raise ValueError(
+            f"The devices are {num_slices} TPU slices, which no axes of {dict(sizes)} run over: let the first axes, "
+            "such as `replica` and `node`, multiply to the number of slices."
+        )
+    inside = [size // parts for size, parts in zip(sizes.values(), over, strict=True)]
+    made: np.ndarray = create_hybrid_device_mesh(inside, over, devices)
+    return made
 
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
