@@ -4,6 +4,7 @@
     python examples/train_gpt.py --framework nnx       # the NNX twin
     python examples/train_gpt.py --no-scan --stage 2   # a Python loop over blocks
     python examples/train_gpt.py --offload             # masters and moments in host memory
+    python examples/train_gpt.py --nodes 2 --integers  # as on two hosts with a slow network between them
     python examples/train_gpt.py --checkpoints ckpt    # resumes where it stopped, at any stage, on any devices
     python examples/train_gpt.py --log run.jsonl --tensorboard run --profile run
 
@@ -34,6 +35,12 @@ from gpt import GPTConfig
 from text_data import Corpus, load_corpus, sample_batch
 
 FRAMEWORKS = {"linen": gpt_linen, "nnx": gpt_nnx}
+NO_SLOW_LINKS = {
+    "node_axis": None,
+    "secondary_params": False,
+    "secondary_grads": False,
+    "quantization": jzero.Quantization(),
+}
 VALIDATION_SEED = 0  # the validation batches are the same in every run
 
 LossFn = Callable[[Any, jax.Array], jax.Array]
@@ -57,7 +64,7 @@ def main() -> None:
     """Trains, then compares the memory of the four stages."""
     args = parse_args()
     use_virtual_cpu_devices()
-    mesh = jzero.make_mesh()
+    mesh = jzero.make_mesh(node=args.nodes, data=-1) if args.nodes > 1 else jzero.make_mesh()
     parts = mesh.size * args.accumulate_steps
     if args.batch_size % parts:
         raise SystemExit(f"--batch-size must be a multiple of {parts} (devices x steps): got {args.batch_size}.")
@@ -66,6 +73,7 @@ def main() -> None:
         precision=args.precision,
         persistence_threshold=args.persistence_threshold,
         offload=jzero.Offload(optimizer="host" if args.offload else "none"),
+        **slow_links(args),
     )
 
     framework = FRAMEWORKS[args.framework]
@@ -78,7 +86,8 @@ def main() -> None:
     with checkpoint_manager(args) as manager:
         state, history = train(state, loss_fn, load_corpus(), manager, args)
 
-    rows = memory_by_stage.measure(state, framework.params_and_opt_state, config=config, mesh=mesh)
+    one_level = dataclasses.replace(config, **NO_SLOW_LINKS)  # which every stage has
+    rows = memory_by_stage.measure(state, framework.params_and_opt_state, config=one_level, mesh=jzero.make_mesh())
     rich.print(memory_by_stage.as_table(rows, num_devices=mesh.size))
     args.out.mkdir(parents=True, exist_ok=True)
     figures.save_losses(history.train, history.validation, args.out / "loss.png")
@@ -86,6 +95,15 @@ def main() -> None:
     print(f"figures: {args.out / 'loss.png'} {args.out / 'memory.png'}")
     (_, untrained), (_, trained) = history.validation[0], history.validation[-1]
     print(f"validation loss {trained:.3f} nats per byte (untrained {untrained:.3f})")
+
+
+def slow_links(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what sends less over slow links: hops between nodes once per step, and integers."""
+    integers = jzero.Quantization(gather="int8" if args.stage == 3 else "none", reduce="int8")
+    fields = {"quantization": integers} if args.integers else {}
+    if args.nodes == 1:
+        return fields
+    return {**fields, "node_axis": "node", "secondary_params": args.stage == 3, "secondary_grads": args.stage > 1}
 
 
 def checkpoint_manager(args: argparse.Namespace) -> Any:
@@ -199,6 +217,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=memory_by_stage.STAGES, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer state on the host")
+    parser.add_argument("--nodes", type=int, default=1, help="hosts, or as many groups of devices on one")
+    parser.add_argument("--integers", action="store_true", help="gather and reduce int8")
     parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--persistence-threshold", type=int, default=1000, help="elements kept whole at stage 3")
     parser.add_argument("--scan", action=argparse.BooleanOptionalAction, default=True, help="scan over stacked blocks")

@@ -30,6 +30,12 @@ from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
 NUM_STEPS, ROWS = 5, 24
+SLOW_LINKS = {
+    "node_axis": "node",
+    "secondary_params": True,
+    "secondary_grads": True,
+    "quantization": jzero.Quantization(gather="int8", reduce="int4", frozen="int8"),
+}
 
 
 def train() -> dict[str, Any]:
@@ -46,6 +52,13 @@ def train() -> dict[str, Any]:
     away = jzero.Offload(params="host", optimizer="host", chunk_bytes=2048)
     born = jzero.init_train_state(make_state, jax.random.key(0), config=dataclasses.replace(config(3), offload=away))
     state, results["on the host"] = train_from(born, noisy_loss, rng=jax.random.key(7))
+    mesh, levels = jzero.make_mesh(node=NUM_PROCESSES, data=-1), dataclasses.replace(config(3), **SLOW_LINKS)
+    trainable = "(?!layer_0).*"
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=levels, mesh=mesh, trainable=trainable)
+    plan = jzero.plan_of(born)
+    assert any(leaf.param.stored_dtype == jnp.int8 for leaf in plan.leaves)
+    assert any(hop.dtype == jnp.int8 for hop in plan.gathers_before_loss)
+    _, results["between nodes"] = train_from(born, loss_of, accumulate_steps=3)
     assert state.params["layer_0"]["kernel"].sharding.memory_kind == "pinned_host"
     return results
 
@@ -289,9 +302,11 @@ def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
     return loss_of(params, {**batch, "x": batch["x"] + noise})
 
 
-def train_from(state: Any, loss_fn: Any, **rng: jax.Array) -> tuple[Any, dict[str, float]]:
+def train_from(
+    state: Any, loss_fn: Any, *, accumulate_steps: int = 1, **rng: jax.Array
+) -> tuple[Any, dict[str, float]]:
     """Returns the state after five steps, and the losses and gradient norms."""
-    step = jzero.make_train_step(loss_fn)
+    step = jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps)
     numbers = {}
     for i in range(NUM_STEPS):
         state, metrics = step(state, models.mlp_batch(ROWS, seed=i), **rng)

@@ -75,6 +75,20 @@ def test_two_processes_are_stopped_and_go_on_under_slurm_like_one(tmp_path, monk
     assert expected[last] < 0.9 * expected[10]
 
 
+@pytest.mark.slow
+def test_nodes_change_the_order_of_sums_alone(tmp_path, monkeypatch, capsys):
+    options = ("--steps=20", "--save-every=1000000", "--stage=3")
+    launcher = launch("--", *TINY, *options, "--nodes=2", f"--checkpoints={tmp_path / 'two'}")
+    output = launcher.communicate(timeout=TIME_LIMIT)[0]
+    assert launcher.returncode == 0, output
+    assert "mesh (node=2, data=4)" in output
+    one = run_here(
+        "multi_process/train.py", *TINY, *options, f"--checkpoints={tmp_path / 'one'}", monkeypatch=monkeypatch,
+        capsys=capsys,
+    )  # fmt: skip
+    assert losses(output) == pytest.approx(losses(one), rel=1e-4)
+
+
 def test_what_slurm_is_told_when_the_processes_end(tmp_path):
     script = (
         f"#!{sys.executable}\nimport os, sys\nprint(sys.argv[1:])\nprint(os.environ['SLURM_JOB_ID'])\nsys.exit(%d)\n"

@@ -47,8 +47,11 @@ def main() -> None:
         logits = model.apply({"params": params}, batch["images"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=1000)
-    state = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    # The network is the slowest link, so a parameter crosses it once per step, and then stays within each process.
+    levels = {"node_axis": "node", "secondary_params": args.stage == 3} if args.nodes else {}
+    config = jzero.ZeroConfig(stage=args.stage, persistence_threshold=1000, **levels)
+    mesh = jzero.make_mesh(node=args.nodes, data=-1) if args.nodes else None
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
     step = jzero.make_train_step(loss_fn)
     manager = jzero.CheckpointManager(
         args.checkpoints,
@@ -100,6 +103,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=pathlib.Path, default=pathlib.Path("multi_process_checkpoints"))
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--nodes", type=int, help="hosts: gather between them once per step")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=64, help="images per step over all devices")
     parser.add_argument("--steps", type=int, default=200)
