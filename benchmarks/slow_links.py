@@ -211,11 +211,11 @@ def plot(lines: list[dict[str, Any]], path: str) -> None:
     several.set_xticks(RATES, [f"{r:g}" for r in RATES])
     several.minorticks_off()
     several.legend(fontsize="small")
-    rows = [x for x in lines if not x["nic_bytes"]]
+    rows = [x for x in lines if x["topology"] == PCIE[0][0]]
     for i, (name, rate) in enumerate(PCIE):
         heights = [x["ms"][f"{name}@{rate}"] for x in rows]
         one.bar([j + (i - 2) * 0.16 for j in range(len(rows))], heights, 0.15, label=f"{name}, {rate} GB/s")
-    one.set_xticks(range(len(rows)), [x["kind"].replace(", ", "\n") for x in rows], fontsize="small")
+    one.set_xticks(range(len(rows)), [x["kind"].replace(", ", "\n") for x in rows], fontsize="x-small")
     one.set(title="One host of 8 PCIe cards", ylabel="modelled step, ms")
     one.legend(fontsize="small")
     figure.savefig(path)

@@ -14,6 +14,7 @@ from jax import lax
 import jzero
 from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
+from jzero.plan.mesh import num_along
 from jzero.plan.platform import PLATFORMS
 from tests import models
 from tests.compiled import analyze
@@ -290,3 +291,33 @@ def test_late_hops_are_as_planned(monkeypatch):
     report.verify()
     rows = {(r.axis, r.in_loop): r.count for r in report.collectives if r.kind == "reduce-scatter"}
     assert rows["data", True] == rows["node", True]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_plan_tells_bytes_by_level(steps):
+    """By hand: of a parameter of Ψ padded elements, half of 1/4 crosses nodes per hop, and 3/4 stay within."""
+    rules = {"stack/b|flat|tiny|frozen": jzero.LeafRule(replicated=True)}
+    plain = config_of(node_axis="node", precision="bf16", rules=rules)
+    both = config_of(node_axis="node", precision="bf16", rules=rules, secondary_params=True, secondary_grads=True)
+    sizes = {"node": 2, "data": 4}
+    plans = [jzero.plan_of(sharded(make_params(np.float32), config, **sizes)) for config in (plain, both)]
+    size = sum(int(np.prod(leaf.grad.stored_shape)) for leaf in plans[0].leaves if leaf.grad.cut)  # 2 bytes each
+    within = 2 * size * 3 / 4
+    crossing = 2 * size / 4 / 2
+    assert plans[0].sent_bytes(micro_batches=steps) == (3 * steps * within, 3 * steps * crossing)
+    late = 1 if steps > 1 else steps
+    assert plans[1].sent_bytes(micro_batches=steps) == (3 * steps * within, (1 + late) * crossing)
+    assert plans[0].secondary_bytes == 0
+    assert plans[1].secondary_bytes == 2 * size / 4
+    assert "between them" in str(plans[1])
+    assert "secondary parameters" in str(plans[1])
+    one = jzero.plan_of(sharded(make_params(np.float32), both, node=1, data=4))
+    assert "one node along 'node': there is nothing between nodes" in str(one)
+    assert one.sent_bytes().between == one.secondary_bytes == 0
+
+
+@pytest.mark.parametrize(("names", "want"), [(("node", "data"), (2, 1)), (("data", "node"), (1, 2))])
+def test_processes_along_axes(names, want):
+    """Hosts along the first axis: two processes of four devices."""
+    processes = np.repeat([0, 1], 4).reshape(2, 4)
+    assert tuple(num_along(processes, names.index(name)) for name in ("node", "data")) == want

@@ -130,6 +130,22 @@ def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:
             "Use `jzero.make_mesh()` for all of them.",
             stacklevel=4,
         )
+    if isinstance(mesh, Mesh) and config.node_axis is not None:
+        processes = np.vectorize(lambda x: x.process_index, otypes=[int])(mesh.devices)
+        within, between = (num_along(processes, mesh.axis_names.index(x)) for x in (config.axis, config.node_axis))
+        if within > between:
+            warnings.warn(
+                f"`node_axis` {config.node_axis!r} runs over {between} processes, and `axis` {config.axis!r} over "
+                f"{within}: hops within nodes would cross the network. Let the axis over hosts come first, "
+                f"`jzero.make_mesh({config.node_axis}=..., {config.axis}=...)`.",
+                stacklevel=4,
+            )
+
+
+def num_along(values: np.ndarray, dim: int) -> int:
+    """Returns how many values are different along one dimension, where there are most."""
+    lines = np.moveaxis(values, dim, -1).reshape(-1, values.shape[dim])
+    return max(len(set(line.tolist())) for line in lines)
 
 
 def platform_of(device: jax.Device) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.config.precision import is_key
+from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
@@ -19,7 +19,7 @@ from jzero.plan.padded import Padded
 from jzero.plan.table import format_plan, plan_as_dict
 from jzero.plan.ways import Way, why_exact, why_not_stored
 
-__all__ = ["BytesPerDevice", "UnquantizedLeaf", "WholeLeaf", "ZeroPlan"]
+__all__ = ["BytesPerDevice", "LevelBytes", "UnquantizedLeaf", "WholeLeaf", "ZeroPlan"]
 
 PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
@@ -36,6 +36,13 @@ class BytesPerDevice(NamedTuple):
     def total(self) -> int:
         """Sum of the terms."""
         return self.params + self.grads + self.opt_state
+
+
+class LevelBytes(NamedTuple):
+    """Bytes within nodes and between them."""
+
+    within: int
+    between: int
 
 
 class UnquantizedLeaf(NamedTuple):
@@ -301,14 +308,14 @@ class ZeroPlan:
 
     def bytes_gathered_in(self, *, micro_batches: int) -> int:
         """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
-        updated = [Way(x.grad, self.comm).hops(self.mesh, x.compute_dtype)[1] for x in self._updated_whole]
-        after_update = [hop for hops in updated for hop in hops]
         before = self.gathers_before_loss if micro_batches else ()
-        return sum(hop.num_bytes for hop in (*before, *micro_batches * self.gathers_of_loss, *after_update))
+        hops = (*before, *micro_batches * self.gathers_of_loss, *self._gathers_after_update)
+        return sum(hop.num_bytes for hop in hops)
 
     @property
-    def _updated_whole(self) -> list[LeafPlan]:
-        return [x for x in self.leaves if not x.param.cut and x.trained]
+    def _gathers_after_update(self) -> list[Hop]:
+        updated = [x for x in self.leaves if not x.param.cut and x.trained]
+        return [hop for x in updated for hop in Way(x.grad, self.comm).hops(self.mesh, x.compute_dtype)[1]]
 
     def way(self, leaf: StateLeaf) -> Way:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
@@ -347,6 +354,32 @@ class ZeroPlan:
             reasons += [(x, why_not_stored(x, self.config.rule_for(x.path))) for x in (*frozen, *stored)]
         found = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
         return tuple(x for x in found.values() if x.reason)
+
+    def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
+        """Returns the bytes that one device sends per step for parameters and gradients, within and between nodes.
+
+        It counts the uses that `gathered_bytes` counts, and one reduction per micro-batch from stage 2 on, one per step
+        at stage 1. Without `ZeroConfig.node_axis` all is within.
+        """
+        hops = [*self.gathers_before_loss, *micro_batches * self.gathers_of_loss, *self._gathers_after_update]
+        for leaf in self.leaves:
+            cut = leaf.grad.for_collectives(self.mesh) if leaf.trained else None
+            if cut is None:
+                continue
+            dtype = cast_dtype(leaf.compute_dtype, self.config.policy.reduce)
+            found = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.mesh.shape), dtype)
+            late = self.is_reduced_once(micro_batches)
+            for hop in found:
+                once = self.config.stage < 2 or (late and self.config.axis not in hop.axes)
+                hops += [hop] * (1 if once else micro_batches)
+        node = self.config.node_axis
+        between = sum(hop.sent_bytes for hop in hops if node in hop.axes)
+        return LevelBytes(round(sum(hop.sent_bytes for hop in hops) - between), round(between))
+
+    @property
+    def secondary_bytes(self) -> int:
+        """Bytes on one device of the secondary shares that it keeps during a step (`ZeroConfig.secondary_params`)."""
+        return sum(hop.num_bytes for hop in self.gathers_before_loss)
 
     @functools.cached_property
     def _hops(self) -> list[tuple[tuple[Hop, ...], tuple[Hop, ...]]]:

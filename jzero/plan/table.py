@@ -66,8 +66,24 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
-    sections.append(gathered)
+    sections.append("\n".join([gathered, *_level_lines(plan)]))
     return "\n\n".join(sections)
+
+
+def _level_lines(plan: ZeroPlan) -> list[str]:
+    """Returns what each device sends within and between nodes, and what the options for nodes cost."""
+    config = plan.config
+    if config.node_axis is None:
+        return []
+    if plan.mesh.shape[config.node_axis] == 1:
+        return [f"one node along {config.node_axis!r}: there is nothing between nodes"]
+    sent = plan.sent_bytes()
+    lines = [
+        f"sent per step and device: {format_bytes(sent.within)} within nodes, {format_bytes(sent.between)} between them"
+    ]
+    if config.secondary_params:
+        lines.append(f"secondary parameters: {format_bytes(plan.secondary_bytes)} per device during a step")
+    return lines
 
 
 def _idle_axes(plan: ZeroPlan) -> list[str]:
@@ -134,6 +150,8 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         },
         "bytes_replicated": {**whole._asdict(), "total": whole.total},
         "gathered_bytes": plan.gathered_bytes,
+        "sent_bytes": plan.sent_bytes()._asdict(),
+        "secondary_bytes": plan.secondary_bytes,
         "unquantized": [x._asdict() for x in plan.unquantized],
         "parameters": [
             *(
