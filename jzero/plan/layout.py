@@ -108,7 +108,7 @@ class Cut:
     def in_blocks(self, kind: str, dtype: Any, sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of the same leaf packed into bytes; `sizes` has the size of each mesh axis."""
         assert not self.flat
-        parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(self.other_axes))
+        parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(self.other_axes[self.num_stacked :]))
         blocks = Blocks(kind, jnp.dtype(dtype), self.dim - self.num_stacked, parts)
         return dataclasses.replace(self, dim=self.num_stacked, flat=True, blocks=blocks)
 
