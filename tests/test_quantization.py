@@ -21,9 +21,10 @@ from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
 from jzero.plan.padded import pack_shard, to_natural, to_stored
 from tests.compiled import analyze
+from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
 from tests.tiers import singles
 
-WIDTH, LAYERS, STEPS = 61, 3, 20
+WIDTH, STEPS = 61, 20
 BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
 EXACT = jzero.Quantization()
 
@@ -132,21 +133,6 @@ def make_params():
         "flat": draw(3, 5, 7),
         "tiny": draw(2),
     }
-
-
-def loss_fn(params, batch):
-    layer = lambda h, p: (h + jnp.tanh(h @ p["w"] + p["b"][None]), None)
-    hidden = lax.scan(layer, batch, params["stack"])[0] @ params["tied"]
-    out = jnp.tanh(hidden @ params["frozen"]) @ params["tied"].T
-    return jnp.square(out).mean() + jnp.square(params["flat"]).mean() + params["tiny"].sum()
-
-
-def unrolled_loss(params, batch):
-    hidden = batch
-    for i in range(LAYERS):
-        hidden = hidden + jnp.tanh(hidden @ params["stack"]["w"][i] + params["stack"]["b"][i][None])
-    out = jnp.tanh(hidden @ params["tied"] @ params["frozen"]) @ params["tied"].T
-    return jnp.square(out).mean() + jnp.square(params["flat"]).mean() + params["tiny"].sum()
 
 
 def casting_loss(params, batch):
