@@ -22,7 +22,7 @@ from jzero.plan.layout import Cut
 from jzero.plan.padded import pack_shard, to_natural, to_stored
 from tests.compiled import analyze
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
-from tests.tiers import singles
+from tests.tiers import singles, slow
 
 WIDTH, STEPS = 61, 20
 BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
@@ -56,6 +56,20 @@ def numpy_rounded(x, dim, kind="int8", num_stacked=0):
     return np.moveaxis(out.reshape(y.shape), num_stacked, dim)
 
 
+def drawn(*strategies):
+    """Runs a property on a few draws, and in the slow tier on many: each new shape is compiled."""
+
+    def decorate(fn):
+        @pytest.mark.parametrize("draws", [6, slow(60)])
+        def test(draws):
+            settings(max_examples=draws, deadline=None)(given(*strategies)(fn))()
+
+        test.__name__, test.__doc__ = fn.__name__, fn.__doc__
+        return test
+
+    return decorate
+
+
 @st.composite
 def arrays(draw):
     shape = draw(st.lists(st.integers(1, 23), min_size=2, max_size=4))
@@ -66,8 +80,7 @@ def arrays(draw):
     return (x * rng.choice([0, 1, 1e-6], size=shape)).astype(np.float32), dim, num_stacked
 
 
-@settings(max_examples=40, deadline=None)
-@given(arrays(), st.sampled_from(["int8", "int4"]))
+@drawn(arrays(), st.sampled_from(["int8", "int4"]))
 def test_blocks_are_those_of_the_definition(given, kind):
     """Within one bit: XLA's reciprocal may differ from NumPy's by as much."""
     x, dim, num_stacked = given
@@ -84,8 +97,7 @@ def test_blocks_are_those_of_the_definition(given, kind):
     assert np.all(np.abs(found - x) <= np.abs(x).max() / {"int8": 127, "int4": 7}[kind] / 2 * 1.001)
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
+@drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
 def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
     shape = (2, rows, size) if is_stack else (rows, size)
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -450,8 +462,7 @@ def test_bytes_on_one_port_by_hand(kind, num_devices, num_nodes, want):
     assert bytes_on_port(kind, sent, num_devices, num_nodes) == pytest.approx(want)
 
 
-@settings(max_examples=30, deadline=None)
-@given(arrays(), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
+@drawn(arrays(), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
 def test_rounding_again_changes_no_bit(given, dtype):
     """So frozen parameters move in natural shape, to other layouts and checkpoints, and are the same integers there."""
     x, dim, num_stacked = given
