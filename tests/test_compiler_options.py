@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.analysis.collectives import find_collectives
+from jzero.plan.comm import comm_of
 from jzero.step import compiler_options as _compiler_options
 from tests import models
 from tests.tiers import singles
@@ -40,7 +41,9 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
 
     def options(platform, given=None, config=config, count=4):
         monkeypatch.setattr(_compiler_options, "mesh_platform", lambda mesh: platform)
-        plan = type("Plan", (), {"config": config, "mesh": jax.sharding.AbstractMesh((count,), ("data",))})
+        sizes = {"data": count} if config.node_axis is None else {"node": 2, "data": count // 2}
+        mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        plan = type("Plan", (), {"config": config, "mesh": mesh, "comm": comm_of(config, mesh)})
         return _compiler_options.compiler_options(plan, given)
 
     buckets = {
@@ -60,6 +63,8 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
     assert options("gpu", config=jzero.ZeroConfig(stage=2), given="recommended") == default
     many = options("gpu", config=jzero.ZeroConfig(stage=3), count=512)
     assert many == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18}, "not below what a ring's hop takes"
+    nodes = options("gpu", config=jzero.ZeroConfig(stage=3, node_axis="node"), count=16)
+    assert nodes == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**23}, "hops between nodes travel together"
     own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
     assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
     with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):
