@@ -65,6 +65,9 @@ def test_buckets_and_recommended_options_are_those_of_the_platform(monkeypatch):
     assert many == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**18}, "not below what a ring's hop takes"
     nodes = options("gpu", config=jzero.ZeroConfig(stage=3, node_axis="node"), count=16)
     assert nodes == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**23}, "hops between nodes travel together"
+    for field in ({"secondary_grads": True}, {"quantization": jzero.Quantization(reduce="int4")}):
+        rare = options("gpu", config=jzero.ZeroConfig(stage=3, node_axis="node", **field), count=16)
+        assert rare == {"xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20}
     own = {"xla_gpu_all_gather_combine_threshold_bytes": 7}
     assert options("gpu", own)["xla_gpu_all_gather_combine_threshold_bytes"] == 7
     with pytest.warns(UserWarning, match=r"all_gather_bucket_bytes, reduce_bucket_bytes.*tpu"):

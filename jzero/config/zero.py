@@ -219,7 +219,7 @@ class ZeroConfig:
         only, and not if a step is called inside another `jax.jit`; `None` leaves it to the compiler.
       reduce_bucket_bytes: Most bytes of whole gradients, in the dtype of the reduction, that the compiler combines into
         one reduce-scatter (DeepSpeed's `reduce_bucket_size`, in bytes), with the same limits. `None`: 16 MiB on GPUs,
-        or 256 KiB for each device if that is more; over several nodes 8 MiB for each device.
+        or 256 KiB for each device if that is more; 8 MiB for each device where loops reduce between nodes.
       precision: "fp32" (every leaf keeps its dtype), "bf16" or "fp16" (16-bit parameters
         and gradients, fp32 masters; fp16 with a dynamic loss scale), or a `Precision`.
       quantization: What travels, or is stored, as integers, see `Quantization`.
