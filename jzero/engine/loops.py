@@ -82,10 +82,10 @@ class _Loop:
         body, _ = _compat.open_jaxpr(self.jaxpr)
         first, num_carry = _compat.scan_groups(eqn)
         end = first + num_carry
-        self.late: dict[int, dict[str, Any]] = {}
-        if walk.hops_late:
-            self.jaxpr, self.late = without_last_hops(self.jaxpr, num_carry)
         self.num_carry, self.length = num_carry, int(eqn.params["length"])
+        self.late: dict[int, dict[str, Any]] = {}
+        if walk.hops_late and self.length > 1:
+            self.jaxpr, self.late = without_last_hops(self.jaxpr, num_carry)
         fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
         outside = _prepare_inputs(walk, body, inputs[:end], [*[True] * first, *fixed])
         self.consts = outside[:first]
