@@ -24,7 +24,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,11 @@ SECONDARY = {**TWO, "secondary_params": True}
 BOTH = {**SECONDARY, "secondary_grads": True}
 
 
-def rounded(gather: str = "none", reduce: str = "none") -> dict[str, Any]:
+def rounded(
+    gather: Literal["none", "int8"] = "none", reduce: Literal["none", "int8", "int4"] = "none"
+) -> dict[str, Any]:
     """Returns the field of integers on the links."""
-    return {"quantization": jzero.Quantization(gather=gather, reduce=reduce)}  # type: ignore[arg-type]
+    return {"quantization": jzero.Quantization(gather=gather, reduce=reduce)}
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -306,7 +306,9 @@ def test_hops_between_nodes_are_searched_where_there_are_nodes():
     assert {x.config.node_axis for x in one.tried} == {None}
     two = fitted(1.4, topology="rtx4090:16", **options)
     ways = {(x.config.node_axis, x.config.secondary_params, x.config.secondary_grads) for x in two.tried}
-    assert ways == {(None, False, False), ("node", False, False), ("node", True, True)}
+    assert ways == {(None, False, False), ("node", False, False), ("node", True, False), ("node", True, True)}
+    assert all(x.config.secondary_grads <= (x.accumulate_steps > 1) for x in two.tried), "of one it changes nothing"
+    assert len({(x.config, x.accumulate_steps) for x in two.tried}) == len(two.tried), "none twice"
     assert all(x.mesh_shape == {"node": 2, "data": 8} for x in two.tried if x.config.node_axis)
     least = {x.accumulate_steps: x for x in reversed(two.tried)}  # the cheapest of each number
     assert least[max(least)].config.secondary_grads

@@ -233,8 +233,6 @@ def test_gathers_train_like_plain_optax_on_rounded_parameters(sizes, loss, optio
 )
 @pytest.mark.filterwarnings("ignore:`prefetch_bytes=")
 def test_secondary_shards_are_the_same_integers(loss, fields, options):
-    if loss is casting_loss and fields:
-        pytest.skip("such a model casts by itself")
     ways = [
         train(config_of(gather="int8", **levels, **fields), TWO, loss, steps=6, **options)
         for levels in (TWO_HOPS, SECONDARY)
@@ -387,6 +385,16 @@ def test_wider_gathers_are_a_violation(monkeypatch):
     monkeypatch.setattr(Cut, "in_blocks", lambda cut, *_: cut)
     state = sharded(config_of(gather="int8"), FLAT)
     with pytest.raises(jzero.PlanViolation, match="wider than the int8 of the plan"):
+        analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
+
+
+def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
+    """The plan gathers between nodes once; this program does so at each use, in the loop."""
+    monkeypatch.setattr(
+        "jzero.engine.gradients._LocalStep.way", lambda step, leaf: step.plan.way(leaf)._replace(is_secondary=False)
+    )
+    state = sharded(config_of(**SECONDARY), TWO)
+    with pytest.raises(jzero.PlanViolation, match=r"\(stack/w\) crosses nodes 3 times per step, once in the plan"):
         analyze(jzero.make_train_step(loss_fn), state, BATCH).verify()
 
 

@@ -246,7 +246,7 @@ class _Search:
         ]
         if not any(x.fits(self.limit) for x in found):
             found += self._cut_further(found)
-        return sorted(found, key=_order)
+        return sorted(dict.fromkeys(found), key=_order)
 
     def confirm(self, tried: list[Candidate]) -> list[Candidate]:
         """Compiles the first that fits and the one before it, until the compiler agrees with both."""
@@ -279,7 +279,7 @@ class _Search:
             return [{}]
         hops = {"node_axis": next(name for name in ("node", "nodes") if name not in batch_axes(self.base))}
         keeps = self.base.offload.params == "none"
-        once = {**hops, "secondary_params": stage == 3 and keeps, "secondary_grads": True}  # of one micro-batch: no-op
+        once = {**hops, "secondary_params": stage == 3 and keeps, "secondary_grads": True}
         return [{}, hops, *([once] if stage > 1 else [])]
 
     def saved_by_integers(self, x: Candidate) -> list[str]:
@@ -335,7 +335,8 @@ class _Search:
         while steps <= self.max_steps and self._splits(plan, steps):
             memory = self._memory(self._step(steps, recompute), placed)
             shape = {str(name): int(size) for name, size in mesh.shape.items()}
-            yield Candidate(config, shape, steps, recompute, memory)
+            late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
+            yield Candidate(dataclasses.replace(config, secondary_grads=late), shape, steps, recompute, memory)
             if memory.peak <= self.limit or memory.arguments > self.limit:
                 return
             steps *= 2
@@ -350,7 +351,10 @@ class _Search:
     def _next_steps(self, x: Candidate) -> list[Candidate]:
         """Returns the candidates to try after one that takes more than its estimate."""
         num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
-        return list(self._micro_batches(x.config, num_replicas, x.remat, first=2 * x.accumulate_steps))
+        is_searched = self.base.node_axis is None
+        late = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
+        config = dataclasses.replace(x.config, secondary_grads=late)
+        return list(self._micro_batches(config, num_replicas, x.remat, first=2 * x.accumulate_steps))
 
     def _cut_further(self, tried: Sequence[Candidate]) -> list[Candidate]:
         """Returns the candidate at stage 3 with every parameter cut, if it has not been tried."""
