@@ -108,9 +108,9 @@ MUTANTS = [
     ),
     Mutant(
         "line_search_loses_what_it_closes_over",
-        "update/walk.py",
-        "outputs = walk(opened, consts, leaves)",
-        "outputs = walk(opened, [jnp.zeros_like(x) for x in consts], leaves)",
+        "update/run.py",
+        "dict(zip(jaxpr.constvars, consts, strict=True))",
+        "dict(zip(jaxpr.constvars, map(jnp.zeros_like, consts), strict=True))",
         "test_extra_args.py::test_a_function_for_a_line_search_may_close_over_traced_values",
     ),
     # Rows of the batch.
@@ -497,7 +497,7 @@ MUTANTS = [
     ),
     Mutant(
         "new_parameters_in_one_hop",
-        "update/leaf.py",
+        "update/transformation.py",
         "len(plan.comm.shard_axes) > 1",
         "False",
         "test_two_hops.py::test_only_the_parts_of_devices_cross_nodes",
@@ -602,9 +602,9 @@ MUTANTS = [
     # The update.
     Mutant(
         "frozen_zero_is_positive",
-        "update/leaf.py",
-        "jnp.asarray(-0.0).astype(leaf.param.dtype), None",
-        "jnp.asarray(0.0).astype(leaf.param.dtype), None",
+        "update/whole.py",
+        "np.float32(-0.0)",
+        "np.float32(0.0)",
         "test_trained.py::test_negative_zeros_of_frozen_leaves_stay_negative",
     ),
     Mutant(
@@ -625,9 +625,9 @@ MUTANTS = [
     ),
     Mutant(
         "skipped_gathered_parameters",
-        "update/leaf.py",
-        "rounded = jnp.where(applied, rounded, natural_leaf(x.param, x.leaf.grad, plan))",
-        "rounded = jnp.where(True, rounded, natural_leaf(x.param, x.leaf.grad, plan))",
+        "update/whole.py",
+        "return new if applied is None else jnp.where(applied, new, old)",
+        "return new",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),
@@ -641,16 +641,16 @@ MUTANTS = [
     ),
     Mutant(
         "sums_of_optax_not_laid_out",
-        "update/leaf.py",
+        "update/transformation.py",
         "return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))",
         "return update",
         "test_engine.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
     ),
     Mutant(
         "padding_updated",
-        "arrays/streamed.py",
-        "    if cut is None or not cut.is_padded:\n        return tree",
-        "    if True:\n        return tree",
+        "update/chunks.py",
+        "        if cut is None or not cut.is_padded:\n            return x",
+        "        if True:\n            return x",
         "test_offload_optimizer.py::test_padding_stays_zero",
     ),
     Mutant(

@@ -14,7 +14,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.arrays.casts import apply_edits, round_stochastically
+from jzero.arrays.casts import apply_edits, positions_of, round_stochastically
 from tests import models
 from tests.tiers import singles, slow, stages
 
@@ -489,13 +489,14 @@ def test_gathered_bytes_count_16_bits():
 
 def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
     x = jnp.full((1 << 16,), 1.0 + 2.0**-9)  # a quarter of the way to the next bf16 above 1
-    rounded = round_stochastically(x, jax.random.key(0)).astype(jnp.float32)
+    rounded = round_stochastically(x, jax.random.key(0), positions_of(x.shape)).astype(jnp.float32)
     assert set(np.unique(rounded)) == {1.0, 1.0 + 2.0**-7}
     # Mean of 65536 draws of a coin with p = 1/4: standard error 1.3e-5.
     assert abs(float(rounded.mean()) - (1 + 2.0**-9)) < 6e-5
     special = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, 3.3895314e38])
-    np.testing.assert_array_equal(np.asarray(round_stochastically(special, jax.random.key(1)), np.float32), special)
-    assert np.isnan(round_stochastically(jnp.array([jnp.nan]), jax.random.key(1))[0])
+    at = positions_of(special.shape)
+    np.testing.assert_array_equal(np.asarray(round_stochastically(special, jax.random.key(1), at), np.float32), special)
+    assert np.isnan(round_stochastically(jnp.array([jnp.nan]), jax.random.key(1), at[:1])[0])
 
 
 @stages(2, 3, of=(0, 2, 3))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["apply_edits", "holds", "round_stochastically", "round_to", "round_without_derivative"]
+__all__ = ["apply_edits", "holds", "positions_of", "round_stochastically", "round_to", "round_without_derivative"]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -59,11 +61,33 @@ def apply_edits(master: jax.Array, param: jax.Array) -> jax.Array:
     return lax.select(same, master, lax.convert_element_type(param, master.dtype))
 
 
-def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds fp32 to bf16, up or down at random, so that the expected value is `x`."""
+def positions_of(shape: Sequence[int], index: Sequence[jax.Array] | None = None) -> jax.Array:
+    """Returns each element's position in an array, row by row, as uint32: modulo 2^32.
+
+    Args:
+      shape: The shape of the array.
+      index: For each dimension the index of each element of a part of the array; by default those of all of it.
+    """
+    index = [lax.broadcasted_iota(jnp.uint32, tuple(shape), d) for d in range(len(shape))] if index is None else index
+    position = jnp.zeros(index[0].shape if index else (), jnp.uint32)
+    for size, i in zip(shape, index, strict=True):
+        position = position * jnp.uint32(size % 2**32) + i.astype(jnp.uint32)
+    return position
+
+
+def round_stochastically(x: jax.Array, key: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rounds fp32 to bf16, up or down at random, so that the expected value is `x`.
+
+    Args:
+      x: The values.
+      key: A key of the `threefry2x32` generator.
+      positions: A uint32 per element, which with the key decides its noise. Elements of equal position, 2^32 apart in
+        an array, share it: each of them is still rounded fairly.
+    """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    words = jax.random.key_data(key)
     # bf16 is the upper half of fp32: adding a random lower half rounds by its carry.
-    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    noise = jax.extend.random.threefry2x32_p.bind(words[0], words[1], positions, jnp.zeros_like(positions))[0] >> 16
     rounded = lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
 

@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
-from jzero.arrays.streamed import Update, source, stream
 from jzero.config.precision import scale_by
 from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import PendingUpdate
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state, write_fields
-from jzero.update.leaf import NO_ELEMENTS, Grad
-from jzero.update.transformation import keep_unless, with_next_loss_scale
+from jzero.update.chunks import Pass, run_pass
+from jzero.update.transformation import NO_ELEMENTS, keep_unless, with_next_loss_scale
+from jzero.update.whole import Grad
 
 __all__ = ["StepGrads", "apply_pending", "next_state", "scaled_grads", "settled_step"]
 
@@ -56,7 +56,7 @@ class StepGrads(NamedTuple):
 def scaled_grads(
     plan: ZeroPlan, grads: Sequence[jax.Array], reduced: Sequence[jax.Array], factor: jax.Array, *clip: jax.Array
 ) -> list[Grad]:
-    """Returns the clipped gradients. For offloaded state they carry their factors, to be applied on reading.
+    """Returns the gradients with their factors, which the update applies.
 
     Args:
       plan: The plan.
@@ -66,7 +66,7 @@ def scaled_grads(
       *clip: The factors of clipping.
     """
     pairs = enumerate(zip(grads, reduced, strict=True))
-    return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(scale_by(g, *clip)) for i, (g, raw) in pairs]
+    return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(g, clip) for i, (g, raw) in pairs]
 
 
 def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -126,7 +126,7 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, 
     params = plan.flat_params(state.params)
     seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
     before = state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(seen))
-    new = before.apply_gradients(grads=plan.stored_grads([g.value() for g in grads]))
+    new = before.apply_gradients(grads=plan.stored_grads([scale_by(g.reduced, *g.factors) for g in grads]))
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))
     return new if applied is None else keep_unless(applied, new, state)
@@ -151,10 +151,11 @@ def _with_pending(state: Any, found: StepGrads) -> Any:
         if leaf is None:
             return None
         if not is_on_host(grad.reduced):
-            return stored_leaf(grad.value().astype(leaf.dtype), leaf, plan)
-        value = source(grad.reduced, leaf, leaf.shape).map(scale_by, *grad.factors)
-        (new,), _ = stream(plan, Update(leaf, [value], [old[i]], lambda position, values, old: (values, None)))
-        return new
+            return stored_leaf(scale_by(grad.reduced, *grad.factors).astype(leaf.dtype), leaf, plan)
+        arrays = [grad.reduced, old[i]]
+        return run_pass(plan, Pass(leaf, lambda x, _, factors: [scale_by(x[0], *factors)], arrays, grad.factors, [1]))[
+            0
+        ]
 
     grads = plan.params_treedef.unflatten([kept(i, leaf) for i, leaf in enumerate(leaves)])
     ready = jnp.ones((), jnp.bool_) if found.applied is None else found.applied

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import MaskedTransformation
 
-__all__ = ["check_grads", "extra_args", "said_clearly"]
+__all__ = ["check_grads", "check_params_stored", "extra_args", "said_clearly"]
 
 PyTree = Any
 
@@ -69,6 +70,18 @@ def check_grads(plan: ZeroPlan, grads: Any) -> None:
             "The gradients do not have the structure of the parameters. Parameters: "
             f"{plan.params_treedef!s:.300}\nGradients: {jax.tree.structure(grads)!s:.300}\n{DIFFERENT}"
         ) from error
+
+
+def check_params_stored(plan: ZeroPlan, params: Any) -> None:
+    """Raises if parameters do not have the shape that the plan stores; optax could not add to them."""
+    for i, x in enumerate([] if params is None else plan.flat_params(params)):
+        leaf = plan.leaves[i].param
+        if np.shape(x) != leaf.stored_shape and i not in plan.keys:
+            raise ValueError(
+                f"{leaf.path!r} is stored as {leaf.stored_shape}, but the parameters to be updated hold it as "
+                f"{np.shape(x)}. Edit parameters with `jzero.update_params` or `.at[...]`; shard the state again "
+                "(`jzero.shard_train_state`) if they come from another one."
+            )
 
 
 def _add_note(error: Exception) -> None:

@@ -1,0 +1,237 @@
+"""Runs an elementwise function over arrays in host memory: chunk by chunk on the device, or on the host.
+
+[Note: Streaming an update]
+An update's elementwise part runs in one loop over chunks of a parameter's fields: the loop brings each chunk to the
+device, computes, and writes the results back to the fields' memory. A sum over all elements (a norm) is a loop of its
+own. Any other operation (a matrix product) gets its operands whole, on the devices. If they are on the host, that takes
+the memory that offloading was meant to save, so jzero warns.
+
+[Note: Updating on the host]
+With `compute="host"` the host's CPU computes the same function, on each device's whole part at once: arrays on the
+devices go down, results for the devices come up. jax offers two ways. `compute_on` works on CPUs, GPUs and TPUs today
+(compiled for all three): it is part of the step's program, reads and overwrites the device's pinned memory in place,
+and starts and ends asynchronously. Arrays of jax's CPU backend, the other way, have a memory of their own: every step
+would copy the state there, and the plan would span two backends.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
+
+from jzero import _compat
+from jzero.arrays.casts import positions_of
+from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
+from jzero.arrays.placement import is_on_host, on_device
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.platform import platform_facts
+
+__all__ = ["Pass", "reduce_pass", "run_pass"]
+
+
+class Pass(NamedTuple):
+    """One pass over the arrays of a parameter.
+
+    Attributes:
+      leaf: The layout of all these arrays.
+      fn: `fn(chunks, positions, numbers)` returns the results on one chunk of each array; `positions()` is each
+        element's position in the natural array, uint32.
+      arrays: The arrays as stored, on the host or on the devices.
+      numbers: 0-d arrays.
+      targets: For each result the number of the array that it overwrites, or the dtype of a new one on the devices.
+    """
+
+    leaf: StateLeaf
+    fn: Callable[[Sequence[Any], Callable[[], jax.Array], Sequence[Any]], list[jax.Array]]
+    arrays: Sequence[jax.Array]
+    numbers: Sequence[Any] = ()
+    targets: Sequence[Any] = ()
+
+
+REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Any]] = {
+    "dot_general": (jnp.sum, 0),
+    "reduce_and": (jnp.all, True),
+    "reduce_max": (jnp.max, -jnp.inf),
+    "reduce_min": (jnp.min, jnp.inf),
+    "reduce_or": (jnp.any, False),
+    "reduce_sum": (jnp.sum, 0),
+}
+"""How a pass makes a number, and what does not count, by the primitive; factors of an inner product are multiplied."""
+
+
+class _Part(NamedTuple):
+    """A chunk of one device's part of a leaf.
+
+    Attributes:
+      leaf: The leaf.
+      shape: Shape of the part as stored.
+      first: The index of the part's first element along each dimension, 0-d arrays.
+      chunk: The chunk.
+      pieces: How the part is split.
+    """
+
+    leaf: StateLeaf
+    shape: tuple[int, ...]
+    first: Sequence[jax.Array]
+    chunk: Chunk
+    pieces: Pieces
+
+    def along(self, dim: int) -> jax.Array:
+        """Returns the index of each element along a dimension of the stored array."""
+        return self.first[dim] + chunk_index(dim, self.shape, self.chunk, self.pieces)
+
+    def positions(self) -> jax.Array:
+        """Returns the position of each element in the natural array."""
+        cut, shape = self.leaf.cut, self.leaf.shape
+        natural = (*shape[: cut.dim], math.prod(shape[cut.dim :])) if cut is not None and cut.flat else shape
+        return positions_of(natural, [self.along(d) for d in range(len(natural))])
+
+    def without_padding(self, x: jax.Array, value: Any) -> jax.Array:
+        """Returns an array with a value in place of padding."""
+        cut = self.leaf.cut
+        if cut is None or not cut.is_padded:
+            return x
+        return jnp.where(self.along(cut.dim) < cut.natural_size, x, jnp.asarray(value, x.dtype))
+
+
+def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
+    """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
+    held = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
+
+    def compute(part: _Part, here: Sequence[Any], numbers: Sequence[Any]) -> list[jax.Array]:
+        return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
+
+    def in_chunks(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
+        shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
+        written = [arrays[t] for t in held]
+        pieces = _split(plan, [y for y in written if is_on_host(y)] or written or arrays)
+        views = [y.reshape(pieces.view) for y in arrays]
+
+        def step(chunk: Chunk, results: list[Any]) -> list[Any]:
+            now = [results[held[k]] if k in held else view for k, view in enumerate(views)]
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
+            made = compute(_Part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            new = [y.astype(z.dtype) for y, z in zip(made, results, strict=True)]
+            new = [_to_host(y) if is_on_host(z) else y for y, z in zip(new, results, strict=True)]
+            return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
+
+        begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
+        return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
+
+    def on_cpu(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
+        shape = arrays[0].shape
+        stays = [isinstance(t, int) and is_on_host(arrays[t]) for t in x.targets]
+
+        def fn(first: Any, *inputs: Any) -> tuple[list[Any], list[Any]]:
+            made = compute(_Part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+            pairs = list(zip(made, x.targets, stays, strict=True))
+            return [y.astype(arrays[t].dtype) for y, t, s in pairs if s], [y for y, _, s in pairs if not s]
+
+        there, here = map(iter, _on_cpu(plan, fn, (_first(plan, x.leaf, shape), arrays, numbers)))
+        return [next(there) if s else next(here) for s in stays]
+
+    spec = plan.device_sharding(x.leaf).spec
+    return _map(plan, x, on_cpu if plan.config.offload.compute == "host" else in_chunks, [spec] * len(x.targets))
+
+
+def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
+    """Returns one number over all elements of a pass's only result, 0-d; call it inside `jit`.
+
+    Args:
+      plan: The plan.
+      x: The pass.
+      how: A primitive of `REDUCTIONS`.
+      dtype: The number's dtype.
+    """
+    reduce, nothing = REDUCTIONS[how]
+
+    def compute(part: _Part, here: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
+        factors = [y.astype(dtype) for y in x.fn(here, part.positions, numbers)]
+        return reduce(part.without_padding(functools.reduce(jnp.multiply, factors), nothing))
+
+    def in_chunks(arrays: list[Any], numbers: list[Any]) -> jax.Array:
+        shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
+        pieces = _split(plan, arrays)
+        views = [y.reshape(pieces.view) for y in arrays]
+
+        def step(chunk: Chunk, total: jax.Array) -> jax.Array:
+            here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
+            found = compute(_Part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            return reduce(jnp.stack([total, found])).astype(dtype)
+
+        return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
+
+    def on_cpu(arrays: list[Any], numbers: list[Any]) -> jax.Array:
+        shape = arrays[0].shape
+
+        def fn(first: Any, *inputs: Any) -> tuple[tuple[()], jax.Array]:
+            return (), compute(_Part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+
+        return _on_cpu(plan, fn, (_first(plan, x.leaf, shape), arrays, numbers))[1][None]
+
+    names = tuple(jax.tree.leaves(tuple(plan.device_sharding(x.leaf).spec)))
+    local = on_cpu if plan.config.offload.compute == "host" else in_chunks
+    return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
+
+
+def _map(plan: ZeroPlan, x: Pass, local: Callable[..., Any], out_specs: Any) -> Any:
+    """Runs `local(arrays, numbers)` on each device's part of a pass."""
+    specs = ([plan.device_sharding(x.leaf).spec] * len(x.arrays), PartitionSpec())
+    run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    return run(list(x.arrays), list(x.numbers))
+
+
+def _split(plan: ZeroPlan, arrays: Sequence[Any]) -> Pieces:
+    """Returns the pieces of arrays of one shape that are read together."""
+    bytes_per_element = sum(x.dtype.itemsize for x in arrays)
+    is_tiled = platform_facts(plan.mesh).is_tiled
+    return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
+
+
+def _first(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
+
+    def index(names: Any) -> jax.Array:
+        found = jnp.zeros((), jnp.int32)
+        for name in jax.tree.leaves(names):
+            found = found * lax.axis_size(name) + lax.axis_index(name)
+        return found
+
+    spec = plan.device_sharding(leaf).spec
+    return [index(names) * n for names, n in zip([*spec, *[None] * (len(shape) - len(spec))], shape, strict=True)]
+
+
+def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
+    """Returns the chunk of a part that is not split, and its pieces."""
+    return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
+
+
+def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
+    """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
+    kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
+    return _compat.compute_on_host(
+        fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (kept, jax.memory.Space.Device)
+    )
+
+
+def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:
+    """Returns an array in host memory; leaves numbers in place."""
+    if not x.ndim or is_on_host(x):
+        return x
+    if not platform_facts(plan.mesh).is_tiled:
+        # XLA for GPUs (jax 0.12) gives the host's program row-major parameters, whatever the layout of its arguments.
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return _to_host(x) if plan.names_host_memory else x
+
+
+def _to_host(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Host)

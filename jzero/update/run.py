@@ -1,0 +1,283 @@
+"""Runs a whole update where its arrays lie: on the devices, and for state on the host chunk by chunk.
+
+In: a `WholeUpdate` and its inputs as stored. Out: its results, in natural shape, or as stored for parameters with state
+on the host. If all is on the devices and no operation needs whole matrices, the update is called as it was written.
+Otherwise its jaxpr is split and evaluated equation by equation; what is elementwise in a parameter with state on the
+host runs in passes over chunks.
+
+[Note: Optimizers that mix the elements of a matrix]
+Elementwise updates run on each device's part without communication, and reductions (norms, Adafactor's means)
+cost a scalar or a vector. With matrix products, such as those of Muon's Newton-Schulz iteration, GSPMD would
+communicate in every product. jzero finds such equations in the update's jaxpr and runs them in a `shard_map` over
+whole operands: the devices gather each matrix once, all compute the same, and cut the result again for free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero import _compat
+from jzero.arrays.casts import holds, positions_of, round_to
+from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
+from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.structure import Structures
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.mesh import batch_axes
+from jzero.plan.plan import ZeroPlan
+from jzero.update.chunks import Pass, reduce_pass, run_pass
+from jzero.update.split import Kind, Split, inlined, kernel_of, split
+from jzero.update.whole import After, Before, WholeUpdate
+
+__all__ = ["run_update"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Field:
+    """An array of a parameter with state on the host.
+
+    Attributes:
+      number: The parameter.
+      leaf: The layout of the parameter's gradient, in which all its fields are stored.
+      array: The array as stored; `None` for the positions of its elements.
+    """
+
+    number: int
+    leaf: StateLeaf
+    array: Any
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Its natural shape, and its dtype."""
+        return jax.ShapeDtypeStruct(self.leaf.shape, jnp.uint32 if self.array is None else self.array.dtype)
+
+
+def run_update(update: WholeUpdate, stored: Before) -> After:
+    """Returns the results of an update; call it inside `jit`.
+
+    Args:
+      update: The update.
+      stored: Its inputs as stored; gradients also in natural shape.
+    """
+    plan = update.plan
+    far = frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)  # a number is no array to stream
+    given = _placed(plan, stored, far)
+    if plan.num_shards == 1 and not far:
+        return update(given)
+    leaves, treedef = jax.tree.flatten(given)
+    seen = treedef.unflatten([x.aval if isinstance(x, _Field) else x for x in leaves])
+    # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
+    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(seen)
+    if not far and not _mixes(_compat.open_jaxpr(jaxpr)[0]):  # already traced: call it
+        return jax.jit(update)(given)
+    run = _Run(plan, inlined(jaxpr, keeps=_mixes_in if far else lambda eqn: True), leaves)
+    run.evaluate()
+    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
+    passed = {k: x for i in sorted(far) for k, x in run.update(i, given, numbers).items()}
+    run.warn()
+    outs = run.split.jaxpr.outvars
+    return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
+
+
+def _placed(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
+    """Returns the inputs of an update: arrays in natural shape, and the fields of parameters with state on the host."""
+
+    def place(x: Any, i: int | None, leaf: StateLeaf) -> Any:
+        if x is None:
+            return None
+        check_leaf_shape(x, leaf)
+        if i not in far or leaf.shape != plan.leaves[i].param.shape:
+            return natural_leaf(x, leaf, plan)
+        grad = plan.leaves[i].grad
+        return _Field(i, grad, x if is_on_host(x) else stored_leaf(natural_leaf(x, leaf, plan), grad, plan))
+
+    def of_param(i: int, x: Any) -> Any:
+        leaf = plan.leaves[i]
+        return None if i in plan.keys else place(x, i, leaf.grad if leaf.trained else leaf.param)
+
+    grads = [
+        None if g is None else g._replace(reduced=place(g.reduced, i, plan.leaves[i].grad))
+        for i, g in enumerate(stored.grads)
+    ]
+    inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
+    rounds = stored.number is not None
+    return stored._replace(
+        grads=grads,
+        params=[of_param(i, x) for i, x in enumerate(stored.params)],
+        masters=[of_param(i, x) for i, x in enumerate(stored.masters)],
+        inner=inner,
+        positions=[_Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
+    )
+
+
+class _Run:
+    """Evaluates a split update.
+
+    Attributes:
+      split: The split.
+      env: What is known of its variables: numbers, and arrays in natural shape.
+      fields: The variables that are fields.
+      whole: Fields, and what is computed from them element by element, in natural shape on the devices.
+      fetched: Paths of the parameters whose state on the host was needed whole.
+    """
+
+    def __init__(self, plan: ZeroPlan, flat: Any, leaves: Sequence[Any]) -> None:
+        jaxpr, consts = _compat.open_jaxpr(flat)
+        pairs = list(zip(jaxpr.invars, leaves, strict=True))
+        self.plan = plan
+        self.fields: dict[Any, _Field] = {v: x for v, x in pairs if isinstance(x, _Field)}
+        self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
+        self.env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        self.env.update((v, x) for v, x in pairs if v not in self.fields)
+        self.whole: dict[Any, jax.Array] = {}
+        self.fetched: set[str] = set()
+        self.number_of, self.shared = Structures(), dict[int, Any]()
+        self.gathered: dict[int, tuple[Any, jax.Array]] = {}
+
+    def evaluate(self) -> None:
+        """Computes all values but those that are elementwise in a field."""
+        for eqn, kind in zip(self.split.jaxpr.eqns, self.split.kinds, strict=True):
+            if kind is Kind.ELEMENT:
+                continue
+            with _compat.equation_context(eqn):
+                outs = self._sum(eqn) if kind is Kind.SUM else self._apply(eqn, [self.value(v) for v in eqn.invars])
+            self.env.update(zip(eqn.outvars, outs, strict=True))
+
+    def value(self, atom: Any) -> Any:
+        """Returns a value on the devices, in natural shape."""
+        if _compat.is_literal(atom):
+            return _compat.value_of(atom)
+        if atom in self.env:
+            return self.env[atom]
+        if atom not in self.whole:
+            if atom in self.fields:
+                self.whole[atom] = self._fetch(self.fields[atom])
+            else:
+                kernel = kernel_of(self.split, [atom])
+                reads = [x.reshape(atom.aval.shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)]
+                self.whole[atom] = kernel(reads, atom.aval.shape)[0]
+        return self.whole[atom]
+
+    def _fetch(self, field: _Field) -> jax.Array:
+        if field.array is None:
+            return positions_of(field.leaf.shape)
+        if is_on_host(field.array):
+            if self.plan.config.offload.compute == "host":
+                raise ValueError(
+                    f"`Offload(compute='host')` updates {field.leaf.path!r} where it lies, element by element, but the "
+                    "optimizer needs more of it than elements and their sums (Muon's products, Adafactor's rows). "
+                    "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
+                )
+            self.fetched.add(field.leaf.path)
+        return natural_leaf(field.array, field.leaf, self.plan)
+
+    def _sum(self, eqn: Any) -> list[jax.Array]:
+        fields = [self.fields[v] for v in kernel_of(self.split, eqn.invars).reads if v in self.fields]
+        if not any(is_on_host(x.array) for x in fields):
+            return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
+        found = self._pass(fields[0].number, eqn.invars)
+        return [reduce_pass(self.plan, found, eqn.primitive.name, eqn.outvars[0].aval.dtype)]
+
+    def update(self, i: int, given: Before, numbers: After) -> dict[int, jax.Array]:
+        """Returns the results of a parameter with state on the host, by their numbers among all results."""
+        leaf, outs, result = self.plan.leaves[i], self.split.jaxpr.outvars, numbers.results[i]
+        pairs = [(numbers.masters[i], given.masters[i]), *zip(numbers.inner, given.inner, strict=True)]
+        pairs += [(result, given.params[i])] if leaf.param.on_host else []
+        targets: dict[int, Any] = {
+            k: x.array for k, x in pairs if k is not None and isinstance(x, _Field) and x.number == i
+        }
+        is_near = result is not None and not leaf.param.on_host
+        if is_near:  # it overwrites the gradient if that is wide enough
+            grad, dtype = given.grads[i].reduced.array, outs[result].aval.dtype
+            targets[result] = grad if holds(grad.dtype, dtype) and not is_on_host(grad) else dtype
+        if not targets:
+            return {}
+        made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(targets.values())))
+        new = dict(zip(targets, made, strict=True))
+        if is_near:
+            new[result] = natural_leaf(round_to(new[result], dtype), leaf.grad, self.plan)
+        return new
+
+    def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
+        """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
+        leaf, kernel = self.plan.leaves[i].grad, kernel_of(self.split, wanted)
+        fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
+
+        def stored(v: Any) -> Any:
+            if v in self.fields:
+                return self.fields[v].array  # `None` for positions
+            x = jnp.asarray(self.value(v))
+            return stored_leaf(x.reshape(leaf.shape), leaf, self.plan) if x.ndim else x
+
+        reads = [stored(v) for v in kernel.reads]
+        known = {id(x): x for x in (*reads, *targets) if isinstance(x, jax.Array)}
+        arrays, numbers = ([x for x in known.values() if bool(x.ndim) == has_dims] for has_dims in (True, False))
+
+        def on_chunks(chunks: Sequence[Any], positions: Any, some: Sequence[Any]) -> list[jax.Array]:
+            here = dict(zip(map(id, (*arrays, *numbers)), (*chunks, *some), strict=True))
+            return fn([positions() if x is None else here[id(x)] for x in reads], chunks[0].shape)
+
+        place = {id(x): k for k, x in enumerate(arrays)}
+        return Pass(leaf, on_chunks, arrays, numbers, [place.get(id(x), x) for x in targets])
+
+    def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Applies an equation to arrays on the devices: to whole ones if it mixes their elements."""
+        name = eqn.primitive.name
+        if not _mixes_in(eqn):
+            return _compat.bind(eqn, inputs)
+        if name in RUNS:
+            return _compat.evaluate(called_jaxpr(eqn), inputs, self._apply)
+        if name == "cond":
+            branches = [
+                functools.partial(lambda branch, *xs: _compat.evaluate(branch, xs, self._apply), branch)
+                for branch in eqn.params["branches"]
+            ]
+            return list(lax.switch(inputs[0], branches, *inputs[1:]))
+        fn = jax.shard_map(
+            lambda *xs: tuple(_compat.bind(eqn, xs)),
+            mesh=self.plan.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(batch_axes(self.plan.config)),
+            check_vma=False,
+        )
+        return list(fn(*map(self._gather, inputs)))
+
+    def _gather(self, x: Any) -> Any:
+        """Returns an array whole on every device; the same one for each use."""
+        if not jnp.ndim(x):
+            return x
+        if id(x) not in self.gathered:  # keeps the array alive: its id is the key
+            self.gathered[id(x)] = x, lax.with_sharding_constraint(x, self.plan.whole_sharding)
+        return self.gathered[id(x)][1]
+
+    def warn(self) -> None:
+        """Warns of state on the host that was needed whole."""
+        if self.fetched:
+            warnings.warn(
+                "The optimizer needs more than single elements, or their sum, of what is on the host, so each step "
+                f"brings these leaves to the devices as a whole: {sorted(self.fetched)}. Their memory is needed once "
+                "more there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
+                stacklevel=2,
+            )
+
+
+def _mixes_in(eqn: Any) -> bool:
+    if eqn.primitive.name in primitives_with(Trait.MIXING):
+        # An inner product communicates one scalar, and empty operands nothing.
+        return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
+    return any(map(_mixes, _compat.contained_jaxprs(eqn)))
+
+
+def _mixes(jaxpr: Any) -> bool:
+    """Whether an open jaxpr has equations that need whole operands."""
+    return any(map(_mixes_in, jaxpr.eqns))

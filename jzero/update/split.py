@@ -1,0 +1,227 @@
+"""Splits the jaxpr of an update: what needs only single elements of a parameter, their sums, and all the rest.
+
+In: the jaxpr of a `WholeUpdate`, and which of its inputs are fields. A *field* is an array of its parameter's shape: a
+gradient, parameter, master or moment. Out: for each equation its kind, from which `kernel_of` cuts a function that
+computes results on arrays of any one shape: a shard, a chunk, a flat record.
+
+    g, m, p: fields            kernel_of(p'):  g, m, p, s -> p'     on chunks [C]
+    s = sum(g * g)             kernel_of(g*g): g -> g * g           summed over chunks, to 0-d
+    q, r = qr(m)               whole arrays; q is read by kernels like a field
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _compat
+from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+
+__all__ = ["Kernel", "Kind", "Split", "inlined", "kernel_of", "split"]
+
+MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".split())
+"""Operations that return the elements of their operand in the same order."""
+
+ELEMENTWISE = primitives_with(Trait.ELEMENTWISE) | {"bitcast_convert_type", "optimization_barrier", "threefry2x32"}
+SUMS = frozenset("dot_general reduce_and reduce_max reduce_min reduce_or reduce_sum".split())
+
+
+class Kind(enum.Enum):
+    """What an equation needs.
+
+    Attributes:
+      NUMBER: No field: numbers, counters, factored rows.
+      FILL: A number as an array whose elements all equal it.
+      ELEMENT: Elements of one parameter's fields at the same position.
+      SUM: A sum, or the like, over a parameter's elements; its result is 0-d.
+      WHOLE: Fields as a whole: products, sums over rows, loops.
+      MIXED: Elements of several parameters.
+    """
+
+    NUMBER = enum.auto()
+    FILL = enum.auto()
+    ELEMENT = enum.auto()
+    SUM = enum.auto()
+    WHOLE = enum.auto()
+    MIXED = enum.auto()
+
+
+class Kernel(NamedTuple):
+    """An elementwise function: from fields, arrays of their shape and numbers to arrays of their shape.
+
+    Attributes:
+      reads: The variables that it reads.
+      eqns: Its equations.
+      outs: The variables or literals that it returns.
+    """
+
+    reads: tuple[Any, ...]
+    eqns: tuple[Any, ...]
+    outs: tuple[Any, ...]
+
+    def piece(self) -> Any:
+        """Returns it in the form of an open jaxpr."""
+        return _Piece((), self.reads, self.outs, self.eqns)
+
+    def __call__(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[jax.Array]:
+        """Returns its results on arrays of a shape; numbers among the `values` are 0-d."""
+        env = dict(zip(self.reads, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            return _compat.value_of(atom) if _compat.is_literal(atom) else env[atom]
+
+        def spread(atom: Any, x: Any) -> jax.Array:
+            return jnp.broadcast_to(jnp.asarray(x, atom.aval.dtype), shape)
+
+        for eqn in self.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            if eqn.primitive.name in (*MOVES, "broadcast_in_dim"):
+                env[eqn.outvars[0]] = inputs[0]
+                continue
+            if any(map(jnp.ndim, inputs)):  # numbers that were arrays become arrays again
+                inputs = [spread(v, x) if v.aval.shape else x for v, x in zip(eqn.invars, inputs, strict=True)]
+            with _compat.equation_context(eqn):
+                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs), strict=True))
+        return [spread(v, read(v)) for v in self.outs]
+
+
+class _Piece(NamedTuple):
+    constvars: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    eqns: Sequence[Any]
+
+
+class Split(NamedTuple):
+    """An update's flat jaxpr, and what its equations need.
+
+    Attributes:
+      jaxpr: The jaxpr, open and flat.
+      kinds: The kind of each equation.
+      elements: The parameter of each variable that is a field or computed from fields element by element; `None` for
+        numbers in an array's shape.
+      made_by: The number of the equation that makes a variable.
+    """
+
+    jaxpr: Any
+    kinds: list[Kind]
+    elements: dict[Any, int | None]
+    made_by: dict[Any, int]
+
+    def params_of(self, number: int) -> set[int]:
+        """Returns the parameters whose elements an equation reads."""
+        read = (v for v in self.jaxpr.eqns[number].invars if not _compat.is_literal(v))
+        return {p for v in read if (p := self.elements.get(v)) is not None}
+
+    @property
+    def mixed(self) -> list[str]:
+        """The optax functions that mix the elements of several parameters."""
+        found = [x for x, kind in zip(self.jaxpr.eqns, self.kinds, strict=True) if kind is Kind.MIXED]
+        return list(dict.fromkeys(map(_maker, found)))
+
+
+def inlined(jaxpr: Any, keeps: Callable[[Any], bool]) -> Any:
+    """Returns a closed jaxpr without calls and without dead equations.
+
+    A `cond` becomes its branches and a choice between their results, unless `keeps(equation)`.
+    """
+
+    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+        if eqn.primitive.name in RUNS and not eqn.effects:
+            return _compat.evaluate(called_jaxpr(eqn), inputs, apply)
+        if eqn.primitive.name == "cond" and not eqn.effects and not keeps(eqn):
+            results = [_compat.evaluate(branch, inputs[1:], apply) for branch in eqn.params["branches"]]
+            return [
+                x[0] if all(y is x[0] for y in x) else lax.select_n(inputs[0], *x) for x in zip(*results, strict=True)
+            ]
+        return _compat.bind(eqn, inputs)
+
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    shapes = [_compat.shape_of(v.aval) for v in opened.invars]
+    flat = jax.make_jaxpr(lambda *inputs: _compat.evaluate(jaxpr, inputs, apply))(*shapes)
+    return _compat.with_outputs(flat, [True] * len(opened.outvars))
+
+
+def split(jaxpr: Any, fields: Mapping[Any, int]) -> Split:
+    """Splits a flat, open jaxpr.
+
+    Args:
+      jaxpr: The jaxpr.
+      fields: The inputs that are fields, and their parameters.
+    """
+    elements: dict[Any, int | None] = dict(fields)
+    kinds: list[Kind] = []
+    made_by: dict[Any, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        kind, owner = _kind_of(eqn, elements)
+        kinds.append(kind)
+        made_by.update((v, i) for v in eqn.outvars)
+        if kind in (Kind.ELEMENT, Kind.FILL):
+            elements.update((v, owner) for v in eqn.outvars)
+    return Split(jaxpr, kinds, elements, made_by)
+
+
+def _kind_of(eqn: Any, elements: Mapping[Any, int | None]) -> tuple[Kind, int | None]:
+    """Returns the kind of an equation, and the parameter of its elements."""
+    name, outs = eqn.primitive.name, [v.aval for v in eqn.outvars]
+    read = [v for v in eqn.invars if not _compat.is_literal(v) and v in elements]
+    shaped = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
+    params = {elements[v] for v in read} - {None}
+    if not params:
+        spreads = name == "broadcast_in_dim" or (shaped and _is_elementwise(eqn, shaped[0].aval.shape))
+        is_fill = spreads and len(read) == len(shaped) and outs[0].shape
+        return (Kind.FILL if is_fill else Kind.NUMBER), None
+    if len(params) > 1:
+        return Kind.MIXED, None
+    (owner,) = params
+    shape = next(v.aval.shape for v in read if elements[v] is not None)
+    if _is_elementwise(eqn, shape):
+        return Kind.ELEMENT, owner
+    is_sum = name in SUMS and outs[0].shape == () and all(v.aval.shape == shape for v in shaped)
+    is_bounded = name not in ("reduce_max", "reduce_min") or jnp.issubdtype(outs[0].dtype, jnp.inexact)
+    return (Kind.SUM if is_sum and is_bounded else Kind.WHOLE), owner
+
+
+def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an equation computes each element of its results from elements at the same position."""
+    if eqn.primitive.name in MOVES:
+        return math.prod(eqn.outvars[0].aval.shape) == math.prod(shape)
+    same = all(v.aval.shape in ((), shape) for v in eqn.invars) and all(v.aval.shape == shape for v in eqn.outvars)
+    return eqn.primitive.name in ELEMENTWISE and same
+
+
+def kernel_of(found: Split, wanted: Sequence[Any], given: Collection[Any] = ()) -> Kernel:
+    """Returns the function of the wanted variables: elements, arrays of their parameter's shape, or literals.
+
+    Args:
+      found: The split.
+      wanted: What it returns.
+      given: Further variables that are known, so that it reads them.
+    """
+    reads: dict[Any, None] = {}
+    needed: set[int] = set()
+    waiting = [v for v in wanted if not _compat.is_literal(v)]
+    while waiting:
+        v = waiting.pop()
+        i = found.made_by.get(v)
+        if i is None or v in given or v not in found.elements:
+            reads[v] = None
+        elif i not in needed:
+            needed.add(i)
+            waiting += [x for x in found.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
+    return Kernel(tuple(reads), tuple(found.jaxpr.eqns[i] for i in sorted(needed)), tuple(wanted))
+
+
+def _maker(eqn: Any) -> str:
+    """Returns the name of the optax function that made an equation; of its primitive if that is unknown."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if "optax" in frame.file_name and ".update" in frame.function_name:
+            return str(frame.function_name).split(".")[0]
+    return str(eqn.primitive.name)
