@@ -15,10 +15,11 @@ import optax
 import pytest
 
 from jzero import _compat
-from jzero.jaxpr.primitives import Trait, primitives_with
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.products import mixes
 from jzero.plan.opt_leaves import find_owners
 from jzero.update.chunks import REDUCTIONS
-from jzero.update.split import Kind, inlined, kernel_of, split
+from jzero.update.split import Kind, kernel_of, split
 from tests.survey import CLASSES, SHAPES, SURVEY
 
 NAMES = sorted(SHAPES)
@@ -44,7 +45,7 @@ class Program:
     def __init__(self, fn, arguments, owners):
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*arguments)
         self.treedef = jax.tree.structure(out)
-        flat, self.consts = _compat.open_jaxpr(inlined(jaxpr, keeps=lambda eqn: False))
+        flat, self.consts = _compat.open_jaxpr(flattened(jaxpr, chooses=True))
         self.fields = {
             v: owner
             for v, owner in zip(flat.invars, owners, strict=True)
@@ -113,7 +114,7 @@ def needs(update):
     found = update.split
     if update.of_kind(Kind.MIXED):
         return f"mixed by {', '.join(found.mixed)}"
-    if any(map(multiplies, found.jaxpr.eqns)):
+    if any(map(mixes, found.jaxpr.eqns)):
         return "products"
     is_noise = lambda k: k.eqns and any(v.aval.shape for v in k.reads if v not in update.fields)
     kernels = [kernel_of(found, [v]) for v in found.jaxpr.outvars if not _compat.is_literal(v)]
@@ -123,13 +124,6 @@ def needs(update):
     if any(state & set(kernel_of(found, eqn.invars).reads) for eqn in sums):
         return "sums of state"
     return "sums" if sums else "kernels"
-
-
-def multiplies(eqn):
-    """Whether an equation makes arrays by products or factorizations."""
-    inner = [e for jaxpr in _compat.contained_jaxprs(eqn) for e in jaxpr.eqns]
-    mixes = eqn.primitive.name in primitives_with(Trait.MIXING) and eqn.outvars[0].aval.shape != ()
-    return mixes or any(map(multiplies, inner))
 
 
 def test_the_survey_is_complete():

@@ -1,22 +1,16 @@
 """Runs a whole update where its arrays lie: on the devices, and for state on the host chunk by chunk.
 
 In: a `WholeUpdate` and its inputs as stored. Out: its results, in natural shape, or as stored for parameters with state
-on the host. If all is on the devices and no operation needs whole matrices, the update is called as it was written.
-Otherwise its jaxpr is split and evaluated equation by equation; what is elementwise in a parameter with state on the
-host runs in passes over chunks.
-
-[Note: Optimizers that mix the elements of a matrix]
-Elementwise updates run on each device's part without communication, and reductions (norms, Adafactor's means)
-cost a scalar or a vector. With matrix products, such as those of Muon's Newton-Schulz iteration, GSPMD would
-communicate in every product. jzero finds such equations in the update's jaxpr and runs them in a `shard_map` over
-whole operands: the devices gather each matrix once, all compute the same, and cut the result again for free.
+on the host. If all is on the devices and nothing needs whole matrices, the update is called as it was written.
+Otherwise its jaxpr is split and evaluated equation by equation: matrix work of one parameter on one device, see
+[Note: Matrices on one device each]; other matrix work on all devices, over operands that each of them gathers once;
+what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update].
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -29,16 +23,23 @@ from jax.sharding import PartitionSpec
 from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
-from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.primitives import RUNS, called_jaxpr
+from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.plan.leaves import StateLeaf
+from jzero.plan.matrices import find_matrices
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
-from jzero.update.split import Kind, Split, inlined, kernel_of, split
+from jzero.update.owned import compute_owned
+from jzero.update.split import Kernel, Kind, Split, kernel_of, split
 from jzero.update.whole import After, Before, WholeUpdate
 
 __all__ = ["run_update"]
+
+BY_PARAMETER = ("grads", "params", "masters", "positions")
+"""The fields of `Before` with an entry per parameter."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,10 +78,11 @@ def run_update(update: WholeUpdate, stored: Before) -> After:
     seen = treedef.unflatten([x.aval if isinstance(x, _Field) else x for x in leaves])
     # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
     jaxpr, out = jax.make_jaxpr(update, return_shape=True)(seen)
-    if not far and not _mixes(_compat.open_jaxpr(jaxpr)[0]):  # already traced: call it
+    has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
+    if not far and not has_matrices:  # already traced: call it
         return jax.jit(update)(given)
-    run = _Run(plan, inlined(jaxpr, keeps=_mixes_in if far else lambda eqn: True), leaves)
-    run.evaluate()
+    run = _Run(plan, flattened(jaxpr, chooses=bool(far)), leaves)
+    run.evaluate(_owners(plan, given) if has_matrices and plan.num_shards > 1 else None)
     numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     passed = {k: x for i in sorted(far) for k, x in run.update(i, given, numbers).items()}
     run.warn()
@@ -119,6 +121,19 @@ def _placed(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
     )
 
 
+def _owners(plan: ZeroPlan, given: Before) -> list[int | None]:
+    """Returns the parameter that each input belongs to."""
+
+    def marked(i: int | None, x: Any) -> Any:
+        return jax.tree.map(lambda _: -1 if i is None else i, x)
+
+    marks = marked(None, given)._replace(
+        **{name: list(map(marked, range(len(plan.leaves)), getattr(given, name))) for name in BY_PARAMETER},
+        inner=[marked(leaf.owner, x) for leaf, x in zip(plan.inner_leaves, given.inner, strict=True)],
+    )
+    return [None if i < 0 else i for i in jax.tree.leaves(marks)]
+
+
 class _Run:
     """Evaluates a split update.
 
@@ -126,6 +141,7 @@ class _Run:
       split: The split.
       env: What is known of its variables: numbers, and arrays in natural shape.
       fields: The variables that are fields.
+      given: The results of matrix work on one device each.
       whole: Fields, and what is computed from them element by element, in natural shape on the devices.
       fetched: Paths of the parameters whose state on the host was needed whole.
     """
@@ -138,19 +154,52 @@ class _Run:
         self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
         self.env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self.env.update((v, x) for v, x in pairs if v not in self.fields)
+        self.given = frozenset[Any]()
         self.whole: dict[Any, jax.Array] = {}
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Any]()
         self.gathered: dict[int, tuple[Any, jax.Array]] = {}
 
-    def evaluate(self) -> None:
-        """Computes all values but those that are elementwise in a field."""
-        for eqn, kind in zip(self.split.jaxpr.eqns, self.split.kinds, strict=True):
-            if kind is Kind.ELEMENT:
+    def evaluate(self, owners: Sequence[int | None] | None) -> None:
+        """Computes all values but those that are elementwise in a field.
+
+        Args:
+          owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
+        """
+        works = [] if owners is None else find_matrices(self.plan, self.split.jaxpr, owners).works
+        replaced = frozenset[int]().union(*(work.region.eqns for work in works))
+        self.given = frozenset(v for work in works for v in work.region.outputs)
+        kinds = enumerate(self.split.kinds)
+        pending = [i for i, kind in kinds if kind is not Kind.ELEMENT and i not in replaced]
+        for level in sorted({work.region.level for work in works}):
+            pending = self._evaluate(pending)
+            self.env.update(compute_owned(self.plan, [x for x in works if x.region.level == level], self.value))
+        pending = self._evaluate(pending)
+        assert not pending
+
+    def _evaluate(self, numbers: Sequence[int]) -> list[int]:
+        """Evaluates equations; returns those whose operands are not there yet."""
+        waiting = []
+        for i in numbers:
+            eqn = self.split.jaxpr.eqns[i]
+            if self.given and not all(map(self._is_known, eqn.invars)):
+                waiting.append(i)
                 continue
             with _compat.equation_context(eqn):
-                outs = self._sum(eqn) if kind is Kind.SUM else self._apply(eqn, [self.value(v) for v in eqn.invars])
+                is_sum = self.split.kinds[i] is Kind.SUM
+                outs = self._sum(eqn) if is_sum else self._apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
+        return waiting
+
+    def _is_known(self, atom: Any) -> bool:
+        if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
+            return True
+        if atom in self.given or atom not in self.split.elements:
+            return False
+        return all(map(self._is_known, self._kernel([atom]).reads))
+
+    def _kernel(self, wanted: Sequence[Any]) -> Kernel:
+        return kernel_of(self.split, wanted, self.given)
 
     def value(self, atom: Any) -> Any:
         """Returns a value on the devices, in natural shape."""
@@ -162,7 +211,7 @@ class _Run:
             if atom in self.fields:
                 self.whole[atom] = self._fetch(self.fields[atom])
             else:
-                kernel = kernel_of(self.split, [atom])
+                kernel = self._kernel([atom])
                 reads = [x.reshape(atom.aval.shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)]
                 self.whole[atom] = kernel(reads, atom.aval.shape)[0]
         return self.whole[atom]
@@ -181,7 +230,7 @@ class _Run:
         return natural_leaf(field.array, field.leaf, self.plan)
 
     def _sum(self, eqn: Any) -> list[jax.Array]:
-        fields = [self.fields[v] for v in kernel_of(self.split, eqn.invars).reads if v in self.fields]
+        fields = [self.fields[v] for v in self._kernel(eqn.invars).reads if v in self.fields]
         if not any(is_on_host(x.array) for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
         found = self._pass(fields[0].number, eqn.invars)
@@ -197,8 +246,9 @@ class _Run:
         }
         is_near = result is not None and not leaf.param.on_host
         if is_near:  # it overwrites the gradient if that is wide enough
-            grad, dtype = given.grads[i].reduced.array, outs[result].aval.dtype
-            targets[result] = grad if holds(grad.dtype, dtype) and not is_on_host(grad) else dtype
+            grad: Any = given.grads[i]
+            array, dtype = grad.reduced.array, outs[result].aval.dtype
+            targets[result] = array if holds(array.dtype, dtype) and not is_on_host(array) else dtype
         if not targets:
             return {}
         made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(targets.values())))
@@ -209,7 +259,7 @@ class _Run:
 
     def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
-        leaf, kernel = self.plan.leaves[i].grad, kernel_of(self.split, wanted)
+        leaf, kernel = self.plan.leaves[i].grad, self._kernel(wanted)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
         def stored(v: Any) -> Any:
@@ -232,7 +282,7 @@ class _Run:
     def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         """Applies an equation to arrays on the devices: to whole ones if it mixes their elements."""
         name = eqn.primitive.name
-        if not _mixes_in(eqn):
+        if not mixes(eqn):
             return _compat.bind(eqn, inputs)
         if name in RUNS:
             return _compat.evaluate(called_jaxpr(eqn), inputs, self._apply)
@@ -269,15 +319,3 @@ class _Run:
                 "more there; keep them on the devices (`LeafRule(offload=False)`) if that is too much.",
                 stacklevel=2,
             )
-
-
-def _mixes_in(eqn: Any) -> bool:
-    if eqn.primitive.name in primitives_with(Trait.MIXING):
-        # An inner product communicates one scalar, and empty operands nothing.
-        return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
-    return any(map(_mixes, _compat.contained_jaxprs(eqn)))
-
-
-def _mixes(jaxpr: Any) -> bool:
-    """Whether an open jaxpr has equations that need whole operands."""
-    return any(map(_mixes_in, jaxpr.eqns))

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jzero import _compat
-from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.primitives import Trait, primitives_with
 
-__all__ = ["Kernel", "Kind", "Split", "inlined", "kernel_of", "split"]
+__all__ = ["Kernel", "Kind", "Split", "kernel_of", "split"]
 
 MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".split())
 """Operations that return the elements of their operand in the same order."""
@@ -124,28 +123,6 @@ class Split(NamedTuple):
         """The optax functions that mix the elements of several parameters."""
         found = [x for x, kind in zip(self.jaxpr.eqns, self.kinds, strict=True) if kind is Kind.MIXED]
         return list(dict.fromkeys(map(_maker, found)))
-
-
-def inlined(jaxpr: Any, keeps: Callable[[Any], bool]) -> Any:
-    """Returns a closed jaxpr without calls and without dead equations.
-
-    A `cond` becomes its branches and a choice between their results, unless `keeps(equation)`.
-    """
-
-    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
-        if eqn.primitive.name in RUNS and not eqn.effects:
-            return _compat.evaluate(called_jaxpr(eqn), inputs, apply)
-        if eqn.primitive.name == "cond" and not eqn.effects and not keeps(eqn):
-            results = [_compat.evaluate(branch, inputs[1:], apply) for branch in eqn.params["branches"]]
-            return [
-                x[0] if all(y is x[0] for y in x) else lax.select_n(inputs[0], *x) for x in zip(*results, strict=True)
-            ]
-        return _compat.bind(eqn, inputs)
-
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    shapes = [_compat.shape_of(v.aval) for v in opened.invars]
-    flat = jax.make_jaxpr(lambda *inputs: _compat.evaluate(jaxpr, inputs, apply))(*shapes)
-    return _compat.with_outputs(flat, [True] * len(opened.outvars))
 
 
 def split(jaxpr: Any, fields: Mapping[Any, int]) -> Split:
