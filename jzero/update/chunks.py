@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
@@ -57,15 +58,15 @@ class Pass(NamedTuple):
     targets: Sequence[Any] = ()
 
 
-REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Any]] = {
-    "dot_general": (jnp.sum, 0),
-    "reduce_and": (jnp.all, True),
-    "reduce_max": (jnp.max, -jnp.inf),
-    "reduce_min": (jnp.min, jnp.inf),
-    "reduce_or": (jnp.any, False),
-    "reduce_sum": (jnp.sum, 0),
+REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]] = {
+    "dot_general": (jnp.sum, lax.add, 0),  # of the product of the factors
+    "reduce_and": (jnp.all, lax.bitwise_and, True),
+    "reduce_max": (jnp.max, lax.max, -jnp.inf),
+    "reduce_min": (jnp.min, lax.min, jnp.inf),
+    "reduce_or": (jnp.any, lax.bitwise_or, False),
+    "reduce_sum": (jnp.sum, lax.add, 0),
 }
-"""How a pass makes a number, and what does not count, by the primitive; factors of an inner product are multiplied."""
+"""By primitive: the number of an array, that of two numbers, and what does not count."""
 
 
 class _Part(NamedTuple):
@@ -152,11 +153,11 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
       how: A primitive of `REDUCTIONS`.
       dtype: The number's dtype.
     """
-    reduce, nothing = REDUCTIONS[how]
+    reduce, join, nothing = REDUCTIONS[how]
 
     def compute(part: _Part, here: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
         factors = [y.astype(dtype) for y in x.fn(here, part.positions, numbers)]
-        return reduce(part.without_padding(functools.reduce(jnp.multiply, factors), nothing))
+        return reduce(part.without_padding(functools.reduce(lax.mul, factors), nothing)).astype(dtype)
 
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> jax.Array:
         shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
@@ -166,7 +167,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
             found = compute(_Part(x.leaf, shape, first, chunk, pieces), here, numbers)
-            return reduce(jnp.stack([total, found])).astype(dtype)
+            return join(total, found)
 
         return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
 
@@ -197,17 +198,11 @@ def _split(plan: ZeroPlan, arrays: Sequence[Any]) -> Pieces:
     return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
 
 
-def _first(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
+def _first(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]:
     """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
-
-    def index(names: Any) -> jax.Array:
-        found = jnp.zeros((), jnp.int32)
-        for name in jax.tree.leaves(names):
-            found = found * lax.axis_size(name) + lax.axis_index(name)
-        return found
-
     spec = plan.device_sharding(leaf).spec
-    return [index(names) * n for names, n in zip([*spec, *[None] * (len(shape) - len(spec))], shape, strict=True)]
+    names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
+    return [lax.axis_index(x) * n if x else np.int32(0) for x, n in zip(names, shape, strict=True)]
 
 
 def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
