@@ -77,6 +77,17 @@ def test_updates_are_those_of_optax_on_one_device(name, kind, stage):
     check(state, updated_alone(kind, name))
 
 
+@pytest.mark.filterwarnings("ignore:The optimizer multiplies")
+@pytest.mark.parametrize("kind", ["unrolled", "stack11", slow("stack8"), "experts"])
+def test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer(kind):
+    params = models.params(kind, 16, 32, 0.3)
+    state = models.update(params, models.weighted_products(), STEPS, stage=3)
+    check(state, models.update_alone(params, models.weighted_products(), STEPS))
+    work = jzero.plan_of(state).matrices
+    assert not work.whole
+    assert max(kind.num for kind in work.kinds) >= 5
+
+
 @stages(3)
 def test_galore_updates_like_on_one_device(stage):
     """Its decomposition is of one matrix each, so stacks of layers are no case."""
