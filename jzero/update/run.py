@@ -10,28 +10,24 @@ what is elementwise in a parameter with state on the host in passes over chunks,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
 from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
-from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.matrices import find_matrices
-from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
+from jzero.update.gathered import Everywhere
 from jzero.update.owned import compute_owned
 from jzero.update.split import Kernel, Kind, Split, kernel_of, split
 from jzero.update.whole import After, Before, WholeUpdate
@@ -158,7 +154,7 @@ class _Run:
         self.whole: dict[Any, jax.Array] = {}
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Any]()
-        self.gathered: dict[int, tuple[Any, jax.Array]] = {}
+        self.apply = Everywhere(plan)
 
     def evaluate(self, owners: Sequence[int | None] | None) -> None:
         """Computes all values but those that are elementwise in a field.
@@ -187,7 +183,7 @@ class _Run:
                 continue
             with _compat.equation_context(eqn):
                 is_sum = self.split.kinds[i] is Kind.SUM
-                outs = self._sum(eqn) if is_sum else self._apply(eqn, list(map(self.value, eqn.invars)))
+                outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
         return waiting
 
@@ -278,37 +274,6 @@ class _Run:
 
         place = {id(x): k for k, x in enumerate(arrays)}
         return Pass(leaf, on_chunks, arrays, numbers, [place.get(id(x), x) for x in targets])
-
-    def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
-        """Applies an equation to arrays on the devices: to whole ones if it mixes their elements."""
-        name = eqn.primitive.name
-        if not mixes(eqn):
-            return _compat.bind(eqn, inputs)
-        if name in RUNS:
-            return _compat.evaluate(called_jaxpr(eqn), inputs, self._apply)
-        if name == "cond":
-            branches = [
-                functools.partial(lambda branch, *xs: _compat.evaluate(branch, xs, self._apply), branch)
-                for branch in eqn.params["branches"]
-            ]
-            return list(lax.switch(inputs[0], branches, *inputs[1:]))
-        fn = jax.shard_map(
-            lambda *xs: tuple(_compat.bind(eqn, xs)),
-            mesh=self.plan.mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            axis_names=set(batch_axes(self.plan.config)),
-            check_vma=False,
-        )
-        return list(fn(*map(self._gather, inputs)))
-
-    def _gather(self, x: Any) -> Any:
-        """Returns an array whole on every device; the same one for each use."""
-        if not jnp.ndim(x):
-            return x
-        if id(x) not in self.gathered:  # keeps the array alive: its id is the key
-            self.gathered[id(x)] = x, lax.with_sharding_constraint(x, self.plan.whole_sharding)
-        return self.gathered[id(x)][1]
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

@@ -1,0 +1,59 @@
+"""Evaluates equations whose operands must be whole on all devices: each gathers them, and all compute the same.
+
+In: an equation and arrays in natural shape. Out: its results. Matrix work that cannot be divided goes this way, see
+[Note: Matrices on one device each], and of all matrix work within a `cond`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jzero import _compat
+from jzero.jaxpr.primitives import RUNS, called_jaxpr
+from jzero.jaxpr.products import mixes
+from jzero.plan.mesh import batch_axes
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["Everywhere"]
+
+
+class Everywhere:
+    """Applies equations to arrays on the devices of a plan, to whole ones if they mix elements."""
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self.plan = plan
+        self._whole: dict[int, tuple[Any, jax.Array]] = {}
+
+    def __call__(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+        """Returns the results of an equation."""
+        if not mixes(eqn):
+            return _compat.bind(eqn, inputs)
+        if eqn.primitive.name in RUNS:
+            return _compat.evaluate(called_jaxpr(eqn), inputs, self)
+        if eqn.primitive.name == "cond":
+            return list(lax.switch(inputs[0], [self._function(x) for x in eqn.params["branches"]], *inputs[1:]))
+        fn = jax.shard_map(
+            lambda *xs: tuple(_compat.bind(eqn, xs)),
+            mesh=self.plan.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names=set(batch_axes(self.plan.config)),
+            check_vma=False,
+        )
+        return list(fn(*map(self._gather, inputs)))
+
+    def _function(self, jaxpr: Any) -> Any:
+        return lambda *inputs: _compat.evaluate(jaxpr, inputs, self)
+
+    def _gather(self, x: Any) -> Any:
+        """Returns an array whole on every device; the same one for each use."""
+        if not jnp.ndim(x):
+            return x
+        if id(x) not in self._whole:  # keeps the array alive: its id is the key
+            self._whole[id(x)] = x, lax.with_sharding_constraint(x, self.plan.whole_sharding)
+        return self._whole[id(x)][1]
