@@ -251,6 +251,41 @@ def test_of_a_stack_a_fusion_in_a_fusion_moves_a_slice():
     assert timeline.seconds == pytest.approx((2 * 32 * 32 * 4 + 4) / device.hbm_bytes_per_s, rel=1e-3)
 
 
+BRANCHES = """HloModule m, is_scheduled=true
+
+%short (x.0: f32[512,512]) -> f32[512,512] {
+  %x.0 = f32[512,512]{1,0} parameter(0)
+  ROOT %once = f32[512,512]{1,0} dot(%x.0, %x.0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%long (x.1: f32[512,512]) -> f32[512,512] {
+  %x.1 = f32[512,512]{1,0} parameter(0)
+  %first = f32[512,512]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %second = f32[512,512]{1,0} dot(%first, %first), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[512,512], i: s32[]) -> f32[512,512] {
+  %x = f32[512,512]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %y = f32[512,512]{1,0} conditional(%i, %x, %x), branch_computations={%long, %short}
+}
+"""
+
+
+def test_a_conditional_runs_its_longest_branch():
+    device = machine("h200:8")
+    alone, _ = simulate(
+        parse_hlo(
+            BRANCHES.replace(
+                "conditional(%i, %x, %x), branch_computations={%long, %short}", ("call(%x), to_apply=%long")
+            )
+        ),
+        device,
+    )
+    both, _ = simulate(parse_hlo(BRANCHES), device)
+    assert both.seconds == alone.seconds > 0
+
+
 def test_calls_of_the_host_and_what_is_beside_them():
     call = 'async_execution_thread="host", custom_call_target="HostExecute"'
     text = (

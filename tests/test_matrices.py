@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,6 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
+from jzero.jaxpr.flat import flattened
+from jzero.plan.matrices import find_matrices
+from jzero.update.owned import compute_owned
 from tests import matrix_models as models
 from tests.tiers import pairs, singles, slow, stages
 
@@ -320,3 +324,106 @@ def test_a_large_matrix_on_every_device_causes_a_warning():
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product takes several parameters"):
         sharded(params, tx)
+
+
+def without_state(update):
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None: (update(updates), state)
+    )
+
+
+def test_matrices_that_wait_for_others_are_computed_after_them():
+    def update(g):
+        first = g["a"] @ g["a"].T @ g["a"]
+        weight = jnp.linalg.norm(first) / (1 + jnp.linalg.norm(g["b"]))
+        return {"a": first, "b": ((g["b"] @ g["b"].T) * weight) @ g["b"]}
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"a": 0.1 * jax.random.normal(keys[0], (16, 24)), "b": 0.1 * jax.random.normal(keys[1], (40, 7))}
+    state = models.update(params, without_state(update), STEPS, stage=3)
+    check(state, models.update_alone(params, without_state(update), STEPS))
+    kinds = jzero.plan_of(state).matrices.kinds
+    assert [kind.paths for kind in kinds] == [("a",), ("b",)]
+    assert jzero.plan_of(state).matrices.busiest == sum(kind.flops for kind in kinds)  # not at once
+
+
+def test_cpus_factorize_a_stack_that_cannot_be_sliced_on_each_device():
+    """Its kernels for several matrices would wait for threads that collectives of other devices hold."""
+
+    def update(g):
+        q = jnp.linalg.qr(jnp.swapaxes(g["w"], 1, 2))[0]
+        return {"w": jnp.swapaxes(q - q.mean(0, keepdims=True), 1, 2)}
+
+    params, tx = {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 16, 24))}, without_state(update)
+    state = models.update(params, tx, STEPS, stage=3)
+    check(state, models.update_alone(params, tx, STEPS))
+    (whole,) = jzero.plan_of(state).matrices.whole
+    assert (whole.paths, whole.reason) == (("w",), "CPUs cannot factorize several matrices at once beside collectives")
+    plain = jzero.TrainState.create(params=params, tx=tx)
+    elsewhere = jzero.plan_train_state(plain, stage=3, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    assert not elsewhere.matrices.whole
+    assert [(kind.num, kind.shape) for kind in elsewhere.matrices.kinds] == [(1, (3, 16, 24))]
+
+
+def evaluated(plan, jaxpr, inputs, owners):
+    """Evaluates a closed jaxpr with each matrix on one device. Returns its outputs, and the matrix work."""
+    opened, consts = _compat.open_jaxpr(flattened(jaxpr))
+    found = find_matrices(plan, opened, owners)
+    replaced = frozenset().union(*(work.region.eqns for work in found.works))
+    pending = [eqn for i, eqn in enumerate(opened.eqns) if i not in replaced]
+    env = dict(zip([*opened.constvars, *opened.invars], [*consts, *inputs], strict=True))
+    read = lambda v: _compat.value_of(v) if _compat.is_literal(v) else env[v]
+    for level in range(2 + max(work.region.level for work in found.works)):
+        waiting, pending = pending, []
+        for eqn in waiting:
+            if all(_compat.is_literal(v) or v in env for v in eqn.invars):
+                env.update(zip(eqn.outvars, _compat.bind(eqn, list(map(read, eqn.invars))), strict=True))
+            else:
+                pending.append(eqn)
+        if works := [work for work in found.works if work.region.level == level]:
+            env.update(compute_owned(plan, works, read))
+    assert not pending
+    return list(map(read, opened.outvars)), found
+
+
+def test_casts_scaling_and_rounding_around_an_update_stay_with_the_shards():
+    """A jaxpr from gradients as they are reduced to parameters as they are stored, masters beside them."""
+    with jax.enable_x64(False):
+        params, tx = models.params("stack11"), models.muon()
+        plan = jzero.plan_of(sharded(params, tx, precision="bf16"))
+        narrow = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+        def step(grads, state, stored, masters, factor, key):
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
+            updates, state = tx.update(grads, state, masters)
+            masters = optax.apply_updates(masters, updates)
+            bits = jax.tree.map(lambda x: jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) * 1e-9, masters)
+            rounded = narrow(optax.apply_updates(masters, bits))
+            same = jax.tree.map(lambda old, new: jnp.where(factor > 0, new, old), stored, rounded)
+            return masters, same
+
+        key, factor = jax.random.key(1), jnp.float32(0.5)
+        args = (narrow(models.grads(params, 0)), tx.init(params), narrow(params), params, factor, key)
+        numbers = list(range(len(plan.leaves)))
+        owners = [*numbers, *(leaf.owner for leaf in plan.inner_leaves), *numbers, *numbers, None, None]
+        jaxpr, want = jax.make_jaxpr(step)(*args), jax.jit(step)(*args)
+        works = []
+
+        @jax.jit
+        def run(*args):
+            outs, found = evaluated(plan, jaxpr, jax.tree.leaves(args), owners)
+            works.extend(found.works)
+            assert not found.notes
+            return jax.tree.unflatten(jax.tree.structure(want), outs)
+
+        masters, stored = run(*args)
+        assert [plan.leaves[work.region.owner].path for work in works] == ["in", "odd", "out", "stack/a", "stack/b"]
+        for work in works:
+            assert [v.aval.dtype for v in (*work.region.inputs, *work.region.outputs)] == [jnp.float32] * 2
+        close = lambda within: (
+            lambda x, y: np.testing.assert_allclose(
+                np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=within, atol=within * float(jnp.abs(y).max())
+            )
+        )
+        jax.tree.map(close(4e-6), masters, want[0])
+        jax.tree.map(close(2.0**-8), stored, want[1])

@@ -6,7 +6,7 @@ the peak rate of its dtype, anything else its bytes divided by the bandwidth of 
 of the two. Collectives run on a second stream, one after another, from their start until something waits for their
 result: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between nodes at
 the joint rate of a node's network ports, if that is lower. Asynchronous copies and fusions run on a third stream. Loops
-repeat their body; a conditional runs all of its branches. All rates are the vendor's peaks, from
+repeat their body; a conditional runs its longest branch. All rates are the vendor's peaks, from
 `jzero.analysis.machines`, which names their sources.
 
 The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
@@ -121,6 +121,12 @@ class _Run:
         for instruction in computation.instructions:
             self.instruction(computation, instruction)
 
+    def seconds(self, computation: Computation) -> float:
+        """Returns how long a computation takes by itself."""
+        run = _Run(self.program, self.machine)
+        run.computation(computation)
+        return max(run.now, *run.free.values())
+
     def instruction(self, computation: Computation, x: Instruction) -> None:
         collective = collective_of(self.program, x)
         if collective is not None:
@@ -132,8 +138,9 @@ class _Run:
         elif x.opcode == "while":
             self.loop(x)
         elif x.opcode in ("call", "conditional"):
-            for called in self.program.called_computations(x):
-                self.computation(called)
+            called = list(self.program.called_computations(x))
+            for one in called if x.opcode == "call" else sorted(called, key=self.seconds)[-1:]:
+                self.computation(one)
         elif x.opcode.endswith("-start"):
             self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine), x.opcode)
         elif x.opcode.endswith("-done"):
