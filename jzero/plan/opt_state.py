@@ -12,7 +12,15 @@ import numpy as np
 
 from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
 
-__all__ = ["LossScaleState", "PendingUpdate", "ZeroOptState", "host_array", "initial_loss_scale", "next_loss_scale"]
+__all__ = [
+    "LossScaleState",
+    "PendingUpdate",
+    "ZeroOptState",
+    "host_array",
+    "initial_loss_scale",
+    "next_loss_scale",
+    "with_next_loss_scale",
+]
 
 PyTree = Any
 
@@ -118,6 +126,13 @@ def next_loss_scale(state: LossScaleState, rules: DynamicLossScale, overflowed: 
         exhausted=halve & (state.scale <= rules.minimum),
         overflowed=overflowed,
     )
+
+
+def with_next_loss_scale(old: Any, new: Any, rules: Any, overflowed: jax.Array) -> Any:
+    """Returns the optimizer state `new`, with the loss scale that follows that of `old` by `rules` if it is dynamic."""
+    if not isinstance(rules, DynamicLossScale):
+        return new
+    return dataclasses.replace(new, loss_scale=next_loss_scale(old.loss_scale, rules, overflowed))
 
 
 # Flax serializes only registered types, and passes others through. So these types must be registered before a state

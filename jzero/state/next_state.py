@@ -23,11 +23,11 @@ from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
 from jzero.config.precision import scale_by
 from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.opt_state import PendingUpdate
+from jzero.plan.opt_state import PendingUpdate, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state, write_fields
 from jzero.update.chunks import Pass, run_pass
-from jzero.update.transformation import NO_ELEMENTS, keep_unless, with_next_loss_scale
+from jzero.update.transformation import NO_ELEMENTS
 from jzero.update.whole import Grad
 
 __all__ = ["StepGrads", "apply_pending", "next_state", "scaled_grads", "settled_step"]
@@ -82,16 +82,21 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
     plan = state.tx.plan
     carried = write_fields(state, changed)
     if found.applied is not None and carried is not state:
-        carried = keep_unless(found.applied, carried, state)
+        carried = _keep_unless(found.applied, carried, state)
     if plan.config.offload.delay:
         new = _with_pending(_apply_pending_grads(carried), found)
     else:
         new = _update(carried, found.grads, found.applied, found.value)
     if found.applied is not None and plan.has_opt_state:
-        scaled = with_next_loss_scale(plan, state.opt_state, new.opt_state, found.overflowed)
-        scaled = scaled if found.weighs is None else keep_unless(found.weighs, scaled, new.opt_state)
+        scaled = with_next_loss_scale(state.opt_state, new.opt_state, plan.config.policy.loss_scale, found.overflowed)
+        scaled = scaled if found.weighs is None else _keep_unless(found.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
     return _to_stored(new, plan)
+
+
+def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
+    """Returns `new` if the step is applied, else `old`. On the host the update itself chose, so `new` stays."""
+    return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
 
 
 def _to_stored(state: Any, plan: ZeroPlan) -> Any:
@@ -129,7 +134,7 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, 
     new = before.apply_gradients(grads=plan.stored_grads([scale_by(g.reduced, *g.factors) for g in grads]))
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))
-    return new if applied is None else keep_unless(applied, new, state)
+    return new if applied is None else _keep_unless(applied, new, state)
 
 
 def _apply_pending_grads(state: Any) -> Any:

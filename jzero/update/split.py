@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.jaxpr.primitives import Trait, primitives_with
+from jzero.jaxpr.regions import Piece
 
 __all__ = ["Kernel", "Kind", "Split", "kernel_of", "split"]
 
@@ -64,9 +65,9 @@ class Kernel(NamedTuple):
     eqns: tuple[Any, ...]
     outs: tuple[Any, ...]
 
-    def piece(self) -> Any:
+    def piece(self) -> Piece:
         """Returns it in the form of an open jaxpr."""
-        return _Piece((), self.reads, self.outs, self.eqns)
+        return Piece((), self.reads, self.outs, self.eqns)
 
     def __call__(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[jax.Array]:
         """Returns its results on arrays of a shape; numbers among the `values` are 0-d."""
@@ -90,13 +91,6 @@ class Kernel(NamedTuple):
         return [spread(v, read(v)) for v in self.outs]
 
 
-class _Piece(NamedTuple):
-    constvars: Sequence[Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    eqns: Sequence[Any]
-
-
 class Split(NamedTuple):
     """An update's flat jaxpr, and what its equations need.
 
@@ -112,11 +106,6 @@ class Split(NamedTuple):
     kinds: list[Kind]
     elements: dict[Any, int | None]
     made_by: dict[Any, int]
-
-    def params_of(self, number: int) -> set[int]:
-        """Returns the parameters whose elements an equation reads."""
-        read = (v for v in self.jaxpr.eqns[number].invars if not _compat.is_literal(v))
-        return {p for v in read if (p := self.elements.get(v)) is not None}
 
     @property
     def mixed(self) -> list[str]:

@@ -25,7 +25,7 @@ from jzero.arrays.collectives import gather_leaf
 from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.leaves import LeafPlan, StateLeaf
-from jzero.plan.opt_state import ZeroOptState, next_loss_scale
+from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
@@ -34,7 +34,7 @@ from jzero.update.extra_args import check_grads, check_params_stored
 from jzero.update.run import run_update
 from jzero.update.whole import NOTHING, Before, Grad, WholeUpdate, optimizer_view
 
-__all__ = ["NO_ELEMENTS", "ZeroTransformation", "keep_unless", "with_next_loss_scale"]
+__all__ = ["NO_ELEMENTS", "ZeroTransformation"]
 
 PyTree = Any
 
@@ -194,7 +194,7 @@ def _update(
         seen = [Grad(x) for x in grads]
         results, new = _run(tx, own, seen, known, moves, functions, applied=applied, value=tx.value, extra=extra)
         if overflowed is not None:
-            new = with_next_loss_scale(plan, own, new, overflowed)
+            new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
         changes = [_change(plan, i, known[i], x, i in moves) for i, x in enumerate(results)]
         made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
         return made, _to_opt_state(plan, new, like=state)
@@ -321,11 +321,6 @@ def _to_opt_state(plan: ZeroPlan, own: ZeroOptState, *, like: PyTree = None) -> 
     return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(state))
 
 
-def keep_unless(applied: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns `new` if the step is applied, else `old`. On the host the update itself chose, so `new` stays."""
-    return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
-
-
 def _find_overflows(plan: ZeroPlan, grads: Sequence[Any]) -> jax.Array:
     """Returns one boolean per parameter: whether its gradient has non-finite elements."""
 
@@ -335,11 +330,3 @@ def _find_overflows(plan: ZeroPlan, grads: Sequence[Any]) -> jax.Array:
         return ~jnp.all(jnp.isfinite(x))
 
     return jnp.stack([overflows(x, leaf) for x, leaf in zip(grads, plan.leaves, strict=True)])
-
-
-def with_next_loss_scale(plan: ZeroPlan, old: Any, new: Any, overflowed: jax.Array) -> Any:
-    """Returns the optimizer state `new`, with the loss scale that follows the one of `old`."""
-    rules = plan.config.policy.loss_scale
-    if not isinstance(rules, DynamicLossScale):
-        return new
-    return dataclasses.replace(new, loss_scale=next_loss_scale(old.loss_scale, rules, overflowed))
