@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import jzero
 
 WIDTH, HIDDEN, NUM_IN, NUM_OUT = 40, 56, 24, 3  # with 37 below: sizes that 8 does and does not divide
-ROWS = 120  # which 3, 5, 6 and 8 devices divide
+ROWS = 32
 
 
 def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
