@@ -96,7 +96,8 @@ def _placed(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
         if i not in far or leaf.shape != plan.leaves[i].param.shape:
             return natural_leaf(x, leaf, plan)
         grad = plan.leaves[i].grad
-        return _Field(i, grad, x if is_on_host(x) else stored_leaf(natural_leaf(x, leaf, plan), grad, plan))
+        x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)
+        return _Field(i, grad, x if is_on_host(x) else stored_leaf(x, grad, plan))
 
     def of_param(i: int, x: Any) -> Any:
         leaf = plan.leaves[i]

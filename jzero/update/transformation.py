@@ -121,7 +121,13 @@ class ZeroTransformation:
             leaf = plan.leaves[i]
             if result is None:
                 return old[i]
-            return _store_new(result, leaf, plan) if i in moves else _add(old[i], _store_update(result, leaf, plan))
+            if i not in moves:
+                return _add(old[i], _store_update(result, leaf, plan))
+            new = _store_new(result, leaf, plan)
+            if plan.config.offload.compute == "device" or i not in plan.offloaded or leaf.param.on_host:
+                return new
+            # A choice by element overwrites the parameter; a copy from the host would lie beside it (on TPUs).
+            return jnp.where(new == old[i], old[i], new)
 
         after = plan.stored_params([new_param(i, x) for i, x in enumerate(results)])
         return after, _to_opt_state(plan, new)
