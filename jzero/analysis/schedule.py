@@ -6,7 +6,7 @@ the peak rate of its dtype, anything else its bytes divided by the bandwidth of 
 of the two. Collectives run on a second stream, one after another, from their start until something waits for their
 result: rings over all links of a device, (N-1)/N of the whole array each way, twice for an all-reduce; between nodes at
 the joint rate of a node's network ports, if that is lower. Asynchronous copies and fusions run on a third stream. Loops
-repeat their body; a conditional runs all of its branches. All rates are the vendor's peaks, from
+repeat their body; a conditional runs its longest branch. All rates are the vendor's peaks, from
 `jzero.analysis.machines`, which names their sources.
 
 The model leaves out: latency, of kernels and of each hop of a collective, which dominates for small arrays; the
@@ -121,6 +121,13 @@ class _Run:
         for instruction in computation.instructions:
             self.instruction(computation, instruction)
 
+    def seconds_alone(self, computation: Computation) -> float:
+        """Returns how long a computation takes on idle streams."""
+        run = _Run(self.program, self.machine)
+        run.computation(computation)
+        self.unknown |= run.unknown
+        return max(run.now, *run.free.values())
+
     def instruction(self, computation: Computation, x: Instruction) -> None:
         collective = collective_of(self.program, x)
         if collective is not None:
@@ -131,7 +138,11 @@ class _Run:
                 self.wait(x.name)
         elif x.opcode == "while":
             self.loop(x)
-        elif x.opcode in ("call", "conditional"):
+        elif x.opcode == "conditional":
+            branches = self.program.called_computations(x)
+            for longest in sorted(branches, key=self.seconds_alone)[-1:]:
+                self.computation(longest)
+        elif x.opcode == "call":
             for called in self.program.called_computations(x):
                 self.computation(called)
         elif x.opcode.endswith("-start"):
