@@ -15,7 +15,7 @@ from jax import lax
 import jzero
 from jzero.analysis import analyze as analysis
 from jzero.analysis.sent import Fate, sent
-from jzero.analysis.violations import find_violations
+from jzero.analysis.violations import MISSING, find_violations
 from tests import models
 from tests.tiers import singles
 
@@ -143,11 +143,25 @@ def out_of_loops(c):
     return [dataclasses.replace(c, times=1, in_loop=False, results=tuple(stacks))]
 
 
+def in_update(kind):
+    """Plants an exchange of each reduced parameter in the update, of whole ones or between parts."""
+
+    def change(c):
+        if c.kind != "reduce-scatter":
+            return [c]
+        whole = [x._replace(shape=(8 * x.shape[0], *x.shape[1:])) for x in c.results]
+        return [c, dataclasses.replace(c, kind=kind, results=tuple(whole), op_name="jit(step)/zero_update/sub")]
+
+    return change
+
+
 FAULTS = {
     "merges gathers": (lambda c: [] if "transpose(" in c.op_name and c.kind == "all-gather" else [c], "were merged"),
     "sums gradients whole": (all_reduced, "summed whole, by all-reduce"),
     "widens": (lambda c: [c, c] if c.kind == "all-gather" else [c], "wider than planned, or exchanged whole"),
     "moves gathers out of loops": (out_of_loops, "out of its loop"),
+    "gathers in the update": (in_update("all-gather"), "by all-gather"),
+    "exchanges in the update": (in_update("all-to-all"), "by all-to-all"),
 }
 
 
@@ -161,3 +175,15 @@ def test_what_a_compiler_breaks_is_found(name, facts):
     before = find_violations(compiled, plan)[0]
     found = [x for x in find_violations(changed, plan)[0] if x not in before]
     assert any(text in x for x in found), found
+
+
+def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
+    """XLA for GPUs merges them with gathers of the update, under the name of one."""
+    compiled, plan = facts
+    compiled = dataclasses.replace(compiled, platform="gpu")
+    largest = max((c for c in compiled.collectives if c.kind == "all-gather"), key=lambda c: c.whole_size)
+    renamed = dataclasses.replace(largest, op_name="jit(step)/zero_update/sharding_constraint")
+    collectives = tuple(renamed if c is largest else c for c in compiled.collectives)
+    assert largest.whole_size > MISSING * sum(leaf.param.size for leaf in plan.leaves)
+    before = find_violations(compiled, plan)
+    assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
