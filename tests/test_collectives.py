@@ -184,15 +184,17 @@ def test_elementwise_optimizers_add_no_collective(tx):
     assert sum(len(c.shapes) for c in _of(adam, "all-gather")) <= explicit
 
 
-def test_muon_gathers_each_matrix_at_most_once():
-    plan, _, muon = _compiled(3, tx="muon", scan=False, layers=1)
-    _, _, sgd = _compiled(3, tx="sgd", scan=False, layers=1)
-    extra = sum(c.elements for c in _of(muon, "all-gather")) - sum(c.elements for c in _of(sgd, "all-gather"))
-    matrices = sum(leaf.param.size for leaf in plan.leaves if len(leaf.param.shape) == 2)
-    assert 0 < extra <= matrices * 1.01
-    reduced = sum(c.elements for c in _of(muon, "all-reduce"))
-    assert reduced < 0.01 * matrices
-    assert not [c for c in muon if c.kind in ("all-to-all", "collective-permute")]
+@stages(3, of=[1, 2, 3])
+def test_muon_exchanges_matrices_and_gathers_none(stage):
+    """Tests of the amounts are in `tests/test_matrices.py`; here, a GPT's embedding bounds both exchanges."""
+    plan, _, muon = _compiled(stage, tx="muon", scan=False, layers=1)
+    _, _, sgd = _compiled(stage, tx="sgd", scan=False, layers=1)
+    total = lambda collectives, kind: sum(c.elements for c in _of(collectives, kind))
+    assert total(muon, "all-gather") == total(sgd, "all-gather")
+    assert total(muon, "all-reduce") < 0.001 * _size(plan)
+    matrices = [leaf.param.size for leaf in plan.leaves if len(leaf.param.shape) == 2]
+    assert 0 < total(muon, "all-to-all") <= 1.05 * 2 * max(matrices)  # one slot of large ones, one of small ones
+    assert not _of(muon, "collective-permute")
 
 
 def test_muon_multiplies_whole_matrices():

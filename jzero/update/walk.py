@@ -1,16 +1,13 @@
 """Evaluates an optimizer's update: equations that mix elements run on whole operands, others can be streamed.
 
-[Note: Optimizers that mix the elements of a matrix]
-Elementwise updates run on each device's part without communication, and reductions (norms, Adafactor's means)
-cost a scalar or a vector. With matrix products, such as those of Muon's Newton-Schulz iteration, GSPMD would
-communicate in every product. The walk finds such equations in the update's jaxpr and runs them in a `shard_map` over
-whole operands: the devices gather each matrix once, all compute the same, and cut the result again for free.
+Of the equations that mix, those of one parameter run on one device, see [Note: Matrices on one device each]. The others
+run in a `shard_map` over whole operands: the devices gather each matrix once, all compute the same, and cut the result
+again for free.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -23,9 +20,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero.arrays.placement import natural_leaf, stored_leaf
 from jzero.arrays.streamed import StreamedValue, apply, constant, same_layout, source, streamed_sum
+from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.products import mixes
+from jzero.plan.matrices import find_matrices
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
+from jzero.update.owned import compute_owned
 
 __all__ = ["UpdateWalk", "evaluate_update"]
 
@@ -35,8 +36,7 @@ PyTree = Any
 class UpdateWalk:
     """Evaluates the jaxpr of an update.
 
-    See [Note: Optimizers that mix the elements of a matrix]. If state is on the host, inputs and outputs may be
-    streamed values; see [Note: Streaming an update].
+    If state is on the host, inputs and outputs may be streamed values; see [Note: Streaming an update].
 
     Attributes:
       fetched_whole: Paths of the parameters whose offloaded state the optimizer needed whole.
@@ -44,17 +44,42 @@ class UpdateWalk:
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self.known: dict[int, bool] = {}
         self.arrays: dict[int, tuple[StreamedValue, Any]] = {}
         self.fetched_whole: set[str] = set()
 
     def __call__(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a jaxpr."""
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+        self._run(jaxpr.eqns, env, {})
+        return [_read(v, env) for v in jaxpr.outvars]
+
+    def run_owned(self, jaxpr: Any, inputs: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+        """Returns the outputs of a closed jaxpr, with each matrix on one device.
+
+        Args:
+          jaxpr: The jaxpr.
+          inputs: Its inputs.
+          owners: For each input, the index of its parameter.
+        """
+        opened, consts = _compat.open_jaxpr(flattened(jaxpr))
+        works = find_matrices(self.plan, opened, owners).works
+        replaced = frozenset[int]().union(*(work.region.eqns for work in works))
+        pending = [eqn for i, eqn in enumerate(opened.eqns) if i not in replaced]
+        env: dict[Any, Any] = dict(zip([*opened.constvars, *opened.invars], [*consts, *inputs], strict=True))
         whole: dict[Any, Any] = {}
 
-        def read(atom: Any) -> Any:
-            return atom.val if _compat.is_literal(atom) else env[atom]
+        def read(v: Any) -> Any:
+            return self.compute(env[v])
+
+        for level in sorted({work.region.level for work in works}):
+            pending = self._run(pending, env, whole)
+            env.update(compute_owned(self.plan, [work for work in works if work.region.level == level], read))
+        assert not self._run(pending, env, whole)
+        return [_read(v, env) for v in opened.outvars]
+
+    def _run(self, eqns: Sequence[Any], env: dict[Any, Any], whole: dict[Any, Any]) -> list[Any]:
+        """Adds the results of equations to `env`; returns those whose operands are not there yet."""
+        waiting = []
 
         def read_whole(atom: Any, x: Any) -> Any:
             if _compat.is_literal(atom) or not atom.aval.shape:
@@ -63,14 +88,17 @@ class UpdateWalk:
                 whole[atom] = lax.with_sharding_constraint(x, NamedSharding(self.plan.mesh, PartitionSpec()))
             return whole[atom]
 
-        for eqn in jaxpr.eqns:
+        for eqn in eqns:
+            if not all(_compat.is_literal(v) or v in env for v in eqn.invars):
+                waiting.append(eqn)
+                continue
             with _compat.equation_context(eqn):
-                inputs = [read(v) for v in eqn.invars]
+                inputs = [_read(v, env) for v in eqn.invars]
                 outputs = self._stream(eqn, inputs) if self.plan.offloaded else None
                 if outputs is None:
                     inputs = [self.compute(x) for x in inputs]
                     name = eqn.primitive.name
-                    if not self._mixes(eqn):
+                    if not mixes(eqn):
                         outputs = _compat.bind(eqn, inputs)
                     elif name in RUNS:
                         outputs = self._inline(called_jaxpr(eqn), *inputs)
@@ -82,7 +110,7 @@ class UpdateWalk:
                             eqn, [read_whole(v, x) for v, x in zip(eqn.invars, inputs, strict=True)]
                         )
             env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return waiting
 
     def compute(self, x: Any) -> Any:
         """Returns a value as an array in its natural shape on the devices."""
@@ -172,18 +200,6 @@ class UpdateWalk:
         )
         return list(fn(*inputs))
 
-    def _mixes(self, eqn: Any) -> bool:
-        if eqn.primitive.name in primitives_with(Trait.MIXING):
-            # An inner product communicates one scalar, and empty operands nothing.
-            return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
-        return any(self.mixes(jaxpr) for jaxpr in _compat.contained_jaxprs(eqn))
-
-    def mixes(self, jaxpr: Any) -> bool:
-        """Whether an open jaxpr has equations that need whole operands."""
-        if id(jaxpr) not in self.known:
-            self.known[id(jaxpr)] = any(self._mixes(eqn) for eqn in jaxpr.eqns)
-        return self.known[id(jaxpr)]
-
 
 def evaluate_update(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> Any:
     """Evaluates `optimize(grads, opt_state, params, **extra)` with arrays and streamed values; see `UpdateWalk`."""
@@ -198,10 +214,13 @@ def evaluate_update(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> 
     # What `value_fn` closes over are constants of this jaxpr; of `jit(call).trace` they would be further inputs.
     jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
     opened, consts = _compat.open_jaxpr(jaxpr)
-    walk = UpdateWalk(plan)
-    if not plan.offloaded and not walk.mixes(opened):  # already traced: call it
+    walk, has_matrices = UpdateWalk(plan), any(map(mixes, opened.eqns))
+    if not plan.offloaded and not has_matrices:  # already traced: call it
         return jax.jit(call)(*args)
-    outputs = walk(opened, consts, leaves)
+    if has_matrices and plan.num_shards > 1:
+        outputs = walk.run_owned(jaxpr, leaves, _owners(plan, args))
+    else:
+        outputs = walk(opened, consts, leaves)
     new_updates, new_inner = jax.tree.unflatten(jax.tree.structure(out), outputs)
     updates = [x if i in plan.offloaded else walk.compute(x) for i, x in enumerate(plan.flat_params(new_updates))]
     inner = [
@@ -216,6 +235,19 @@ def evaluate_update(plan: ZeroPlan, optimize: Any, args: tuple[PyTree, ...]) -> 
             stacklevel=2,
         )
     return plan.params_treedef.unflatten(updates), plan.inner_treedef.unflatten(inner)
+
+
+def _owners(plan: ZeroPlan, args: tuple[PyTree, ...]) -> list[int | None]:
+    """Returns the parameter of each leaf of the gradients, the state, the parameters and further arguments."""
+    _, _, params, extra = args
+    numbers = list(range(len(plan.leaves)))
+    rest = jax.tree.leaves(extra, is_leaf=lambda x: isinstance(x, StreamedValue))
+    inner = [leaf.owner for leaf in plan.inner_leaves]
+    return [*numbers, *inner, *([] if params is None else numbers), *([None] * len(rest))]
+
+
+def _read(atom: Any, env: dict[Any, Any]) -> Any:
+    return atom.val if _compat.is_literal(atom) else env[atom]
 
 
 def _bind_one(eqn: Any, *inputs: Any) -> Any:

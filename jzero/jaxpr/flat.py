@@ -1,0 +1,93 @@
+"""Makes a flat program: calls are inlined, and a branch over the matrices of several parameters becomes one for each.
+
+In: a closed jaxpr. Out: one that computes the same, in which the operands of each equation tell what it depends on:
+
+    a, b = cond(p, (a, b))     is     a = cond(p, a);  b = cond(p, b)
+
+SOAP has one `cond` around its whole update, with another one around the bases of all parameters inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _compat
+from jzero.jaxpr.primitives import RUNS, called_jaxpr
+from jzero.jaxpr.products import mixes
+
+__all__ = ["FEW", "flattened"]
+
+FEW = 64
+"""Operands of up to so many elements do not join the outputs of a `cond`: coefficients that all parameters share."""
+
+
+def flattened(jaxpr: Any) -> Any:
+    """Returns the flat closed jaxpr of a closed one; a `cond` without matrix work stays as it is."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    shapes = [_compat.shape_of(v.aval) for v in opened.invars]
+    return jax.make_jaxpr(lambda *xs: _compat.evaluate(jaxpr, xs, _apply))(*shapes)
+
+
+def _apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name in RUNS:
+        return _compat.evaluate(called_jaxpr(eqn), inputs, _apply)
+    if name == "cond" and not eqn.effects and mixes(eqn):
+        return _split(eqn, inputs)
+    return _compat.bind(eqn, inputs)
+
+
+def _split(eqn: Any, inputs: list[Any]) -> list[Any]:
+    """Computes a `cond` by several, one for each group of outputs that depend on common operands."""
+    index, *operands = inputs
+    branches = [flattened(branch) for branch in eqn.params["branches"]]
+    reads = [set().union(*of_branches) for of_branches in zip(*map(_operands_of_outputs, branches), strict=True)]
+    large = {k for k, x in enumerate(operands) if math.prod(jnp.shape(x)) > FEW}
+    outputs: list[Any] = [None] * len(eqn.outvars)
+    for group in _groups([read & large for read in reads]):
+        used = sorted(set().union(*(reads[k] for k in group)))
+        fns = [_part(branch, group, used) for branch in branches]
+        for k, x in zip(group, lax.switch(index, fns, *(operands[k] for k in used)), strict=True):
+            outputs[k] = x
+    return outputs
+
+
+def _groups(sets: Sequence[set[int]]) -> Iterable[list[int]]:
+    """Returns the positions of sets in groups, so that sets with a common element are in one; so are empty ones."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for k, members in enumerate(sets):
+        touching = [g for g in groups if g[0] & members or not (g[0] or members)]
+        groups = [g for g in groups if not any(g is t for t in touching)]
+        groups.append((members.union(*(g[0] for g in touching)), [*(i for g in touching for i in g[1]), k]))
+    return (sorted(positions) for _, positions in groups)
+
+
+def _operands_of_outputs(jaxpr: Any) -> list[set[int]]:
+    """Returns for each output the numbers of the inputs that it depends on."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    reads: dict[Any, set[int]] = {v: {k} for k, v in enumerate(opened.invars)}
+
+    def of(atoms: Iterable[Any]) -> set[int]:
+        return set().union(*(reads.get(v, set()) for v in atoms if not _compat.is_literal(v)))
+
+    for eqn in opened.eqns:
+        reads.update(dict.fromkeys(eqn.outvars, of(eqn.invars)))
+    return [of([v]) for v in opened.outvars]
+
+
+def _part(jaxpr: Any, outputs: Sequence[int], used: Sequence[int]) -> Callable[..., list[Any]]:
+    """Returns the function from the operands in `used` to some outputs of a branch."""
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    kept = _compat.with_outputs(jaxpr, [k in outputs for k in range(len(opened.outvars))])
+
+    def run(*operands: Any) -> list[Any]:
+        given = dict(zip(used, operands, strict=True))
+        return _compat.evaluate(kept, [given.get(k) for k in range(len(opened.invars))], _compat.bind)
+
+    return run

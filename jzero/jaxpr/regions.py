@@ -1,0 +1,274 @@
+"""Finds the matrix work of an optimizer's update: per parameter, the equations that need it whole.
+
+In: the flat jaxpr of an update, and for each input the parameter that it belongs to. Out: one `Region` per parameter
+whose update multiplies matrices, from values of a known layout (gradients, moments, state) to such values:
+
+    g:f32[512,64] -> reshape, transpose, dot_general, mul, dot_general, ... -> u:f32[512,64]
+
+Values belong to the parameters that they are computed from, but not through single numbers such as a global norm. So
+regions of different parameters share only numbers, and devices can compute them apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jzero import _compat
+from jzero.jaxpr.products import mixes
+
+__all__ = ["Piece", "Region", "find_regions", "flow_of"]
+
+Owners: TypeAlias = frozenset[int]
+IsAnchor: TypeAlias = Callable[[Any, int], bool]
+
+LONGEST = 12
+"""Most equations that move into a region for one number, such as a norm of its operands."""
+
+
+class Piece(NamedTuple):
+    """An open jaxpr, as `_compat.evaluate` takes it."""
+
+    constvars: Sequence[Any]
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    eqns: Sequence[Any]
+
+
+class Region(NamedTuple):
+    """The matrix work of one parameter.
+
+    Attributes:
+      owner: The parameter.
+      level: How many regions precede it on the longest path.
+      jaxpr: An open jaxpr: from `inputs` and `shared` to `outputs`.
+      inputs: Variables of the update that belong to the parameter.
+      shared: Variables that belong to no parameter: numbers, coefficients.
+      outputs: Variables of the update.
+      eqns: Numbers of the equations that it replaces.
+    """
+
+    owner: int
+    level: int
+    jaxpr: Piece
+    inputs: list[Any]
+    shared: list[Any]
+    outputs: list[Any]
+    eqns: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A flat jaxpr, with who makes and who reads each variable, and to which parameters it belongs.
+
+    Attributes:
+      eqns: Its equations.
+      outputs: Its results.
+      reads: The variables that each equation reads, once each.
+      made_by: The equation that makes a variable.
+      read_by: The equations that read it.
+      owners: The parameters that it belongs to.
+    """
+
+    eqns: Sequence[Any]
+    outputs: frozenset[Any]
+    reads: list[list[Any]] = dataclasses.field(default_factory=list)
+    made_by: dict[Any, int] = dataclasses.field(default_factory=dict)
+    read_by: dict[Any, list[int]] = dataclasses.field(default_factory=dict)
+    owners: dict[Any, Owners] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, jaxpr: Any, owners: Mapping[Any, Owners]) -> _Graph:
+        graph = cls(jaxpr.eqns, frozenset(v for v in jaxpr.outvars if not _compat.is_literal(v)))
+        graph.owners.update((v, found if _is_big(v) else frozenset()) for v, found in owners.items())
+        for i, eqn in enumerate(jaxpr.eqns):
+            graph.reads.append(list(dict.fromkeys(v for v in eqn.invars if not _compat.is_literal(v))))
+            for v in graph.reads[i]:
+                graph.read_by.setdefault(v, []).append(i)
+            found = graph.owner(i)
+            graph.owners.update((v, found if _is_big(v) else frozenset()) for v in eqn.outvars)
+            graph.made_by.update(dict.fromkeys(eqn.outvars, i))
+        return graph
+
+    def owner(self, i: int) -> Owners:
+        """Returns the parameters among an equation's operands."""
+        return frozenset().union(*(self.owners.get(v, frozenset()) for v in self.reads[i]))
+
+    def readers(self, i: int) -> list[int]:
+        """Returns the equations that read what an equation makes."""
+        return [r for v in self.eqns[i].outvars for r in self.read_by.get(v, [])]
+
+    def makers(self, i: int) -> list[int]:
+        """Returns the equations that make what an equation reads."""
+        return [self.made_by[v] for v in self.reads[i] if v in self.made_by]
+
+
+class _NoRegionError(Exception):
+    """The matrix work of a parameter cannot be set apart."""
+
+
+def _is_big(v: Any) -> bool:
+    return math.prod(getattr(v.aval, "shape", ())) > 1
+
+
+def flow_of(jaxpr: Any, owners: Mapping[Any, Owners]) -> dict[Any, Owners]:
+    """Returns the parameters that each variable of a flat, open jaxpr belongs to."""
+    return _Graph.of(jaxpr, owners).owners
+
+
+def find_regions(
+    jaxpr: Any, owners: Mapping[Any, Owners], is_anchor: IsAnchor
+) -> tuple[list[Region], dict[int, tuple[Owners, str]]]:
+    """Finds the regions of a flat, open jaxpr.
+
+    Args:
+      jaxpr: The jaxpr of an update.
+      owners: The parameters that each input belongs to.
+      is_anchor: Whether the layout of a variable of a parameter is known, so that a region may begin or end there.
+
+    Returns:
+      The regions, and for each other equation that mixes elements its parameters and the reason why it is in none.
+    """
+    graph = _Graph.of(jaxpr, owners)
+    seeds: dict[int, set[int]] = {}
+    refused: dict[int, tuple[Owners, str]] = {}
+    for i in (i for i, eqn in enumerate(jaxpr.eqns) if mixes(eqn) and any(map(_is_big, eqn.invars))):
+        found = graph.owner(i)
+        if len(found) == 1:
+            seeds.setdefault(next(iter(found)), set()).add(i)
+        else:
+            refused[i] = found, "one product takes several parameters" if found else "it belongs to no parameter"
+    regions: list[Region] = []
+    taken: set[int] = set()
+    for owner, first in seeds.items():
+        try:
+            members = _grown(graph, owner, first, is_anchor)
+            if taken & {i for i in members if mixes(jaxpr.eqns[i])}:
+                raise _NoRegionError("its products also serve another parameter")
+        except _NoRegionError as error:
+            refused.update((i, (frozenset([owner]), str(error))) for i in first)
+            continue
+        regions.append(_region(graph, owner, members))
+        taken |= regions[-1].eqns
+    refused = {i: why for i, why in refused.items() if i not in taken}
+    levels = _levels(graph, regions)
+    if levels is not None:
+        return [region._replace(level=level) for region, level in zip(regions, levels, strict=True)], refused
+    circle = {i: (frozenset([x.owner]), "matrices depend on each other") for x in regions for i in x.eqns}
+    return [], refused | {i: why for i, why in circle.items() if mixes(jaxpr.eqns[i])}
+
+
+def _grown(graph: _Graph, owner: int, seeds: set[int], is_anchor: IsAnchor) -> set[int]:
+    """Returns the equations of a region: its products, what is between them, back and forth to known layouts."""
+    members = set(seeds)
+    before = 0
+    while len(members) > before:
+        before = len(members)
+        members |= _between(graph, members)
+        if not all(graph.owner(i) <= {owner} for i in members):
+            raise _NoRegionError("its products depend on each other through another parameter")
+        members |= _producers(graph, owner, members, is_anchor)
+        members |= _norms(graph, owner, members)
+        inside = [v for i in members for v in graph.eqns[i].outvars if _is_big(v) and not is_anchor(v, owner)]
+        for v in graph.outputs.intersection(inside):
+            raise _NoRegionError(f"a result of shape {v.aval.shape} has no layout")
+        members.update(i for v in inside for i in graph.read_by.get(v, []))
+    return members
+
+
+def _between(graph: _Graph, members: set[int]) -> set[int]:
+    """Returns the equations on paths from members to members."""
+    first, last = min(members), max(members)
+
+    def reached(step: Callable[[int], list[int]]) -> set[int]:
+        found: set[int] = set()
+        pending = list(members)
+        while pending:
+            new = {i for i in step(pending.pop()) if first <= i <= last} - found
+            found |= new
+            pending += new
+        return found
+
+    return reached(graph.readers) & reached(graph.makers)
+
+
+def _producers(graph: _Graph, owner: int, members: set[int], is_anchor: IsAnchor) -> set[int]:
+    """Returns what makes the operands whose layout is not known."""
+    found: set[int] = set()
+    pending = [v for i in members for v in graph.reads[i]]
+    while pending:
+        v = pending.pop()
+        i = graph.made_by.get(v)
+        is_own = graph.owners.get(v) == frozenset([owner]) and not is_anchor(v, owner)
+        is_common = _is_big(v) and not graph.owners.get(v)
+        if i is not None and i not in members and i not in found and (is_own or is_common):
+            found.add(i)
+            pending += graph.reads[i]
+    return found
+
+
+def _norms(graph: _Graph, owner: int, members: set[int]) -> set[int]:
+    """Returns what makes single numbers from nothing but operands of the region."""
+    read = [v for i in members for v in graph.reads[i] if graph.made_by.get(v) not in members]
+    operands = {v for v in read if graph.owners.get(v) == frozenset([owner])}
+    return set().union(*(_norm(graph, owner, v, operands, members) for v in dict.fromkeys(read) if not _is_big(v)))
+
+
+def _norm(graph: _Graph, owner: int, number: Any, operands: set[Any], members: set[int]) -> set[int]:
+    """Returns the equations from operands, or results, of a region to a number; none if it needs anything else."""
+    found: set[int] = set()
+    pending, depends = [number], False
+    while pending:
+        v = pending.pop()
+        i = graph.made_by.get(v)
+        if v in operands or i in members:
+            depends = True
+        elif _is_big(v) and (i is None or graph.owners[v] != frozenset([owner])):
+            return set()
+        elif i is not None and i not in found:
+            found.add(i)
+            pending += graph.reads[i]
+        if len(found) > LONGEST:
+            return set()
+    return found if depends else set()
+
+
+def _region(graph: _Graph, owner: int, members: set[int]) -> Region:
+    order = sorted(members)
+    eqns = [graph.eqns[i] for i in order]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    read = list(dict.fromkeys(v for i in order for v in graph.reads[i] if v not in made))
+    inputs = [v for v in read if graph.owners.get(v)]
+    shared = [v for v in read if not graph.owners.get(v)]
+    # What precedes the first product is copied, not replaced: others may need it, and it is cheap.
+    core: set[int] = set()
+    for i in order:
+        core |= {i} if mixes(graph.eqns[i]) or core.intersection(graph.makers(i)) else set()
+    outputs = [
+        v
+        for i in sorted(core)
+        for v in graph.eqns[i].outvars
+        if v in graph.outputs or not members.issuperset(graph.read_by.get(v, []))
+    ]
+    return Region(owner, 0, Piece([], [*inputs, *shared], outputs, eqns), inputs, shared, outputs, frozenset(core))
+
+
+def _levels(graph: _Graph, regions: Sequence[Region]) -> list[int] | None:
+    """Returns how many regions precede each on the longest path; `None` if there is a circle."""
+    replaced = frozenset[int]().union(*(region.eqns for region in regions))
+    found = [0] * len(regions)
+    for _ in range(len(regions) + 1):
+        before = list(found)
+        level: dict[Any, int] = {}  # how many regions precede a variable
+        for r, region in enumerate(regions):
+            level.update(dict.fromkeys(region.outputs, found[r] + 1))
+        for i, eqn in enumerate(graph.eqns):
+            if i not in replaced:
+                level.update(dict.fromkeys(eqn.outvars, max((level.get(v, 0) for v in graph.reads[i]), default=0)))
+        for r, region in enumerate(regions):
+            found[r] = max([found[r], *(level.get(v, 0) for v in (*region.inputs, *region.shared))])
+        if found == before:
+            return found
+    return None

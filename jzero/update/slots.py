@@ -1,0 +1,83 @@
+"""Packs unlike arrays into one buffer per dtype, so that one exchange moves them all.
+
+In: arrays of one row, or of one row per device, [N, ...]. Out: `Buffers`, by dtype the rows side by side, [N, size]:
+
+    f32[8, 5, 3], bf16[8, 7], f32[8, 2]    is    {"float32": [8, 17], "bfloat16": [8, 7]}
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["Buffers", "exchanged", "pack", "rows_below", "unpack", "widened", "widest"]
+
+Buffers: TypeAlias = dict[str, jax.Array]
+
+
+def pack(arrays: Sequence[jax.Array]) -> Buffers:
+    """Returns arrays of as many rows side by side."""
+    found: dict[str, list[jax.Array]] = collections.defaultdict(list)
+    for x in arrays:
+        found[x.dtype.name].append(x.reshape(len(x), -1))
+    return {dtype: jnp.concatenate(parts, 1) for dtype, parts in found.items()}
+
+
+def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], Any]]) -> list[jax.Array]:
+    """Returns the arrays that were packed, each with as many rows as the buffers; the rest of these is padding.
+
+    Args:
+      buffers: The buffers.
+      shapes: The shape of a row of each array, and its dtype.
+    """
+    offsets: dict[str, int] = collections.defaultdict(int)
+    found = []
+    for shape, dtype in shapes:
+        name, size = jnp.dtype(dtype).name, math.prod(shape)
+        part = buffers[name][:, offsets[name] : offsets[name] + size]
+        found.append(part.reshape(-1, *shape))
+        offsets[name] += size
+    return found
+
+
+def widest(buffers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns for each dtype the width of the widest buffer."""
+    found: dict[str, int] = collections.defaultdict(int)
+    for dtype, x in itertools.chain.from_iterable(x.items() for x in buffers):
+        found[dtype] = max(found[dtype], x.shape[1])
+    return dict(sorted(found.items()))
+
+
+def widened(buffers: Buffers, widths: Mapping[str, int], num_rows: int) -> Buffers:
+    """Returns buffers of these dtypes and widths, padded with zeros."""
+
+    def wide(dtype: str, width: int) -> jax.Array:
+        x = buffers.get(dtype, jnp.zeros((num_rows, 0), dtype))
+        return jnp.pad(x, ((0, 0), (0, width - x.shape[1])))
+
+    return {dtype: wide(dtype, width) for dtype, width in widths.items()}
+
+
+def rows_below(buffers: Sequence[Buffers]) -> Buffers:
+    """Returns buffers of one row each, one below the other, padded to the widest."""
+    widths = widest(buffers)
+    wide = [widened(x, widths, 1) for x in buffers]
+    return {dtype: jnp.concatenate([x[dtype] for x in wide]) for dtype in widths}
+
+
+def exchanged(buffers: Sequence[Buffers], swap: Callable[[jax.Array], jax.Array]) -> list[Buffers]:
+    """Returns buffers after `swap`, which is called once per dtype."""
+    found: list[Buffers] = [{} for _ in buffers]
+    for dtype in sorted(set().union(*buffers)):
+        having = [i for i, x in enumerate(buffers) if dtype in x]
+        parts = [buffers[i][dtype] for i in having]
+        ends = list(itertools.accumulate(x.shape[1] for x in parts))
+        for i, x in zip(having, jnp.split(swap(jnp.concatenate(parts, 1)), ends[:-1], axis=1), strict=True):
+            found[i][dtype] = x
+    return found

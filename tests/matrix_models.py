@@ -1,0 +1,237 @@
+"""Models and optimizers with matrix work: layers one by one, stacks, experts; Muon, SOAP, Shampoo, GaLore."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import jzero
+
+WIDTH, HIDDEN, NUM_IN, NUM_OUT = 40, 56, 24, 3  # with 37 below: sizes that 8 does and does not divide
+
+
+def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
+    """Returns the parameters of a model: `unrolled`, a stack of so many layers (`stack11`), or `experts`."""
+    keys = iter(jax.random.split(jax.random.key(0), 40))
+    normal = lambda *shape: scale * jax.random.normal(next(keys), shape)
+    found = {"in": normal(NUM_IN, width)}
+    if kind == "unrolled":
+        layer = lambda: {"a": normal(width, hidden), "b": normal(hidden, width), "s": jnp.ones(width)}
+        found["layers"] = [layer() for _ in range(5)]
+    elif kind == "experts":
+        return found | {"stack": {"a": normal(3, 5, width, hidden), "b": normal(3, 5, hidden, width)}}
+    else:
+        num = int(kind.removeprefix("stack"))
+        found["stack"] = {
+            "a": normal(num, width, hidden),
+            "b": normal(num, hidden, width),
+            "s": jnp.ones((num, width)),
+        }
+    return found | {"odd": normal(width, 37), "out": normal(37, NUM_OUT)}
+
+
+def loss(params, batch):
+    x, y = batch
+    h = jnp.tanh(x.astype(params["in"].dtype) @ params["in"])
+    block = lambda h, layer: h + jnp.tanh(h @ layer["a"]) @ layer["b"] * layer["s"][None]
+    if "stack" in params:
+        h, _ = jax.lax.scan(lambda h, layer: (block(h, layer), None), h, params["stack"])
+    for layer in params.get("layers", []):
+        h = block(h, layer)
+    out = (jnp.tanh(h @ params["odd"]) @ params["out"]).astype(jnp.float32)
+    return jnp.mean((out - y) ** 2)
+
+
+def batch(seed):
+    key = jax.random.key(100 + seed)
+    return jax.random.normal(key, (32, NUM_IN)), jax.random.normal(jax.random.fold_in(key, 1), (32, NUM_OUT))
+
+
+def grads(params, seed, dtype=None):
+    """Returns a gradient of full rank for each parameter, no two of them equal, rounded to a dtype."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    made = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return treedef.unflatten([x if dtype is None else x.astype(dtype).astype(x.dtype) for x in made])
+
+
+def dimension_numbers(params):
+    """Returns what tells Muon which dimensions are those of matrices: the last two; none for stacks of vectors."""
+
+    def of(path, x):
+        in_stack = any(getattr(key, "key", "") == "stack" for key in path)
+        return MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if x.ndim - in_stack >= 2 else None
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def muon(**options):
+    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=dimension_numbers, **options)
+
+
+def _over_stack(fn, ndim):
+    for _ in range(ndim - 2):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _eye(x, side):
+    return jnp.broadcast_to(jnp.eye(x.shape[side]), (*x.shape[:-2], x.shape[side], x.shape[side]))
+
+
+def soap(learning_rate=1e-2, decay=0.9, every=2):
+    """SOAP: Adam in the eigenbases of Shampoo's statistics; every other step, a QR iteration turns the bases."""
+
+    def init(params):
+        is_matrix = lambda x: x.ndim >= 2
+        sides = lambda x: {"l": _eye(x, -2), "r": _eye(x, -1)} if is_matrix(x) else None
+        zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+        tree = lambda: jax.tree.map(sides, params)
+        return {"count": jnp.zeros([], jnp.int32), "mu": zeros(), "nu": zeros(), "stats": tree(), "bases": tree()}
+
+    def turned(stats, bases):
+        return jax.tree.map(lambda s, q: _over_stack(lambda s, q: jnp.linalg.qr(s @ q)[0], s.ndim)(s, q), stats, bases)
+
+    def update(updates, state, params=None):
+        del params
+        count = state["count"] + 1
+        treedef = jax.tree.structure(updates)
+
+        def one(g, mu, nu, stat, base):
+            if stat is None:
+                mu, nu = decay * mu + (1 - decay) * g, decay * nu + (1 - decay) * g * g
+                return -learning_rate * mu / (jnp.sqrt(nu) + 1e-8), mu, nu, None
+
+            def of_matrix(g, mu, nu, stat, base):
+                stat = {"l": decay * stat["l"] + g @ g.T, "r": decay * stat["r"] + g.T @ g}
+                into = lambda x: base["l"].T @ x @ base["r"]
+                mu, nu = decay * mu + (1 - decay) * g, decay * nu + (1 - decay) * into(g) ** 2
+                step = base["l"] @ (into(mu) / (jnp.sqrt(nu) + 1e-8)) @ base["r"].T
+                return -learning_rate * step, mu, nu, stat
+
+            return _over_stack(of_matrix, g.ndim)(g, mu, nu, stat, base)
+
+        leaves = [treedef.flatten_up_to(x) for x in (updates, *(state[k] for k in ("mu", "nu", "stats", "bases")))]
+        new = [one(*x) for x in zip(*leaves, strict=True)]
+        made, mu, nu, stats = (treedef.unflatten(x) for x in zip(*new, strict=True))
+        bases = jax.lax.cond(count % every == 0, turned, lambda stats, bases: bases, stats, state["bases"])
+        return made, {"count": count, "mu": mu, "nu": nu, "stats": stats, "bases": bases}
+
+    return optax.GradientTransformation(init, update)
+
+
+def shampoo(learning_rate=1e-2, decay=0.9, every=2, eps=0.1):
+    """Shampoo with grafting: roots of the statistics from `eigh`, made anew every other step."""
+
+    def root(m):
+        values, vectors = jnp.linalg.eigh(m + eps * jnp.eye(len(m)))
+        return (vectors * jnp.maximum(values, eps)[None] ** -0.25) @ vectors.T
+
+    def init(params):
+        sides = lambda x: {
+            "l": 1e-4 * _eye(x, -2),
+            "r": 1e-4 * _eye(x, -1),
+            "root_l": _eye(x, -2),
+            "root_r": _eye(x, -1),
+        }
+        stats = jax.tree.map(lambda x: sides(x) if x.ndim >= 2 else None, params)
+        return {"count": jnp.zeros([], jnp.int32), "stats": stats, "mu": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        del params
+        count = state["count"] + 1
+        treedef = jax.tree.structure(updates)
+
+        def of_matrix(g, mu, s):
+            left, right = decay * s["l"] + (1 - decay) * g @ g.T, decay * s["r"] + (1 - decay) * g.T @ g
+            root_l, root_r = jax.lax.cond(
+                count % every == 1,
+                lambda: (root(left), root(right)),
+                lambda: (s["root_l"], s["root_r"]),
+            )
+            step = root_l @ mu @ root_r
+            step = step * jnp.linalg.norm(mu) / (jnp.linalg.norm(step) + 1e-16)
+            return -learning_rate * step, {"l": left, "r": right, "root_l": root_l, "root_r": root_r}
+
+        def one(g, mu, s):
+            mu = decay * mu + g
+            step, s = (-learning_rate * mu, None) if s is None else _over_stack(of_matrix, g.ndim)(g, mu, s)
+            return step, mu, s
+
+        leaves = [treedef.flatten_up_to(x) for x in (updates, state["mu"], state["stats"])]
+        made, mu, stats = (treedef.unflatten(x) for x in zip(*map(one, *leaves), strict=True))
+        return made, {"count": count, "stats": stats, "mu": mu}
+
+    return optax.GradientTransformation(init, update)
+
+
+def shampoo_one_for_all(learning_rate=1e-2):
+    """One preconditioner of all matrices of the hidden layers: a product that takes several parameters."""
+
+    def update(updates, state, params=None):
+        del params
+        layers = updates["layers"]
+        total = sum(layer["a"] @ layer["b"] for layer in layers)
+        changed = [{**layer, "a": total @ layer["a"]} for layer in layers]
+        return jax.tree.map(lambda g: -learning_rate * g, {**updates, "layers": changed}), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def train_alone(params, tx, steps):
+    """Returns parameters and state after training on one device, with plain optax."""
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for seed in range(steps):
+        params, state = step(params, state, batch(seed))
+    return params, state
+
+
+def train(params, tx, steps, mesh=None, **config):
+    """Returns the sharded state after the same training with jzero."""
+    config = jzero.ZeroConfig(**{"persistence_threshold": 0, **config})
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
+    step = jzero.make_train_step(loss)
+    for seed in range(steps):
+        state, _ = step(state, batch(seed))
+    return state
+
+
+def update_alone(params, tx, steps, dtype=None):
+    """Returns parameters and state after updates by given gradients, with plain optax on one device."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    for seed in range(steps):
+        updates, state = update(grads(params, seed, dtype), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def update(params, tx, steps, dtype=None, mesh=None, **config):
+    """Returns the sharded state after the same updates with jzero's transformation."""
+    config = jzero.ZeroConfig(**{"persistence_threshold": 0, **config})
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
+    for seed in range(steps):
+        updates, opt_state = state.tx.update(grads(params, seed, dtype), state.opt_state, state.params)
+        state = state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    return state
+
+
+def deviation(state, reference):
+    """Returns how far parameters, and optimizer state, are from those of a reference; each leaf by its largest."""
+    full = jzero.unshard_train_state(state)
+
+    def largest(tree, other):
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+        arrays = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+        each = [float(np.max(np.abs(x - y)) / (np.max(np.abs(y)) + 1e-9)) for x, y in arrays if x.size]
+        return max(each, default=0.0)
+
+    return largest(full.params, reference[0]), largest(full.opt_state, reference[1])

@@ -1,0 +1,177 @@
+"""The matrix work of an update: which equations belong to one parameter, between which values, in which order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jzero import _compat
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.products import cost_of, factorizes, mixes
+from jzero.jaxpr.regions import find_regions, flow_of
+
+A, B = (4, 6), (5, 3)
+
+
+def flat(fn, *shapes):
+    return _compat.open_jaxpr(flattened(jax.make_jaxpr(fn)(*(jnp.ones(shape) for shape in shapes))))[0]
+
+
+def regions_of(fn, *shapes, anchors=()):
+    """Returns the jaxpr, the regions and the reasons; each input belongs to the parameter of its position."""
+    jaxpr = flat(fn, *shapes)
+    owners = {v: frozenset([k]) for k, v in enumerate(jaxpr.invars)}
+    known = {*shapes, *anchors}
+    return jaxpr, *find_regions(jaxpr, owners, lambda v, owner: tuple(v.aval.shape) in known)
+
+
+def names(jaxpr, region):
+    return [jaxpr.eqns[i].primitive.name for i in sorted(region.eqns)]
+
+
+def gram(x):
+    return (x @ x.T) @ x
+
+
+def test_a_region_is_all_between_the_products_of_one_parameter():
+    jaxpr, regions, refused = regions_of(lambda a, b: (2 * gram(jnp.tanh(3 * a)), jnp.sin(b)), A, B)
+    assert not refused
+    (region,) = regions
+    assert (region.owner, region.level) == (0, 0)
+    # The scaling before and after has the parameter's shape, so it stays with the shards.
+    assert names(jaxpr, region) == ["dot_general", "dot_general"]
+    assert [v.aval.shape for v in region.inputs] == [A]
+    assert [v.aval.shape for v in region.outputs] == [A]
+
+
+def test_a_region_computes_what_it_replaces():
+    def fn(a, b):
+        scale = 1 / (jnp.linalg.norm(b) + 1)  # of the other parameter: one number, shared
+        return gram(a / jnp.linalg.norm(a)) * scale, gram(b)
+
+    jaxpr, regions, refused = regions_of(fn, A, B)
+    assert not refused
+    assert [region.owner for region in regions] == [0, 1]
+    a, b = jax.random.normal(jax.random.key(0), A), jax.random.normal(jax.random.key(1), B)
+    values = dict(zip(jaxpr.invars, (a, b), strict=True))
+    for eqn in jaxpr.eqns:
+        values.update(zip(eqn.outvars, _compat.bind(eqn, [read(values, v) for v in eqn.invars]), strict=True))
+    for region in regions:
+        given = [values[v] for v in (*region.inputs, *region.shared)]
+        found = _compat.evaluate(region.jaxpr, given, _compat.bind)
+        for v, x in zip(region.outputs, found, strict=True):
+            np.testing.assert_allclose(x, values[v], rtol=1e-6)
+
+
+def read(values, atom):
+    return _compat.value_of(atom) if _compat.is_literal(atom) else values[atom]
+
+
+def test_a_norm_of_its_operands_alone_moves_into_a_region():
+    _, (region,), _ = regions_of(lambda a: gram(a / jnp.linalg.norm(a)), A)
+    assert not region.shared
+    _, (region,), _ = regions_of(lambda a, b: gram(a / (jnp.linalg.norm(a) + jnp.linalg.norm(b))), A, B)
+    assert [v.aval.shape for v in region.inputs] == [A]
+    assert all(v.aval.shape == () for v in region.shared)
+
+
+def test_state_of_a_known_shape_bounds_a_region_and_another_one_does_not():
+    def fn(a, q):
+        return gram(a), q @ (a @ a.T)
+
+    jaxpr = flat(fn, A, (4, 4))
+    owners = dict.fromkeys(jaxpr.invars, frozenset([0]))
+    (region,), refused = find_regions(jaxpr, owners, lambda v, owner: tuple(v.aval.shape) in {A, (4, 4)})
+    assert not refused
+    assert sorted(v.aval.shape for v in region.outputs) == [(4, 4), A]
+    none, refused = find_regions(jaxpr, owners, lambda v, owner: tuple(v.aval.shape) == A)
+    assert not none
+    assert {why for _, why in refused.values()} == {"a result of shape (4, 4) has no layout"}
+
+
+def test_products_of_several_parameters_are_in_no_region():
+    _, regions, refused = regions_of(lambda a, b: (a @ b, gram(a)), (4, 4), (4, 4))
+    assert [region.owner for region in regions] == [0]
+    assert list(refused.values()) == [(frozenset([0, 1]), "one product takes several parameters")]
+
+
+def test_products_that_meet_through_another_parameter_are_in_no_region():
+    def fn(a, b):
+        left = a @ a.T
+        mixed = left + b  # [4, 4], of both
+        return mixed @ mixed, a @ left
+
+    _, regions, refused = regions_of(fn, (4, 4), (4, 4))
+    assert {why for _, why in refused.values()} <= {
+        "one product takes several parameters",
+        "its products depend on each other through another parameter",
+    }
+    assert refused
+    assert all(region.owner == 0 for region in regions)
+
+
+def test_regions_that_need_others_have_higher_levels():
+    def fn(a, b):
+        first = gram(a)
+        return first, gram(b * jnp.linalg.norm(first))
+
+    _, regions, _ = regions_of(fn, A, B)
+    assert [(region.owner, region.level) for region in regions] == [(0, 0), (1, 1)]
+
+
+def test_regions_that_need_each_other_are_refused():
+    def fn(a, b):
+        x, y = gram(a), gram(b)
+        return gram(x * jnp.linalg.norm(y)), gram(y * jnp.linalg.norm(x))
+
+    _, regions, refused = regions_of(fn, A, B)
+    assert not regions
+    assert {why for _, why in refused.values()} == {"matrices depend on each other"}
+
+
+def test_a_branch_over_several_parameters_becomes_one_for_each():
+    def fn(p, a, b):
+        turned = lambda a, b: (gram(a), gram(b))
+        return jax.lax.cond(p[0] > 0, turned, lambda a, b: (a, b), a, b)
+
+    jaxpr = flat(fn, (1,), (9, 12), (11, 10))  # more elements than coefficients that parameters may share
+    assert [eqn.primitive.name for eqn in jaxpr.eqns if mixes(eqn)] == ["cond", "cond"]
+    flow = flow_of(jaxpr, dict(zip(jaxpr.invars, map(frozenset, ([], [0], [1])), strict=True)))
+    assert [flow[v] for v in jaxpr.outvars] == [{0}, {1}]
+    plain = flat(lambda p, a, b: jax.lax.cond(p[0] > 0, lambda a, b: (a, b), lambda a, b: (2 * a, b), a, b), (1,), A, B)
+    assert sum(eqn.primitive.name == "cond" for eqn in plain.eqns) == 1
+
+
+@pytest.mark.parametrize("p", [1.0, -1.0])
+def test_a_flat_program_computes_the_same(p):
+    def inner(a, b, c):
+        return jax.lax.cond(c > 1, lambda a, b: (gram(a) * c, gram(b)), lambda a, b: (a, b), a, b)
+
+    def fn(p, a, b):
+        both = lambda a, b: (*jax.jit(inner)(a, b, jnp.linalg.norm(a)), jnp.ones(3))
+        return jax.lax.cond(p > 0, both, lambda a, b: (2 * a, 3 * b, jnp.zeros(3)), a, b)
+
+    a, b = jax.random.normal(jax.random.key(0), A), jax.random.normal(jax.random.key(1), B)
+    found = _compat.evaluate(flattened(jax.make_jaxpr(fn)(p, a, b)), [p, a, b], _compat.bind)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tuple(found), fn(p, a, b))
+
+
+def test_costs_are_those_of_products_in_loops_and_of_the_longest_branch():
+    x = jnp.ones((4, 6))
+    product = 2 * 4 * 6 * 4 + 24  # and the transposition
+    cost = cost_of(jax.make_jaxpr(lambda x: x @ x.T)(x))
+    assert cost == product
+    loop = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c, x @ x.T), 0.0, length=7)[1])(x)
+    assert cost_of(loop) == 7 * product
+    branch = jax.make_jaxpr(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x.T, lambda: jnp.ones((4, 4))))(x)
+    assert product <= cost_of(branch) <= product + 100
+
+
+def test_factorizations_of_one_matrix_and_of_several_are_told_apart():
+    one = jax.make_jaxpr(jnp.linalg.cholesky)(jnp.eye(3)[None])
+    several = jax.make_jaxpr(jax.vmap(jnp.linalg.cholesky))(jnp.stack([jnp.eye(3)] * 2))
+    assert [factorizes(x) for x in (one, several)] == [True, True]
+    assert [factorizes(x, stacks=True) for x in (one, several)] == [False, True]
+    assert not factorizes(jax.make_jaxpr(lambda x: x @ x)(jnp.eye(3)))
