@@ -209,7 +209,7 @@ class _Amounts:
 
 def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the compiled program with the traced one."""
-    if not compiled.sent:
+    if not compiled.sent and not compiled.micro_batches:
         yield from _own_reductions(compiled, plan)
         return
     amounts = _Amounts(compiled, plan)
@@ -228,7 +228,7 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 
 def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
-    """Looks at a program without equations of jzero's: whether the compiler divides its reductions of gradients."""
+    """Looks at a program without collectives of jzero's: whether the compiler divides its reductions of gradients."""
     cut = [leaf for leaf in plan.leaves if leaf.trained and leaf.grad.cut is not None and leaf.grad.size > SMALL]
     if not compiled.returns_state or not cut or not plan.config.reduce_scatter:
         return
