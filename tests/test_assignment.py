@@ -58,7 +58,7 @@ def test_rounds_come_first_unless_slots_are_much_faster():
 def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
     work = MatrixWork(
         (MatrixKind((40, 56), 5, 2.5e6, ("a", "b", "c", "d")), MatrixKind((37, 3), 1, 500.0, ("out",))),
-        (WholeMatrix("q", (64, 64), "other mesh axes shard it"),),
+        (WholeMatrix(("q",), (64, 64), "other mesh axes shard it"),),
         5e6,
     )
     assert work.lines("data", 8) == [
@@ -68,7 +68,7 @@ def test_text_and_data_tell_the_busiest_device_and_what_is_whole():
         "  whole on every device: q (64, 64): other mesh axes shard it",
     ]
     assert work.as_dict()["kinds"][1] == {"shape": [37, 3], "num": 1, "flops": 500.0, "paths": ["out"]}
-    assert work.as_dict()["whole"] == [{"path": "q", "shape": [64, 64], "reason": "other mesh axes shard it"}]
+    assert work.as_dict()["whole"] == [{"paths": ["q"], "shape": [64, 64], "reason": "other mesh axes shard it"}]
     assert MatrixWork().lines("data", 8) == []
     assert MatrixWork(unknown="why").lines("data", 8) == ["matrix work over data (N=8): why"]
     assert MatrixWork((), work.whole).lines("data", 8)[0] == "matrix work over data (N=8): none is divided"

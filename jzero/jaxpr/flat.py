@@ -59,10 +59,10 @@ def _split(eqn: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _groups(sets: Sequence[set[int]]) -> Iterable[list[int]]:
-    """Returns the positions of sets in groups, so that sets with a common element are in one; so are empty ones."""
+    """Returns the positions of sets in groups, so that sets with a common element are in one."""
     groups: list[tuple[set[int], list[int]]] = []
     for k, members in enumerate(sets):
-        touching = [g for g in groups if g[0] & members or not (g[0] or members)]
+        touching = [g for g in groups if g[0] & members]
         groups = [g for g in groups if not any(g is t for t in touching)]
         groups.append((members.union(*(g[0] for g in touching)), [*(i for g in touching for i in g[1]), k]))
     return (sorted(positions) for _, positions in groups)

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["MatrixKind", "MatrixWork", "Schedule", "WholeMatrix", "assign"]
+__all__ = ["NO_MATRICES", "MatrixKind", "MatrixWork", "Schedule", "WholeMatrix", "assign"]
 
 WORTH_SLOTS = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
@@ -92,14 +92,17 @@ class WholeMatrix(NamedTuple):
     """Matrix work of an update that every device does.
 
     Attributes:
-      path: The parameter, or parameters.
+      paths: The parameters that take part; none if it is not known.
       shape: The shape of the largest operand.
       reason: Why it is not divided.
     """
 
-    path: str
+    paths: tuple[str, ...]
     shape: tuple[int, ...]
     reason: str
+
+    def __str__(self) -> str:
+        return f"{_some(self.paths) or 'not of one parameter'} {self.shape}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +138,8 @@ class MatrixWork:
         lines = [head if self.kinds else head + "none is divided"] if self.kinds or self.whole else []
         for kind in self.kinds:
             unit, size = next(((u, s) for u, s in UNITS if kind.flops >= s), UNITS[-1])
-            more = ", ..." if len(kind.paths) > 3 else ""
-            where = ", ".join(kind.paths[:3]) + more
-            lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {where}")
-        return lines + [f"  whole on every device: {x.path} {x.shape}: {x.reason}" for x in self.whole]
+            lines.append(f"{kind.num:5d} x {kind.shape}  {kind.flops / size:.3g} {unit} each  {_some(kind.paths)}")
+        return lines + [f"  whole on every device: {x}" for x in self.whole]
 
     def as_dict(self) -> dict[str, Any]:
         """Returns it as data for JSON."""
@@ -147,8 +148,13 @@ class MatrixWork:
             "busiest_flops": self.busiest,
             "total_flops": self.total,
             "kinds": [{**x._asdict(), "shape": list(x.shape), "paths": list(x.paths)} for x in self.kinds],
-            "whole": [{**x._asdict(), "shape": list(x.shape)} for x in self.whole],
+            "whole": [{**x._asdict(), "shape": list(x.shape), "paths": list(x.paths)} for x in self.whole],
         }
 
 
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join([*paths[:3], *(["..."] if len(paths) > 3 else [])])
+
+
+NO_MATRICES = MatrixWork()
 UNITS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))

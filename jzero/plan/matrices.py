@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero.jaxpr.batches import NotSlicedError, slice_program
-from jzero.jaxpr.products import cost_of, factorizes
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.products import cost_of, factorizes, mixes
 from jzero.jaxpr.regions import Region, find_regions
 from jzero.jaxpr.structure import Structures
 from jzero.plan.assignment import MatrixKind, MatrixWork, Schedule, WholeMatrix, assign
@@ -31,7 +33,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["Matrices", "Port", "Work", "describe_matrices", "find_matrices", "schedule_of"]
+__all__ = ["Matrices", "Port", "Work", "find_matrices", "schedule_of", "warn_of_matrices", "with_matrices"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,16 +123,24 @@ def find_matrices(plan: ZeroPlan, jaxpr: Any, owners: Sequence[int | None]) -> M
     notes: dict[WholeMatrix, None] = {}
     for i, (of, why) in refused.items():
         shape = max((tuple(v.aval.shape) for v in jaxpr.eqns[i].invars), key=math.prod)
-        path = ", ".join(plan.leaves[k].path for k in sorted(of)) or f"`{jaxpr.eqns[i].primitive.name}`"
-        notes[WholeMatrix(path, shape, why)] = None
+        notes[WholeMatrix(tuple(plan.leaves[k].path for k in sorted(of)), shape, why)] = None
     works, number = [], Structures()
     for region in regions:
         try:
             works.append(_work(plan, region, layouts[region.owner], number))
         except _WholeError as why:
             leaf = plan.leaves[region.owner]
-            notes[WholeMatrix(leaf.path, leaf.param.shape, str(why))] = None
+            notes[WholeMatrix((leaf.path,), leaf.param.shape, str(why))] = None
     return Matrices(works, list(notes))
+
+
+LARGE = 2**20
+"""Elements of a matrix from which on a warning tells that every device computes it."""
+
+_HOW_TO_TELL = (
+    "`optax.contrib.muon` takes just the parameters of two dimensions for matrices, unless "
+    "`muon_weight_dimension_numbers=` says which ones are, and along which dimensions."
+)
 
 
 class _WholeError(Exception):
@@ -227,8 +237,27 @@ def schedule_of(works: Sequence[Work], num_shards: int) -> tuple[list[list[Work]
     return groups, assign(counts, costs, num_shards, in_rounds=[group[0].stays for group in groups])
 
 
-def describe_matrices(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:
-    """Returns what a plan tells of the matrix work."""
+def with_matrices(plan: ZeroPlan, update: Any) -> ZeroPlan:
+    """Returns a plan that tells of the matrix work in an update.
+
+    Args:
+      plan: The plan.
+      update: The closed jaxpr of the update of gradients, state and parameters; `None` if it could not be traced.
+    """
+    if plan.num_shards == 1:
+        return plan
+    if update is None:
+        why = "known when the step is traced, since the optimizer's update needs further arguments"
+        return dataclasses.replace(plan, matrices=MatrixWork(unknown=why))
+    if not any(map(mixes, _compat.open_jaxpr(update)[0].eqns)):
+        return plan
+    numbers = range(len(plan.leaves))
+    owners = [*numbers, *(leaf.owner for leaf in plan.inner_leaves), *numbers]
+    matrices = find_matrices(plan, _compat.open_jaxpr(flattened(update))[0], owners)
+    return dataclasses.replace(plan, matrices=_described(plan, matrices))
+
+
+def _described(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:
     kinds: list[MatrixKind] = []
     busiest = 0.0
     for level in sorted({work.region.level for work in matrices.works}):
@@ -237,7 +266,37 @@ def describe_matrices(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:
         busiest += max(schedule.loads)
         for group in groups:
             paths = tuple(plan.leaves[w.region.owner].path for w in group)
-            shape = max((x.shape for x in group[0].inputs), key=math.prod)
-            shape = tuple(n for d, n in enumerate(shape) if d not in group[0].inputs[0].dims)
+            whole = plan.leaves[group[0].region.owner].param.shape
+            shape = tuple(n for d, n in enumerate(whole) if d not in group[0].inputs[0].dims)
             kinds.append(MatrixKind(shape, sum(w.count for w in group), group[0].cost, paths))
     return MatrixWork(tuple(kinds), tuple(matrices.notes), busiest)
+
+
+def warn_of_matrices(plan: ZeroPlan) -> None:
+    """Warns of large matrices that every device computes, and of stacks that the optimizer seems to mistake."""
+    work = plan.matrices
+    large = [f"  {x}" for x in work.whole if math.prod(x.shape) >= LARGE]
+    if large:
+        warnings.warn(
+            "Every device computes the optimizer's matrix work of these parameters, so it takes as long as on one "
+            "device:\n" + "\n".join(large),
+            stacklevel=4,
+        )
+    paths = {path for kind in work.kinds for path in kind.paths} | {path for x in work.whole for path in x.paths}
+    trained = [leaf for leaf in plan.leaves if leaf.trained]
+    stacks = [leaf.path for leaf in trained if leaf.scan_dim is not None and len(leaf.param.shape) == 2]
+    mistaken = [path for path in stacks if path in paths]
+    if mistaken:
+        warnings.warn(
+            f"The optimizer multiplies {mistaken} as matrices, but they look like stacks of vectors, one per layer. "
+            f"{_HOW_TO_TELL} If they are matrices, set `LeafRule(scan_dim=-1)` for them.",
+            stacklevel=4,
+        )
+    all_of_two = {leaf.path for leaf in trained if len(leaf.param.shape) == 2}
+    missed = [leaf.path for leaf in trained if leaf.scan_dim is not None and len(leaf.param.shape) == 3]
+    if all_of_two and paths == all_of_two and missed:
+        warnings.warn(
+            f"The optimizer multiplies every parameter of two dimensions, but none of {missed}, which look like stacks "
+            f"of matrices, one per layer. {_HOW_TO_TELL}",
+            stacklevel=4,
+        )

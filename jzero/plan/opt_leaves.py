@@ -1,12 +1,14 @@
 """Finds the parameter of each leaf of an optimizer's state, and lays the leaf out.
 
 Moments follow the gradient of their parameter. The structure tells which parameter a leaf belongs to: optax maps a
-function over the leaves that are shaped like parameters.
+function over the leaves that are shaped like parameters. Of other leaves, such as the bases of SOAP and the statistics
+of Shampoo, the jaxpr of the update tells it: they belong to the only parameter that they are computed from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jzero import _compat
 from jzero._text import path_str
-from jzero.config.precision import cast_dtype
+from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.regions import flow_of
 from jzero.plan.layout import choose_even_cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import AnyMesh, axis_size
 
-__all__ = ["check_opt_state", "find_owners", "plan_opt_leaf"]
+__all__ = ["check_opt_state", "find_owners", "owners_by_flow", "plan_opt_leaf"]
 
 PyTree = Any
 
@@ -101,6 +106,38 @@ def find_owners(
         # A mask or label function that reads the parameters fails on optax's placeholders; then key paths decide.
         return _owners_by_path(params, opt_state, paths)
     return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
+
+
+def owners_by_flow(jaxpr: Any, owners: Sequence[int | None], num_params: int) -> list[int | None]:
+    """Returns the parameters of optimizer leaves, completed by the one whose gradient and state alone move a leaf.
+
+    Args:
+      jaxpr: The closed jaxpr of the update of gradients, state and parameters; `None` if it could not be traced.
+      owners: The parameter of each optimizer leaf, as far as the structure tells.
+      num_params: The number of parameters.
+    """
+    if jaxpr is None or None not in owners:
+        return list(owners)
+    params: list[int | None] = list(range(num_params))
+    makers = _compat.open_jaxpr(jaxpr)[0].outvars[num_params:]
+    unknown = [j for j, (v, i) in enumerate(zip(makers, owners, strict=True)) if i is None and _is_array(v)]
+    if not unknown:
+        return list(owners)
+    flat, _ = _compat.open_jaxpr(flattened(jaxpr))
+    known, found = None, list(owners)
+    while found != known:  # what belongs to a parameter may move further leaves
+        known = list(found)
+        of_inputs = [frozenset(() if i is None else (i,)) for i in (*params, *known, *params)]
+        flow = flow_of(flat, dict(zip(flat.invars, of_inputs, strict=True)))
+        for j in unknown:
+            v = flat.outvars[num_params + j]
+            reached = frozenset() if _compat.is_literal(v) else flow.get(v, frozenset())
+            found[j] = next(iter(reached)) if len(reached) == 1 else None
+    return found
+
+
+def _is_array(v: Any) -> bool:
+    return math.prod(v.aval.shape) > 1 and not is_key(v.aval.dtype)
 
 
 def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:

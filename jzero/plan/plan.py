@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
+from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
@@ -75,6 +76,7 @@ class ZeroPlan:
       other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
       closed_over: Arrays that the loss closes over, of more elements than the persistence threshold and than 4,096.
         Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
+      matrices: The matrix work of the optimizer: what one device computes, and what all of them do.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
@@ -95,6 +97,7 @@ class ZeroPlan:
     opt_treedef: Any
     inner_treedef: Any
     closed_over: tuple[StateLeaf, ...] = ()
+    matrices: MatrixWork = NO_MATRICES
 
     def __hash__(self) -> int:
         return self._hash

@@ -8,7 +8,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,12 @@ from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dt
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.plan.layout import choose_cut, find_scan_dims
 from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
+from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
-from jzero.plan.opt_leaves import check_opt_state, find_owners, plan_opt_leaf
+from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.trainable import find_frozen
+from jzero.plan.trainable import find_frozen, trace_update
 from jzero.plan.ways import why_not_stored
 
 __all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
@@ -49,22 +50,53 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
+    seen = _as_seen(state.params, _plan_params(state.params, config, mesh))
+    made = jax.eval_shape(tx.init, seen)
+    update = _Update(tx, made, trace_update(tx, seen, made))
+    plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
+    warn_of_matrices(plan)
+    return _first_of_equal(plan)
+
+
+class _Update(NamedTuple):
+    """An optimizer.
+
+    Attributes:
+      tx: The optax transformation.
+      made: The state that it makes, as shapes.
+      jaxpr: The closed jaxpr of its update; `None` if that needs further arguments.
+    """
+
+    tx: Any
+    made: PyTree
+    jaxpr: Any
+
+
+def _as_seen(params: PyTree, leaves: Sequence[LeafPlan]) -> PyTree:
+    """Returns the parameters as the optimizer sees them, as shapes."""
+    shapes = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
+    return jax.tree.structure(params).unflatten(shapes)
+
+
+def _choose_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh) -> ZeroPlan:
+    """Chooses what goes to the host."""
+    offload = config.offload
     if offload.optimizer == "none":
-        return _make_plan(state, tx, config, mesh, ())
+        return _make_plan(state, update, config, mesh, ())
     if offload.ratio == 1 and offload.device_budget_bytes is None:  # whether a parameter is trained does not matter
         order, _, _ = _offload_order(state.params, config, [True] * len(jax.tree.leaves(state.params)))
-        return _make_plan(state, tx, config, mesh, order)
-    near = _make_plan(state, tx, config, mesh, ())
+        return _make_plan(state, update, config, mesh, order)
+    near = _make_plan(state, update, config, mesh, ())
     order, sizes, least = _offload_order(state.params, config, [leaf.trained for leaf in near.leaves])
     if offload.device_budget_bytes is None:
         wanted = offload.ratio * sum(leaf.param.size for leaf in near.leaves if leaf.trained)
         sums = itertools.accumulate(sizes, initial=0)
         count = next((k for k, moved in enumerate(sums) if moved >= wanted), len(order))
-        return _make_plan(state, tx, config, mesh, order[: max(count, least)])
+        return _make_plan(state, update, config, mesh, order[: max(count, least)])
     budget = offload.device_budget_bytes
 
     def excess(count: int) -> int:
-        num_bytes = _make_plan(state, tx, config, mesh, order[:count]).bytes_per_device
+        num_bytes = _make_plan(state, update, config, mesh, order[:count]).bytes_per_device
         return num_bytes.params + num_bytes.opt_state - budget
 
     too_much = excess(len(order))
@@ -75,7 +107,7 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
             "on each device. Raise the budget, use more devices or a higher stage."
         )
     count = bisect.bisect_left(range(len(order)), True, lo=least, key=lambda count: excess(count) <= 0)
-    return _make_plan(state, tx, config, mesh, order[:count])
+    return _make_plan(state, update, config, mesh, order[:count])
 
 
 def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) -> tuple[list[int], list[int], int]:
@@ -98,9 +130,7 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
     return order, [sizes[i] for i in order], sum(rules[i] is True for i in order)
 
 
-def _make_plan(
-    state: Any, tx: optax.GradientTransformation, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]
-) -> ZeroPlan:
+def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]) -> ZeroPlan:
     others = other_fields(state)
     leaves = _plan_params(state.params, config, mesh, frozenset(offloaded))
     frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
@@ -108,16 +138,14 @@ def _make_plan(
     _check_rules_match(
         config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     )
-    seen = jax.tree.structure(state.params).unflatten(
-        [jax.ShapeDtypeStruct(leaf.param.shape, leaf.update_dtype) for leaf in leaves]
-    )
-    made = jax.eval_shape(tx.init, seen)
-    made_dtypes = {path_str(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(made)}
+    made_leaves = jax.tree_util.tree_leaves_with_path(update.made)
+    made_dtypes = {path_str(path): x.dtype for path, x in made_leaves}
     paths, values = _unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
-    check_opt_state(jax.tree_util.tree_leaves_with_path(made), paths, values)
-    owners = find_owners(tx, state.params, state.opt_state, paths)
+    check_opt_state(made_leaves, paths, values)
+    owners = find_owners(update.tx, state.params, state.opt_state, paths)
+    owners = owners_by_flow(update.jaxpr, owners, len(leaves))
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
-    frozen = find_frozen(tx, seen, made, [i in shaped for i in range(len(leaves))])
+    frozen = find_frozen(update.tx, update.jaxpr, [i in shaped for i in range(len(leaves))])
     given = [_dtype_of(x) for x in jax.tree.leaves(state.params)]
     leaves = [_freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
     inner = [
@@ -137,7 +165,7 @@ def _make_plan(
     plan = ZeroPlan(
         config, mesh, tuple(leaves), tuple(inner), tuple(other_leaves), params_treedef, inner_treedef, inner_treedef
     )
-    return _first_of_equal(_with_own_state(plan))
+    return _with_own_state(plan)
 
 
 _PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.WeakKeyDictionary()

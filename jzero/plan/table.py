@@ -63,6 +63,9 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     exact += [(x.path, str(x.shape), x.reason) for x in plan.unquantized]
     if len(exact) > 1:
         sections.append(_columns(_cap(exact, max_rows)))
+    work = plan.matrices.lines(", ".join(plan.comm.shard_axes), plan.num_shards)
+    if work:
+        sections.append("\n".join(row for (row,) in _cap([(line,) for line in work], max_rows)))
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
@@ -163,6 +166,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
             ),
             *(_as_dict(leaf, plan, leaf.compute_dtype, trained=False) for leaf in _frozen(plan)),
         ],
+        "matrices": plan.matrices.as_dict(),
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
     }
 

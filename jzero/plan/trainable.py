@@ -29,7 +29,7 @@ from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 from jzero.plan.padded import is_padded
 
-__all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer"]
+__all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer", "trace_update"]
 
 PyTree = Any
 
@@ -139,22 +139,31 @@ def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTr
     return jax.tree.unflatten(jax.tree.structure(wanted), [have[path] for path in paths])
 
 
-def find_frozen(tx: Any, params: PyTree, opt_state: PyTree, has_state: Sequence[bool]) -> list[bool]:
-    """Returns for each parameter leaf whether it is frozen, see [Note: Frozen parameters]. Touches no device.
+def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:
+    """Returns the closed jaxpr of `tx.update`, or `None` if that needs further arguments. Touches no device.
 
     Args:
       tx: The optax transformation.
       params: The parameters as the optimizer sees them, as shapes.
       opt_state: Its state, as shapes.
+    """
+    try:
+        return jax.make_jaxpr(tx.update)(params, opt_state, params)
+    except Exception:  # it may say so by any exception
+        return None
+
+
+def find_frozen(tx: Any, jaxpr: Any, has_state: Sequence[bool]) -> list[bool]:
+    """Returns for each parameter leaf whether it is frozen, see [Note: Frozen parameters].
+
+    Args:
+      tx: The optax transformation.
+      jaxpr: The jaxpr of its update; `None` if it could not be traced.
       has_state: For each parameter leaf, whether the optimizer keeps state of its shape; if so, it is trained.
     """
     num = len(has_state)
     left_out = [not trained for trained in tx.mask] if isinstance(tx, MaskedTransformation) else [False] * num
-    if all(has or out for has, out in zip(has_state, left_out, strict=True)):
-        return left_out
-    try:
-        jaxpr = jax.make_jaxpr(tx.update)(params, opt_state, params)
-    except Exception:  # it needs further arguments, and may say so by any exception
+    if jaxpr is None or all(has or out for has, out in zip(has_state, left_out, strict=True)):
         return left_out
     opened, _ = _compat.open_jaxpr(jaxpr)
     zero = _zeros(opened, {})
