@@ -230,3 +230,14 @@ def test_more_than_the_exchange_of_matrices_is_found(stage, kind, kept):
     collectives = (*compiled.collectives, *(c for c in compiled.collectives if c.kind == kind))
     violations, _ = find_violations(dataclasses.replace(compiled, collectives=collectives), plan)
     assert any(f"by {kind}" in x for x in violations)
+
+
+def test_matrix_work_that_is_not_divided_is_found(facts):
+    """The plan of a step with Muon, the program of one with Adam."""
+    compiled, plan = facts
+    plain = jzero.TrainState.create(params=matrix_models.params("unrolled"), tx=matrix_models.muon())
+    work = jzero.plan_train_state(plain, config=plan.config, mesh=plan.mesh).matrices
+    before = find_violations(compiled, plan)[0]
+    (found,) = set(find_violations(compiled, dataclasses.replace(plan, matrices=work))[0]) - set(before)
+    assert "none that is divided" in found
+    assert "odd" in found or "layers/0/a" in found

@@ -13,14 +13,11 @@ from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
-from jzero.analysis.violations import PlanViolation
+from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 
 __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
-
-MATRICES = "zero_matrices"
-"""The name scope of an update's matrix work."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,10 +29,10 @@ from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
 
-__all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
+__all__ = ["MATRICES", "Compiled", "PlanViolation", "axes_of", "find_violations"]
 
-UPDATE = "zero_update"
-"""The name scope of the optimizer's update."""
+UPDATE, MATRICES = "zero_update", "zero_matrices"
+"""The name scopes of the optimizer's update, and of the matrix work in it."""
 
 SMALL = 1024
 """Arrays of up to this many elements are not checked: they are too small to matter."""
@@ -87,7 +87,7 @@ def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list
     """Returns the departures of a program from a plan, and remarks on unknowns."""
     violations: list[str] = []
     notes: list[str] = []
-    for check in (_by_path, _by_kind, _large_gathers, _lost_donation):
+    for check in (_by_path, _by_kind, _large_gathers, _undivided, _lost_donation):
         for is_violation, text in check(compiled, plan):
             (violations if is_violation else notes).append(text)
     return list(dict.fromkeys(violations)), list(dict.fromkeys(notes))
@@ -254,6 +254,18 @@ def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
             if x.size > largest:
                 text = f"A gather of {x.dtype}[{','.join(map(str, x.shape))}] is larger than any that was traced: "
                 yield True, text + "the compiler moved it out of its loop."
+
+
+def _undivided(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Looks for the matrix work of the plan."""
+    instructions = (x for computation in compiled.program.computations.values() for x in computation.instructions)
+    if compiled.returns_state and plan.matrices.kinds and not any(MATRICES in x.op_name for x in instructions):
+        paths = [path for kind in plan.matrices.kinds for path in kind.paths]
+        yield (
+            True,
+            f"The plan divides the matrix work of {', '.join(paths[:3])}{' …' * (len(paths) > 3)} among the devices; "
+            "the program has none that is divided.",
+        )
 
 
 def _lost_donation(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
