@@ -29,6 +29,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 import jzero
+from benchmarks.by_compilation import MIB
 from benchmarks.families import AXIS, FAMILIES, batch_of, jzero_step, lines_of, strong_step
 from jzero.analysis.topologies import topology_devices
 
@@ -82,6 +83,33 @@ def compiled(name: str, optimizer: str, engine: str, stage: int, topology: str) 
     }
 
 
+def table(lines: list[dict[str, Any]]) -> str:
+    """Returns Markdown: one table per model, with a column per engine, or version of jzero, for each figure."""
+    found = {tuple(x["key"].split("/")[1:]): x for x in lines}
+    engines = list(dict.fromkeys(engine for _, _, engine, _ in found))
+    figures = {
+        "ms": lambda x: f"{x['ms']:.1f}",
+        "MiB": lambda x: f"{x['peak'] / MIB:.0f}",
+        "sent GB": lambda x: f"{sum(x['sent_bytes'].values()) / 1e9:.1f}",
+    }
+    text = []
+    for name in dict.fromkeys(name for name, _, _, _ in found):
+        heads = [f"{figure}: {engine}" for figure in figures for engine in engines]
+        text += [f"\n**{name}**\n", f"| stage, optimizer | {' | '.join(heads)} | all-to-all GB | of AdamW's ms |"]
+        text.append("|---" * (len(heads) + 3) + "|")
+        for stage, optimizer in itertools.product("310", OPTIMIZERS):
+            row = [found.get((name, optimizer, engine, stage)) for engine in engines]
+            newest, adamw = row[-1], found.get((name, "adamw", engines[-1], stage))
+            cells = ["" if x is None else show(x) for show in figures.values() for x in row]
+            if newest is not None and adamw is not None:
+                exchanged = newest["sent_bytes"].get("all-to-all", 0) / 1e9
+                cells += [f"{exchanged:.2f}", f"{newest['ms'] / adamw['ms']:.2f}"]
+                text.append(f"| {stage}, {optimizer} | {' | '.join(cells)} |")
+    return "\n".join(
+        [*text, *(f"{x['key']} departs from the plan: {x['violations']}" for x in lines if x["violations"])]
+    )
+
+
 def main() -> None:
     """Compiles what is not in the result file yet, or prints a result file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,6 +123,9 @@ def main() -> None:
     parser.add_argument("--table", type=pathlib.Path, help="print this file, compile nothing")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    if options.table:
+        print(table(lines_of(options.table)))
+        return
     choices = (options.stages, options.families, options.optimizers, options.engines)
     for stage, name, optimizer, engine in itertools.product(*choices):
         label = options.label if engine == "jzero" else engine

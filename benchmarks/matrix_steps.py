@@ -48,9 +48,9 @@ def soap(learning_rate: float) -> Any:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         leaves, tree = jax.tree.flatten(updates)
-        parts = [tree.flatten_up_to(state[name]) for name in ("mu", "nu", "stats", "bases")]
-        made, *new = zip(*map(one, leaves, *parts), strict=True)
-        return tree.unflatten(made), dict(zip(state, map(tree.unflatten, new), strict=True))
+        names = ("mu", "nu", "stats", "bases")
+        made, *new = zip(*map(one, leaves, *(tree.flatten_up_to(state[name]) for name in names)), strict=True)
+        return tree.unflatten(made), dict(zip(names, map(tree.unflatten, new), strict=True))
 
     return optax.GradientTransformation(init, update)
 
