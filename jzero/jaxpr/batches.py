@@ -181,7 +181,8 @@ def _reshape(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
         few, rest = divmod(new[to], walk.size)
         if rest == 0 and new[to] > 1 and few * math.prod(new[to + 1 :]) == math.prod(inputs[0].x.shape[dim:]):
             return walk.bind(eqn, inputs, to, new_sizes=_with(new, to, few))
-    raise NotSlicedError(f"a reshape from {old} to {new} mixes slices")
+    why = f"a reshape from {old} to {new} mixes slices"
+    raise NotSlicedError(why)
 
 
 def _transpose(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
