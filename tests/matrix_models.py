@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,27 @@ def shampoo(learning_rate=1e-2, decay=0.9, every=2, eps=0.1):
         return made, {"count": count, "stats": stats, "mu": mu}
 
     return optax.GradientTransformation(init, update)
+
+
+def weighted_products(learning_rate=1e-2):
+    """Between two products, each matrix has a weight of its parameter and of its layer, and one that all share."""
+
+    def update(updates, state, params=None):
+        leaves, treedef = jax.tree.flatten(updates)
+        common = optax.tree.norm(updates)
+
+        def one(k, g):
+            if g.ndim < 2:
+                return -learning_rate * g
+            weights = jnp.arange(1.0, 1.0 + math.prod(g.shape[:-2])).reshape(*g.shape[:-2], 1, 1)
+            own = 1 / (k + common) + jnp.asarray(leaves[k - 1].sum() > 0, g.dtype)  # of the leaf before, by one number
+            inner = g @ jnp.swapaxes(g, -1, -2)
+            inner = inner / jnp.linalg.norm(inner, axis=(-1, -2), keepdims=True)
+            return -learning_rate * (inner * weights * own) @ g
+
+        return treedef.unflatten([one(k, g) for k, g in enumerate(leaves)]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def shampoo_one_for_all(learning_rate=1e-2):

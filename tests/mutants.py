@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "line_search_loses_what_it_closes_over",
         "update/walk.py",
-        "outputs = walk(opened, consts, leaves)",
-        "outputs = walk(opened, [jnp.zeros_like(x) for x in consts], leaves)",
+        "dict(zip([*opened.constvars, *opened.invars], [*consts, *inputs], strict=True))",
+        "dict(zip([*opened.constvars, *opened.invars], [*map(jnp.zeros_like, consts), *inputs], strict=True))",
         "test_extra_args.py::test_a_function_for_a_line_search_may_close_over_traced_values",
     ),
     # Rows of the batch.
@@ -681,6 +681,59 @@ MUTANTS = [
         "cumprod cumsum dot_general eig",
         "cumprod cumsum eig",
         "test_collectives.py::test_muon_multiplies_whole_matrices",
+    ),
+    # Matrices of an update.
+    Mutant(
+        "dense_matrices_are_sliced",
+        "jaxpr/batches.py",
+        '_require(dim not in contracted[k], "a product over slices")',
+        "pass",
+        "test_batches.py::test_what_mixes_slices_has_no_program_of_one",
+        "product",
+    ),
+    Mutant(
+        "norms_of_all_slices_count_as_those_of_one",
+        "jaxpr/batches.py",
+        '_require(dim not in gone, f"`{eqn.primitive.name}` over slices")',
+        "pass",
+        "test_batches.py::test_what_mixes_slices_has_no_program_of_one",
+        "sum",
+    ),
+    Mutant(
+        "matrices_get_numbers_of_others",
+        "update/owned.py",
+        "(matrices, me * rounds + jnp.arange(rounds))",
+        "(matrices, jnp.arange(rounds))",
+        "test_matrices.py::test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer",
+        "stack11",
+    ),
+    Mutant(
+        "branches_over_parameters_stay_whole",
+        "jaxpr/flat.py",
+        "touching = [g for g in groups if g[0] & members]",
+        "touching = list(groups)",
+        "test_regions.py::test_a_branch_over_several_parameters_becomes_one_for_each",
+    ),
+    Mutant(
+        "the_first_parameter_owns_what_several_move",
+        "plan/opt_leaves.py",
+        "found[j] = next(iter(reached)) if len(reached) == 1 else None",
+        "found[j] = next(iter(reached)) if reached else None",
+        "test_matrices.py::test_state_that_several_parameters_move_belongs_to_none",
+    ),
+    Mutant(
+        "one_device_gets_what_is_left",
+        "plan/assignment.py",
+        "heapq.heapreplace(loads, (load + costs[kind], device))",
+        "heapq.heapreplace(loads, (load, device))",
+        "test_assignment.py::test_each_unit_is_computed_once_and_no_device_has_much_more_than_the_mean",
+    ),
+    Mutant(
+        "bases_leave_their_devices",
+        "plan/matrices.py",
+        "if cut is not None and dims and cut.cuts(dims[0]) and cut.is_stored_naturally:",
+        "if False:",
+        "test_matrices.py::test_bases_of_a_stack_stay_where_its_slices_are_computed",
     ),
     # Precision and the loss scale.
     Mutant(

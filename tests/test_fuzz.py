@@ -51,6 +51,7 @@ STEPS, WIDTH = 3, 7
 REFUSALS = ("`Weighted.weight` depends on parameters",)  # with micro-batches
 """How the errors begin that a draw may end in; all others are failures."""
 IGNORED = (
+    "The optimizer multiplies",
     "The mesh has one device",
     "`remat='cheap'` changes nothing",
     "A stack of shape",

@@ -77,6 +77,17 @@ def test_updates_are_those_of_optax_on_one_device(name, kind, stage):
     check(state, updated_alone(kind, name))
 
 
+@pytest.mark.filterwarnings("ignore:The optimizer multiplies")
+@pytest.mark.parametrize("kind", ["unrolled", "stack11", slow("stack8"), "experts"])
+def test_each_matrix_gets_what_belongs_to_its_parameter_and_its_layer(kind):
+    params = models.params(kind, 16, 32, 0.3)
+    state = models.update(params, models.weighted_products(), STEPS, stage=3)
+    check(state, models.update_alone(params, models.weighted_products(), STEPS))
+    work = jzero.plan_of(state).matrices
+    assert not work.whole
+    assert max(kind.num for kind in work.kinds) >= 5
+
+
 @stages(3)
 def test_galore_updates_like_on_one_device(stage):
     """Its decomposition is of one matrix each, so stacks of layers are no case."""
@@ -309,3 +320,42 @@ def test_a_large_matrix_on_every_device_causes_a_warning():
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.warns(UserWarning, match=r"a, b \(1024, 1024\): one product takes several parameters"):
         sharded(params, tx)
+
+
+def without_state(update):
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None: (update(updates), state)
+    )
+
+
+def test_matrices_that_wait_for_others_are_computed_after_them():
+    def update(g):
+        first = g["a"] @ g["a"].T @ g["a"]
+        weight = jnp.linalg.norm(first) / (1 + jnp.linalg.norm(g["b"]))
+        return {"a": first, "b": ((g["b"] @ g["b"].T) * weight) @ g["b"]}
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {"a": 0.1 * jax.random.normal(keys[0], (16, 24)), "b": 0.1 * jax.random.normal(keys[1], (40, 7))}
+    state = models.update(params, without_state(update), STEPS, stage=3)
+    check(state, models.update_alone(params, without_state(update), STEPS))
+    kinds = jzero.plan_of(state).matrices.kinds
+    assert [kind.paths for kind in kinds] == [("a",), ("b",)]
+    assert jzero.plan_of(state).matrices.busiest == sum(kind.flops for kind in kinds)  # not at once
+
+
+def test_cpus_factorize_a_stack_that_cannot_be_sliced_on_each_device():
+    """Its kernels for several matrices would wait for threads that collectives of other devices hold."""
+
+    def update(g):
+        q = jnp.linalg.qr(jnp.swapaxes(g["w"], 1, 2))[0]
+        return {"w": jnp.swapaxes(q - q.mean(0, keepdims=True), 1, 2)}
+
+    params, tx = {"w": 0.1 * jax.random.normal(jax.random.key(0), (3, 16, 24))}, without_state(update)
+    state = models.update(params, tx, STEPS, stage=3)
+    check(state, models.update_alone(params, tx, STEPS))
+    (whole,) = jzero.plan_of(state).matrices.whole
+    assert (whole.paths, whole.reason) == (("w",), "CPUs cannot factorize several matrices at once beside collectives")
+    plain = jzero.TrainState.create(params=params, tx=tx)
+    elsewhere = jzero.plan_train_state(plain, stage=3, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
+    assert not elsewhere.matrices.whole
+    assert [(kind.num, kind.shape) for kind in elsewhere.matrices.kinds] == [(1, (3, 16, 24))]

@@ -19,7 +19,10 @@ from tests.optimizers import OPTIMIZERS, deviation, run_plain, run_zero
 from tests.tiers import default_for
 
 TIGHT = ("adam", "sgd_momentum", "lamb")  # parameters within 1e-5 in fp32
-pytestmark = pytest.mark.filterwarnings("ignore:The mesh has one device")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The mesh has one device"),
+    pytest.mark.filterwarnings("ignore:The optimizer multiplies"),  # Muon here takes each stack of vectors for a matrix
+]
 
 
 def precision(dtype):

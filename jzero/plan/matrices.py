@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -66,7 +65,7 @@ class Work:
 
     Attributes:
       region: What they replace.
-      jaxpr: The closed jaxpr of one unit: from operands, shared values and the unit's numbers to results.
+      jaxpr: The jaxpr of one unit: from operands, shared values and the unit's numbers to results.
       sizes: The number of slices along each sliced dimension.
       inputs: How the operands travel.
       outputs: How the results travel.
@@ -183,11 +182,7 @@ def _units_of(region: Region, scan_dim: int | None) -> _Units:
     units = _Units(region.jaxpr, (), ((),) * len(region.inputs), ((),) * len(region.outputs))
     while (more := _sliced(units, scan_dim)) is not None:
         units = more
-    if units.sizes:
-        return units
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in region.jaxpr.invars]
-    whole = jax.make_jaxpr(lambda *xs: _compat.evaluate(region.jaxpr, xs, _compat.bind))(*shapes)
-    return units._replace(program=whole)
+    return units
 
 
 def _sliced(units: _Units, scan_dim: int | None) -> _Units | None:
