@@ -55,7 +55,7 @@ def rows_of(collectives: Iterable[tuple[Collective, str, int]]) -> tuple[Collect
     for merged, axis, num_nodes in collectives:
         for c in merged.by_dtype():
             level = ("", "within")[num_nodes] if num_nodes < 2 else "between"
-            use = "matrices" if MATRICES in c.op_name else ""
+            use = "matrices" if c.kind == "all-to-all" and MATRICES in c.op_name else ""
             key = (c.kind, axis, c.dtype, c.in_loop, level, use)
             old = rows.get(key, CollectiveRow(*key[:4], count=0, elements=0, sent_bytes=0, level=level, use=use))
             on_port = bytes_on_port(c.kind, c.sent_bytes, c.num_devices, max(num_nodes, 1))
