@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 import jzero
 
 WIDTH, HIDDEN, NUM_IN, NUM_OUT = 40, 56, 24, 3  # with 37 below: sizes that 8 does and does not divide
+ROWS = 32
 
 
 def params(kind, width=WIDTH, hidden=HIDDEN, scale=0.1):
@@ -49,7 +50,7 @@ def loss(params, batch):
 
 def batch(seed):
     key = jax.random.key(100 + seed)
-    return jax.random.normal(key, (32, NUM_IN)), jax.random.normal(jax.random.fold_in(key, 1), (32, NUM_OUT))
+    return jax.random.normal(key, (ROWS, NUM_IN)), jax.random.normal(jax.random.fold_in(key, 1), (ROWS, NUM_OUT))
 
 
 def grads(params, seed, dtype=None):

@@ -13,6 +13,7 @@ then sees only the trained parameters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -147,10 +148,28 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:
       params: The parameters as the optimizer sees them, as shapes.
       opt_state: Its state, as shapes.
     """
+    leaves, treedef = jax.tree.flatten((params, opt_state))
+    shapes = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
     try:
-        return jax.make_jaxpr(tx.update)(params, opt_state, params)
+        return _traced_once(tx.update, treedef, shapes, jnp.result_type(float))
+    except TypeError:  # an optimizer without a hash
+        return _traced(tx.update, treedef, shapes)
+
+
+def _traced(update: Any, treedef: Any, shapes: Sequence[Any]) -> Any:
+    leaves = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in shapes]
+    params, opt_state = treedef.unflatten(leaves)
+    try:
+        return jax.make_jaxpr(update)(params, opt_state, params)
     except Exception:  # it may say so by any exception
         return None
+
+
+# `fit` makes a plan of one optimizer for each candidate. Not more than one: a closure may hold arrays.
+@functools.lru_cache(maxsize=1)
+def _traced_once(update: Any, treedef: Any, shapes: Sequence[Any], default_dtype: Any) -> Any:
+    del default_dtype  # a part of the key
+    return _traced(update, treedef, shapes)
 
 
 def find_frozen(tx: Any, jaxpr: Any, has_state: Sequence[bool]) -> list[bool]:
