@@ -83,31 +83,33 @@ def compiled(name: str, optimizer: str, engine: str, stage: int, topology: str) 
     }
 
 
+FIGURES = {
+    "ms": lambda x: f"{x['ms']:.1f}",
+    "MiB": lambda x: f"{x['peak'] / MIB:.0f}",
+    "sent GB": lambda x: f"{sum(x['sent_bytes'].values()) / 1e9:.2f}",
+}
+
+
 def table(lines: list[dict[str, Any]]) -> str:
-    """Returns Markdown: one table per model, with a column per engine, or version of jzero, for each figure."""
+    """Returns Markdown: one table per model, with a column per version of jzero, and GSPMD, for each figure."""
     found = {tuple(x["key"].split("/")[1:]): x for x in lines}
     engines = list(dict.fromkeys(engine for _, _, engine, _ in found))
-    figures = {
-        "ms": lambda x: f"{x['ms']:.1f}",
-        "MiB": lambda x: f"{x['peak'] / MIB:.0f}",
-        "sent GB": lambda x: f"{sum(x['sent_bytes'].values()) / 1e9:.1f}",
-    }
+    names = ["GSPMD" if engine == "strong" else engine for engine in engines]
+    heads = [f"{figure}: {name}" if i == 0 else name for figure in FIGURES for i, name in enumerate(names)]
     text = []
-    for name in dict.fromkeys(name for name, _, _, _ in found):
-        heads = [f"{figure}: {engine}" for figure in figures for engine in engines]
-        text += [f"\n**{name}**\n", f"| stage, optimizer | {' | '.join(heads)} | all-to-all GB | of AdamW's ms |"]
+    for model in dict.fromkeys(model for model, _, _, _ in found):
+        text += [f"\n**{model}**\n", f"| stage, optimizer | {' | '.join(heads)} | of it all-to-all | ms of AdamW's |"]
         text.append("|---" * (len(heads) + 3) + "|")
         for stage, optimizer in itertools.product("310", OPTIMIZERS):
-            row = [found.get((name, optimizer, engine, stage)) for engine in engines]
-            newest, adamw = row[-1], found.get((name, "adamw", engines[-1], stage))
-            cells = ["" if x is None else show(x) for show in figures.values() for x in row]
+            row = [found.get((model, optimizer, engine, stage)) for engine in engines]
+            newest, adamw = row[-1], found.get((model, "adamw", engines[-1], stage))
+            cells = ["" if x is None else show(x) for show in FIGURES.values() for x in row]
             if newest is not None and adamw is not None:
                 exchanged = newest["sent_bytes"].get("all-to-all", 0) / 1e9
                 cells += [f"{exchanged:.2f}", f"{newest['ms'] / adamw['ms']:.2f}"]
                 text.append(f"| {stage}, {optimizer} | {' | '.join(cells)} |")
-    return "\n".join(
-        [*text, *(f"{x['key']} departs from the plan: {x['violations']}" for x in lines if x["violations"])]
-    )
+    departures = [f"{x['key']} departs from the plan: {x['violations']}" for x in lines if x["violations"]]
+    return "\n".join([*text, "", *departures])
 
 
 def main() -> None:
