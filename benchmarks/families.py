@@ -92,10 +92,12 @@ def batch_of(family: Family, mesh: Mesh) -> Any:
     return jax.tree.map(place, family.batch(family.rows * mesh.shape[AXIS]))
 
 
-def jzero_step(family: Family, stage: int, mesh: Mesh, *, keeps: bool = False) -> tuple[Any, Any]:
+def jzero_step(
+    family: Family, stage: int, mesh: Mesh, *, keeps: bool = False, tx: optax.GradientTransformation = TX
+) -> tuple[Any, Any]:
     """Returns jzero's step and its state as shapes; with `keeps`, it keeps activations and whole parameters."""
     config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=not keeps)
-    make = lambda key: jzero.TrainState.create(params=family.init(key), tx=TX)
+    make = lambda key: jzero.TrainState.create(params=family.init(key), tx=tx)
     shapes = jax.eval_shape(make, jax.random.key(0))
     step = jzero.make_train_step(own_loss(family), remat="as_written" if keeps else None)
     return step, jzero.abstract_train_state(shapes, config=config, mesh=mesh)
@@ -116,21 +118,23 @@ def narrow(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
-def updated(masters: Any, opt_state: Any, grads: Any) -> tuple[Any, Any, jax.Array]:
+def updated(
+    masters: Any, opt_state: Any, grads: Any, tx: optax.GradientTransformation = TX
+) -> tuple[Any, Any, jax.Array]:
     """Returns new masters, the new optimizer state, and the norm of the gradients."""
     grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-    updates, opt_state = TX.update(grads, opt_state, masters)
+    updates, opt_state = tx.update(grads, opt_state, masters)
     return optax.apply_updates(masters, updates), opt_state, optax.global_norm(grads)
 
 
-def strong_step(family: Family, stage: int, mesh: Mesh) -> tuple[Any, Any]:
+def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> tuple[Any, Any]:
     """Returns the step by hand and its state as shapes."""
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
     loss_fn = own_loss(family, lambda x: lax.with_sharding_constraint(x, rows))
 
     def start(key: jax.Array) -> State:
         masters = family.init(key)
-        return State(None if stage == 3 else narrow(masters), masters, TX.init(masters))
+        return State(None if stage == 3 else narrow(masters), masters, tx.init(masters))
 
     shapes = jax.eval_shape(start, jax.random.key(0))
     layout = jax.tree_util.tree_map_with_path(functools.partial(layout_of, mesh=mesh), shapes)
@@ -144,7 +148,7 @@ def strong_step(family: Family, stage: int, mesh: Mesh) -> tuple[Any, Any]:
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         if stage >= 2:
             grads = lax.with_sharding_constraint(grads, layout.masters)
-        masters, opt_state, norm = updated(state.masters, state.opt_state, grads)
+        masters, opt_state, norm = updated(state.masters, state.opt_state, grads, tx)
         params = None
         if state.params is not None:
             params = lax.with_sharding_constraint(narrow(masters), layout.masters)

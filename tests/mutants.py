@@ -462,9 +462,31 @@ MUTANTS = [
     Mutant(
         "merged_gathers_pass",
         "analysis/violations.py",
-        "if self.placed[key] - self.compiled[key] > MISSING * self.params",
-        "if False",
+        "key[0] == kind and lacks[key] > MISSING * self.params",
+        "False",
         "test_sent.py::test_what_a_compiler_breaks_is_found",
+    ),
+    Mutant(
+        "updates_unseen",
+        "analysis/violations.py",
+        "bool(found & axes)",
+        "bool(found & axes) * (UPDATE not in c.op_name)",
+        "test_sent.py::test_what_a_compiler_breaks_is_found",
+        "update",
+    ),
+    Mutant(
+        "all_branches_take_time",
+        "analysis/schedule.py",
+        "key=self.seconds_alone)[-1:]",
+        "key=self.seconds_alone)",
+        "test_hlo.py::test_of_branches_the_longest_counts",
+    ),
+    Mutant(
+        "all_branches_send",
+        "analysis/collectives.py",
+        "for c in found))[-1:]",
+        "for c in found))",
+        "test_hlo.py::test_of_branches_those_collectives_count_that_send_most",
     ),
     Mutant(
         "hops_in_the_other_order",

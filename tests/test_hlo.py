@@ -186,6 +186,92 @@ def test_collectives_between_hosts_take_the_network():
     assert two.communication == pytest.approx(one.communication * slower * (15 / 16) / (7 / 8))
 
 
+CHOICE = (
+    HEADER
+    + f"""%small (p.0: bf16[512,512]) -> bf16[512,512] {{
+  %p.0 = bf16[512,512]{{1,0}} parameter(0)
+  ROOT %d.0 = bf16[512,512]{{1,0}} dot(%p.0, %p.0), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+%idle (p.1: bf16[512,512]) -> bf16[512,512] {{
+  ROOT %p.1 = bf16[512,512]{{1,0}} parameter(0)
+}}
+
+%sends (p.2: bf16[512,512]) -> bf16[512,512] {{
+  %p.2 = bf16[512,512]{{1,0}} parameter(0)
+  ROOT %ar = bf16[512,512]{{1,0}} all-reduce(%p.2), {ALL}, to_apply=%add
+}}
+
+%both (p.3: bf16[512,512]) -> bf16[512,512] {{
+  %p.3 = bf16[512,512]{{1,0}} parameter(0)
+  %k.3 = s32[] constant(1)
+  %d.3 = bf16[512,512]{{1,0}} dot(%p.3, %p.3), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %c.3 = bf16[512,512]{{1,0}} conditional(%k.3, %d.3, %d.3), branch_computations={{%small, %idle}}
+}}
+
+ENTRY %main (k: s32[], x: bf16[512,512]) -> bf16[512,512] {{
+  %k = s32[] parameter(0)
+  %x = bf16[512,512]{{1,0}} parameter(1)
+  ROOT %y = bf16[512,512]{{1,0}} conditional(%k, %x, %x, %x), branch_computations={{%small, %BRANCH, %idle}}
+}}
+"""
+)
+
+
+def test_of_branches_the_longest_counts():
+    """Two products in a row, one of them in a branch of a branch, and not the three that there are in all branches."""
+    h200 = machine("h200:8")
+    product = max(2 * 512**3 / h200.flops["bf16"], 2 * 3 * 512 * 512 / h200.hbm_bytes_per_s)
+    timeline, _ = simulate(parse_hlo(CHOICE.replace("%BRANCH", "%both")), h200)
+    assert timeline.compute == pytest.approx(2 * product)
+    assert timeline.seconds == pytest.approx(2 * product)
+    reduced = 2 * 2 * 512 * 512 * 7 / 8 / h200.intra_link_bytes_per_s
+    timeline, _ = simulate(parse_hlo(CHOICE.replace("%BRANCH", "%sends")), h200)
+    assert reduced > product
+    assert (timeline.compute, timeline.exposed) == (0, pytest.approx(reduced))
+
+
+def test_of_branches_those_collectives_count_that_send_most():
+    text = CHOICE.replace("%BRANCH", "%sends")
+    assert [c.name for c in find_collectives(text)] == ["ar"]
+    gathers = """%gathers (p.4: bf16[512,512]) -> bf16[512,512] {
+  %p.4 = bf16[512,512]{1,0} parameter(0)
+  %s.4 = bf16[64,512]{1,0} slice(%p.4), slice={[0:64], [0:512]}
+  ROOT %ag.4 = bf16[512,512]{1,0} all-gather(%s.4), ALL, dimensions={0}
+}
+
+ENTRY""".replace("ALL", ALL)
+    more = text.replace("ENTRY", gathers).replace("branch_computations={%small", "branch_computations={%gathers")
+    assert [c.name for c in find_collectives(more)] == ["ar"], "it sends twice as much"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "%a = bf16[8,16,64]{2,1,0} all-to-all(%x), GROUPS, dimensions={0}",
+        "%s = ((bf16[8,16,64]), bf16[8,16,64]) all-to-all-start(%x), GROUPS, dimensions={0}\n"
+        "  %a = bf16[8,16,64]{2,1,0} all-to-all-done(%s)",
+        "%s = ((bf16[8,16,64]), bf16[8,16,64], u32[]) async-start(%x), calls=%wrapped\n"
+        "  %a = bf16[8,16,64]{2,1,0} async-done(%s)",
+        "%t = (bf16[4,16,64], bf16[4,16,64]) all-to-all(%x, %x), GROUPS",
+    ],
+)
+def test_an_all_to_all_sends_all_but_its_own_part(lines):
+    """In each of the ways that compilers write it; between two nodes half of it crosses, over all ports of a node."""
+    wrapped = """%wrapped (p: bf16[8,16,64]) -> bf16[8,16,64] {
+  %p = bf16[8,16,64]{2,1,0} parameter(0)
+  ROOT %w = bf16[8,16,64]{2,1,0} all-to-all(%p), GROUPS, dimensions={0}
+}
+
+"""
+    entry = f"ENTRY %m (x: bf16[8,16,64]) -> bf16[8,16,64] {{\n  %x = bf16[8,16,64] parameter(0)\n  {lines}\n}}\n"
+    (found,) = find_collectives(HEADER + (wrapped + entry).replace("GROUPS", ALL))
+    assert (found.kind, found.elements, found.num_devices) == ("all-to-all", 8 * 16 * 64, 8)
+    assert found.sent_bytes == 2 * 8 * 16 * 64 * 7 / 8
+    assert found.nic_bytes(8) == 0
+    assert found.nic_bytes(4) == 2 * 8 * 16 * 64 * 4 / 8
+
+
 def test_fast_links_and_rates_shorten_what_they_should():
     h200 = machine("h200:8")
     quick, _ = simulate(parse_hlo(GPU), dataclasses.replace(h200, intra_link_bytes_per_s=1e18))
@@ -249,41 +335,6 @@ def test_of_a_stack_a_fusion_in_a_fusion_moves_a_slice():
     timeline, _ = simulate(parse_hlo(NESTED), device)
     # One slice is read, one written; 4 bytes of the index.
     assert timeline.seconds == pytest.approx((2 * 32 * 32 * 4 + 4) / device.hbm_bytes_per_s, rel=1e-3)
-
-
-BRANCHES = """HloModule m, is_scheduled=true
-
-%short (x.0: f32[512,512]) -> f32[512,512] {
-  %x.0 = f32[512,512]{1,0} parameter(0)
-  ROOT %once = f32[512,512]{1,0} dot(%x.0, %x.0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%long (x.1: f32[512,512]) -> f32[512,512] {
-  %x.1 = f32[512,512]{1,0} parameter(0)
-  %first = f32[512,512]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %second = f32[512,512]{1,0} dot(%first, %first), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-ENTRY %main (x: f32[512,512], i: s32[]) -> f32[512,512] {
-  %x = f32[512,512]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %y = f32[512,512]{1,0} conditional(%i, %x, %x), branch_computations={%long, %short}
-}
-"""
-
-
-def test_a_conditional_runs_its_longest_branch():
-    device = machine("h200:8")
-    alone, _ = simulate(
-        parse_hlo(
-            BRANCHES.replace(
-                "conditional(%i, %x, %x), branch_computations={%long, %short}", ("call(%x), to_apply=%long")
-            )
-        ),
-        device,
-    )
-    both, _ = simulate(parse_hlo(BRANCHES), device)
-    assert both.seconds == alone.seconds > 0
 
 
 def test_calls_of_the_host_and_what_is_beside_them():

@@ -15,9 +15,9 @@ from jax import lax
 import jzero
 from jzero.analysis import analyze as analysis
 from jzero.analysis.sent import Fate, sent
-from jzero.analysis.violations import find_violations
-from tests import models
-from tests.tiers import singles
+from jzero.analysis.violations import MISSING, find_violations
+from tests import matrix_models, models
+from tests.tiers import singles, stages
 
 LAYERS, VOCAB = 3, 253
 
@@ -120,10 +120,16 @@ def test_the_fate_of_what_a_loop_gathers(loss, options, fate):
 
 
 @pytest.fixture
-def facts(monkeypatch):
+def kept(monkeypatch):
+    """The facts about each program that is analyzed, and its plan."""
+    found = []
+    monkeypatch.setattr(analysis, "find_violations", lambda *args: found.append(args) or find_violations(*args))
+    return found
+
+
+@pytest.fixture
+def facts(kept):
     """The facts about a compiled step that keeps the plan, and the plan."""
-    kept = []
-    monkeypatch.setattr(analysis, "find_violations", lambda *args: kept.append(args) or find_violations(*args))
     step, state, tokens = gpt(jzero.ZeroConfig(stage=3, persistence_threshold=0), scan=True)
     jzero.analyze(step, state, tokens).verify()
     return kept[0]
@@ -143,11 +149,25 @@ def out_of_loops(c):
     return [dataclasses.replace(c, times=1, in_loop=False, results=tuple(stacks))]
 
 
+def in_update(kind):
+    """Plants an exchange of each reduced parameter in the update, of whole ones or between parts."""
+
+    def change(c):
+        if c.kind != "reduce-scatter":
+            return [c]
+        whole = [x._replace(shape=(8 * x.shape[0], *x.shape[1:])) for x in c.results]
+        return [c, dataclasses.replace(c, kind=kind, results=tuple(whole), op_name="jit(step)/zero_update/sub")]
+
+    return change
+
+
 FAULTS = {
     "merges gathers": (lambda c: [] if "transpose(" in c.op_name and c.kind == "all-gather" else [c], "were merged"),
     "sums gradients whole": (all_reduced, "summed whole, by all-reduce"),
     "widens": (lambda c: [c, c] if c.kind == "all-gather" else [c], "wider than planned, or exchanged whole"),
     "moves gathers out of loops": (out_of_loops, "out of its loop"),
+    "gathers in the update": (in_update("all-gather"), "by all-gather"),
+    "exchanges in the update": (in_update("all-to-all"), "by all-to-all"),
 }
 
 
@@ -161,3 +181,63 @@ def test_what_a_compiler_breaks_is_found(name, facts):
     before = find_violations(compiled, plan)[0]
     found = [x for x in find_violations(changed, plan)[0] if x not in before]
     assert any(text in x for x in found), found
+
+
+def test_gathers_of_the_loss_may_have_the_name_of_the_update(facts):
+    """XLA for GPUs merges them with gathers of the update, under the name of one."""
+    compiled, plan = facts
+    compiled = dataclasses.replace(compiled, platform="gpu")
+    largest = max((c for c in compiled.collectives if c.kind == "all-gather"), key=lambda c: c.whole_size)
+    renamed = dataclasses.replace(largest, op_name="jit(step)/zero_update/sharding_constraint")
+    collectives = tuple(renamed if c is largest else c for c in compiled.collectives)
+    assert largest.whole_size > MISSING * sum(leaf.param.size for leaf in plan.leaves)
+    before = find_violations(compiled, plan)
+    assert find_violations(dataclasses.replace(compiled, collectives=collectives), plan) == before
+
+
+# Matrix work of the update.
+
+
+def muon_report(stage):
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    plain = jzero.TrainState.create(params=matrix_models.params("stack11"), tx=matrix_models.muon())
+    state = jzero.shard_train_state(plain, config=config)
+    return jzero.analyze(jzero.make_train_step(matrix_models.loss), state, matrix_models.batch(0))
+
+
+@stages(3, of=(0, 1, 3))
+def test_the_exchange_of_matrices_is_expected_and_named(stage, kept):
+    """Each matrix goes to a device and back in parts: 2/N of its elements per device, plus slots that are not full."""
+    report = muon_report(stage)
+    report.verify()
+    exchanged = [row for row in report.collectives if row.use == "matrices"]
+    assert {row.kind for row in exchanged} == {"all-to-all"}
+    matrices = sum(leaf.param.size for leaf in kept[0][1].leaves if not leaf.path.endswith("/s"))
+    least, found = 2 * matrices / 8, sum(row.elements for row in exchanged)
+    assert least <= found <= 1.25 * least
+    assert sum(row.sent_bytes for row in exchanged) == pytest.approx(4 * found * 7 / 8)
+    assert "matrices" in str(report)
+    sent_bytes = sum(row.sent_bytes for row in report.collectives)
+    if stage:  # at stage 0 XLA for CPUs sums gradients twice
+        assert report.reckoned.sent_bytes == pytest.approx(sent_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(3, "all-to-all"), (0, "all-gather")])
+def test_more_than_the_exchange_of_matrices_is_found(stage, kind, kept):
+    muon_report(stage).verify()
+    compiled, plan = kept[0]
+    assert any(c.kind == kind and "zero_update" in c.op_name for c in compiled.collectives)
+    collectives = (*compiled.collectives, *(c for c in compiled.collectives if c.kind == kind))
+    violations, _ = find_violations(dataclasses.replace(compiled, collectives=collectives), plan)
+    assert any(f"by {kind}" in x for x in violations)
+
+
+def test_matrix_work_that_is_not_divided_is_found(facts):
+    """The plan of a step with Muon, the program of one with Adam."""
+    compiled, plan = facts
+    plain = jzero.TrainState.create(params=matrix_models.params("unrolled"), tx=matrix_models.muon())
+    work = jzero.plan_train_state(plain, config=plan.config, mesh=plan.mesh).matrices
+    before = find_violations(compiled, plan)[0]
+    (found,) = set(find_violations(compiled, dataclasses.replace(plan, matrices=work))[0]) - set(before)
+    assert "none that is divided" in found
+    assert "odd" in found or "layers/0/a" in found

@@ -17,6 +17,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType
 
 import jzero
+from jzero.analysis.traced import trace_program
 from tests import models
 from tests.tiers import default_for, singles, stages
 
@@ -24,9 +25,10 @@ WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
 LOCAL = ROWS // 8
 
 
-def mlp_state(config):
+def mlp_state(config, optimizer=None):
     params = {"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}
-    return jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.adam(1e-3)), config=config)
+    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
+    return jzero.shard_train_state(plain, config=config)
 
 
 def mlp_loss(params, x):
@@ -278,6 +280,14 @@ def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     assert report.reckoned.gathered_bytes == report.reckoned.planned_bytes == gathered
 
 
+def test_what_an_update_gathers_in_a_branch_is_sent():
+    """The update of every second step gathers each matrix, in a branch."""
+    state = mlp_state(config_of(3), optax.MultiSteps(optax.contrib.muon(1e-3), 2))
+    report = jzero.analyze(jzero.make_train_step(mlp_loss), state, BATCH)
+    report.verify()
+    assert report.reckoned.sent_bytes == pytest.approx(sum(row.sent_bytes for row in report.collectives), rel=0.01)
+
+
 def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():
     state = stack_state(config_of(3))
     plan, losses = jzero.plan_of(state), [stack_loss, rematted_loss, jax.checkpoint(rematted_loss)]
@@ -309,6 +319,22 @@ def test_products_are_counted():
     assert memory.flops == 3 * forward  # the scan computes the gradient of its first input, too
     # The second product of a layer, whose result is the next one's input, need not be recomputed.
     assert reckoned(stack_loss, stack_state(config_of(2)), remat=True).flops == 3.5 * forward
+
+
+def test_of_branches_the_most_work_counts():
+    """One branch multiplies, one writes the most."""
+
+    def multiplies(x):
+        for _ in range(3):
+            x = x[:, :16] @ x[:16]
+        return x
+
+    def writes(x):
+        return jnp.cumsum(jnp.tile(x, (64, 1)), axis=0)[:48]
+
+    x = jax.ShapeDtypeStruct((48, 48), jnp.float32)
+    jaxpr = jax.jit(lambda k, x: jax.lax.switch(k, [writes, multiplies, lambda x: x], x)).trace(0, x).jaxpr
+    assert trace_program(jaxpr, [1, 1]).flops == 3 * 2 * 48 * 16 * 48
 
 
 def test_accumulation_keeps_one_micro_batch():

@@ -13,6 +13,7 @@ of the collective and its devices in attributes; the `recv` has the result.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ def bytes_on_port(kind: str, sent_bytes: float, num_devices: int, num_nodes: int
 
 
 def find_collectives(hlo_text: str) -> list[Collective]:
-    """Returns every collective that the entry computation runs.
+    """Returns every collective that the entry computation runs; of branches, those of the one that sends most.
 
     Args:
       hlo_text: `jax.jit(...).lower(...).compile().as_text()`.
@@ -136,7 +137,7 @@ def find_collectives(hlo_text: str) -> list[Collective]:
 
 
 def program_collectives(program: Program, *, unknown_trips: int | None = None) -> Iterator[Collective]:
-    """Yields every collective that a program runs.
+    """Yields every collective that a program runs; of branches, those of the one that sends most.
 
     Args:
       program: The parsed program.
@@ -198,8 +199,13 @@ def _walk(
                 trips = program.trip_count(instruction)
                 trips = unknown_trips if trips is None else trips
                 inner = None if trips is None or times is None else times * trips
-            for called in program.called_computations(instruction):
-                yield from _walk(program, called, inner, in_loop or is_loop, unknown_trips)
+            runs = [
+                list(_walk(program, called, inner, in_loop or is_loop, unknown_trips))
+                for called in program.called_computations(instruction)
+            ]
+            if instruction.opcode == "conditional":
+                runs = sorted(runs, key=lambda found: sum(c.sent_bytes * c.times for c in found))[-1:]
+            yield from itertools.chain(*runs)
 
 
 def _collective(program: Program, kind: str, instruction: Instruction, results: tuple[Array, ...]) -> Collective:

@@ -13,7 +13,7 @@ from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
-from jzero.analysis.violations import PlanViolation
+from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 
@@ -22,7 +22,7 @@ __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """All collectives of one kind, axis and dtype, inside or outside loops; what is merged counts by dtype.
+    """All collectives of one kind, axis, dtype and use, inside or outside loops; what is merged counts by dtype.
 
     Attributes:
       kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
@@ -34,6 +34,7 @@ class CollectiveRow:
       sent_bytes: Bytes that one device sends per step, in rings.
       level: "within" nodes, "between" nodes, or empty if nodes are not known.
       nic_bytes: Bytes per step on the network port of one device.
+      use: "matrices" if they bring matrices to the devices that compute their update and back, else empty.
     """
 
     kind: str
@@ -45,16 +46,18 @@ class CollectiveRow:
     sent_bytes: int
     level: str = ""
     nic_bytes: int = 0
+    use: str = ""
 
 
 def rows_of(collectives: Iterable[tuple[Collective, str, int]]) -> tuple[CollectiveRow, ...]:
     """Returns the rows for collectives, each given with its axis and the nodes of its group, 0 if they are unknown."""
-    rows: dict[tuple[str, str, str, bool, str], CollectiveRow] = {}
+    rows: dict[tuple[str, str, str, bool, str, str], CollectiveRow] = {}
     for merged, axis, num_nodes in collectives:
         for c in merged.by_dtype():
             level = ("", "within")[num_nodes] if num_nodes < 2 else "between"
-            key = (c.kind, axis, c.dtype, c.in_loop, level)
-            old = rows.get(key, CollectiveRow(*key[:-1], count=0, elements=0, sent_bytes=0, level=level))
+            use = "matrices" if c.kind == "all-to-all" and MATRICES in c.op_name else ""
+            key = (c.kind, axis, c.dtype, c.in_loop, level, use)
+            old = rows.get(key, CollectiveRow(*key[:4], count=0, elements=0, sent_bytes=0, level=level, use=use))
             on_port = bytes_on_port(c.kind, c.sent_bytes, c.num_devices, max(num_nodes, 1))
             rows[key] = dataclasses.replace(
                 old,
@@ -74,7 +77,7 @@ class AnalysisReport:
       machine: The machine that it was compiled for.
       num_devices: The number of its devices.
       memory: Bytes per device by class.
-      collectives: One row per kind, axis, dtype and loop or not.
+      collectives: One row per kind, axis, dtype, use, and loop or not.
       communication_elements: Elements that one step moves in ZeRO's count, to compare with 2Ψ or 3Ψ.
       exposed_communication: Share of collective time that no computation covers, by a model of the machine
         (`jzero.analysis.schedule`); `None` if its rates are unknown.
@@ -166,13 +169,14 @@ class AnalysisReport:
         return [*lines, "", *activation_lines(self.reckoned.activations)]
 
     def _collective_lines(self) -> list[str]:
-        header = ("collective", "axis", "dtype", "level", "in loop", "per step", "elements", "sent", "per port")
+        header = ("collective", "axis", "dtype", "level", "use", "in loop", "per step", "elements", "sent", "per port")
         cells = [
             (
                 r.kind,
                 r.axis,
                 r.dtype,
                 r.level,
+                r.use,
                 "yes" if r.in_loop else "",
                 str(r.count),
                 f"{r.elements:,}",
@@ -181,9 +185,11 @@ class AnalysisReport:
             )
             for r in self.collectives
         ]
-        shown = [i for i in range(len(header)) if self.nic_bytes or header[i] not in ("level", "per port")]
+        left_out = {"level", "per port"} if not self.nic_bytes else set[str]()
+        left_out |= {"use"} if not any(r.use for r in self.collectives) else set()
+        shown = [i for i, title in enumerate(header) if title not in left_out]
         table = [tuple(row[i] for i in shown) for row in [header, *cells]]
-        lines = ["", *format_rows(table, left=shown.index(5))] if cells else ["", "no collectives"]
+        lines = ["", *format_rows(table, left=shown.index(6))] if cells else ["", "no collectives"]
         total = f"{self.communication_elements:,} elements per step"
         size = sum(leaf.param.size for leaf in self.plan.leaves) if self.plan else 0
         lines.append(total + (f" = {self.communication_elements / size:.2f} × {size:,} parameters" if size else ""))

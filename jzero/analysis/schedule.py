@@ -121,10 +121,11 @@ class _Run:
         for instruction in computation.instructions:
             self.instruction(computation, instruction)
 
-    def seconds(self, computation: Computation) -> float:
-        """Returns how long a computation takes by itself."""
+    def seconds_alone(self, computation: Computation) -> float:
+        """Returns how long a computation takes on idle streams."""
         run = _Run(self.program, self.machine)
         run.computation(computation)
+        self.unknown |= run.unknown
         return max(run.now, *run.free.values())
 
     def instruction(self, computation: Computation, x: Instruction) -> None:
@@ -137,10 +138,13 @@ class _Run:
                 self.wait(x.name)
         elif x.opcode == "while":
             self.loop(x)
-        elif x.opcode in ("call", "conditional"):
-            called = list(self.program.called_computations(x))
-            for one in called if x.opcode == "call" else sorted(called, key=self.seconds)[-1:]:
-                self.computation(one)
+        elif x.opcode == "conditional":
+            branches = self.program.called_computations(x)
+            for longest in sorted(branches, key=self.seconds_alone)[-1:]:
+                self.computation(longest)
+        elif x.opcode == "call":
+            for called in self.program.called_computations(x):
+                self.computation(called)
         elif x.opcode.endswith("-start"):
             self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine), x.opcode)
         elif x.opcode.endswith("-done"):

@@ -86,6 +86,7 @@ class Transfer:
       axes: The mesh axes that it spans.
       times: How often a step runs it.
       of_param: Whether it gathers a parameter for the loss.
+      scope: Where it is: the name stack.
     """
 
     kind: str
@@ -94,6 +95,7 @@ class Transfer:
     axes: tuple[str, ...]
     times: int = 1
     of_param: bool = False
+    scope: str = ""
 
 
 @dataclasses.dataclass
@@ -222,10 +224,11 @@ class TracedProgram:
             self._written[x] = dataclasses.replace(x, buffer=made, sources=())
         return self._written[x]
 
-    def include(self, inner: TracedProgram, times: int) -> None:
-        """Adds the flops and transfers of a body that runs `times` times."""
-        self.flops += times * inner.flops
-        self.transfers += [dataclasses.replace(x, times=times * x.times) for x in inner.transfers]
+    def include(self, *bodies: TracedProgram, times: int = 1) -> None:
+        """Adds the flops and transfers of a body that runs `times` times; of branches, the most of any."""
+        self.flops += times * max(body.flops for body in bodies)
+        busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
+        self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]
 
 
 def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
@@ -285,8 +288,10 @@ class _Visitor:
         before = len(self.program.transfers)
         made = self.program.run(operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         of_param = self.eqn.primitive is gather_p
-        hops = [Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param) for x in hops_of(self.eqn)]
-        self.program.transfers[before:] = hops
+        self.program.transfers[before:] = [
+            Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param, scope=self.name)
+            for x in hops_of(self.eqn)
+        ]
         return made
 
     def _write(self, x: _Value) -> _Value:
@@ -303,7 +308,7 @@ class _Visitor:
             return dataclasses.replace(x, parts=parts, num_bytes=whole // parts)
         axes = tuple(str(n) for n in sharding.mesh.shape if n not in names)
         size = size_of(self.eqn.outvars[0].aval) // parts
-        self.program.transfers.append(Transfer("all-gather", whole // parts, size, axes))
+        self.program.transfers.append(Transfer("all-gather", whole // parts, size, axes, scope=self.name))
         shard, x = self._write(x), dataclasses.replace(x, parts=parts)
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
@@ -331,7 +336,7 @@ class _Visitor:
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
         outputs = body.run(jaxpr, given, self.name, backward=self.backward)
-        self.program.include(body.finish(outputs), length)
+        self.program.include(body.finish(outputs), times=length)
         kind: Kind = "gradients" if self.backward else "working"
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
@@ -357,10 +362,11 @@ class _Visitor:
     def _opaque(self, inputs: list[_Value]) -> list[_Value]:
         """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
         kind = self.eqn.primitive.name
-        bodies = [self._body(jaxpr) for jaxpr in _compat.contained_jaxprs(self.eqn)]
+        operands = inputs[1:] if kind == "cond" else []
+        bodies = [self._body(jaxpr, operands) for jaxpr in _compat.contained_jaxprs(self.eqn)]
         largest = max(bodies, key=lambda body: sum(x.num_bytes for x in body.buffers), default=None)
-        if largest is not None:
-            self.program.include(largest, 1)
+        if bodies:
+            self.program.include(*bodies)
         self.program.flops += product_flops(self.eqn)
         whole = [self._write(x) for x in inputs]
         if kind in TRANSFERS:
@@ -368,16 +374,19 @@ class _Visitor:
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
             for x, source, v in zip(inputs, self.eqn.invars, self.eqn.outvars, strict=False):
                 num_bytes, num_elements = max(x.num_bytes, bytes_of(v.aval)), max(size_of(source.aval), size_of(v.aval))
-                self.program.transfers.append(Transfer(TRANSFERS[kind], num_bytes, num_elements, axes))
+                found = Transfer(TRANSFERS[kind], num_bytes, num_elements, axes, scope=self.name)
+                self.program.transfers.append(found)
         made: Kind = "gathered" if kind.startswith("all_gather") else "working"
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
         return self._operation(inputs, whole, in_place=in_place, inner=largest, kind=made, moves=moves)
 
-    def _body(self, jaxpr: Any) -> TracedProgram:
+    def _body(self, jaxpr: Any, operands: Sequence[_Value]) -> TracedProgram:
+        """Returns the program of a body; only a branch has the equation's operands as they are."""
         body = TracedProgram()
-        inputs = [body.argument(v.aval) for v in jaxpr.invars]
+        parts = [x.parts for x in operands] or [1] * len(jaxpr.invars)
+        inputs = [body.argument(v.aval, n) for v, n in zip(jaxpr.invars, parts, strict=True)]
         return body.finish(body.run(jaxpr, inputs, self.name, backward=self.backward))
 
     def _operation(

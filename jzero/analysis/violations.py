@@ -29,7 +29,10 @@ from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
 
-__all__ = ["Compiled", "PlanViolation", "axes_of", "find_violations"]
+__all__ = ["MATRICES", "Compiled", "PlanViolation", "axes_of", "find_violations"]
+
+UPDATE, MATRICES = "zero_update", "zero_matrices"
+"""The name scopes of the optimizer's update, and of the matrix work in it."""
 
 SMALL = 1024
 """Arrays of up to this many elements are not checked: they are too small to matter."""
@@ -84,7 +87,7 @@ def find_violations(compiled: Compiled, plan: ZeroPlan) -> tuple[list[str], list
     """Returns the departures of a program from a plan, and remarks on unknowns."""
     violations: list[str] = []
     notes: list[str] = []
-    for check in (_by_path, _by_kind, _large_gathers, _lost_donation):
+    for check in (_by_path, _by_kind, _large_gathers, _undivided, _lost_donation):
         for is_violation, text in check(compiled, plan):
             (violations if is_violation else notes).append(text)
     return list(dict.fromkeys(violations)), list(dict.fromkeys(notes))
@@ -153,12 +156,21 @@ def _say(x: Sent) -> str:
 class _Amounts:
     """How much each kind of collective moves along ZeRO's axes: bytes; elements on CPUs, where 16 bits travel as 32.
 
-    Keys are the kind, and whether it crosses nodes of the plan.
+    Keys are the kind, and whether it crosses nodes of the plan. The update counts, too: the trace has its gathers and
+    the exchanges of its matrix work. Compilers merge its gathers with those of the loss, under the name of either.
+
+    Attributes:
+      placed: What the gathers and reductions of parameters move.
+      traced: What all collectives of the traced program move.
+      compiled: What all collectives of the compiled program move.
+      updates: What the update moves in both.
     """
 
     def __init__(self, compiled: Compiled, plan: ZeroPlan) -> None:
         by_bytes, axes = compiled.platform != "cpu", {*plan.comm.batch_axes}
-        self.placed, self.traced, self.compiled = (collections.Counter[tuple[str, bool]]() for _ in range(3))
+        self.placed, self.traced, self.compiled, before, after = (
+            collections.Counter[tuple[str, bool]]() for _ in range(5)
+        )
         node = {plan.config.node_axis} - {None}
         for x in compiled.sent:
             for hop in x.hops:
@@ -166,22 +178,27 @@ class _Amounts:
                 self.placed[key] += x.times * (hop.num_bytes if by_bytes else hop.num_elements)
         for t in compiled.transfers:
             key = t.kind, bool(node & {*t.axes})
-            self.traced[key] += t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
+            amount = t.times * (t.num_bytes if by_bytes else t.num_elements) * bool({*t.axes} & axes)
+            self.traced[key] += amount
+            before[key] += amount * (UPDATE in t.scope)
         for c in compiled.collectives:
             num_bytes = sum(x.num_bytes for x in c.results) * (c.num_devices if c.kind == "reduce-scatter" else 1)
             found = {*axes_of(c.group, plan.mesh)}
             if c.is_between_slices and not node:
                 continue  # a TPU's compiler splits a hop over slices in two: the other one has the whole array
-            if "zero_update" not in c.op_name and found & axes:
-                key = c.kind, bool(node & found)
-                self.compiled[key] += c.times * (num_bytes if by_bytes else c.whole_size)
+            key = c.kind, bool(node & found)
+            amount = c.times * (num_bytes if by_bytes else c.whole_size) * bool(found & axes)
+            self.compiled[key] += amount
+            after[key] += amount * (UPDATE in c.op_name)
+        self.updates = before & after
         self.params = sum(x.param.size * (jnp.dtype(x.compute_dtype).itemsize if by_bytes else 1) for x in plan.leaves)
         self.unit = "B" if by_bytes else "elements"
 
     def missing(self, kind: str) -> tuple[str, bool] | None:
         """Returns the key by which the compiled program moves less than the traced one by collectives of a kind."""
-        keys = [key for key in self.placed if key[0] == kind]
-        return next((key for key in keys if self.placed[key] - self.compiled[key] > MISSING * self.params), None)
+        lacks = self.placed + self.updates
+        lacks.subtract(self.compiled)
+        return next((key for key in self.placed if key[0] == kind and lacks[key] > MISSING * self.params), None)
 
     def say(self, key: tuple[str, bool]) -> str:
         """Returns both figures in words."""
@@ -192,7 +209,7 @@ class _Amounts:
 
 def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the compiled program with the traced one."""
-    if not compiled.sent:
+    if not compiled.sent and not compiled.micro_batches:
         yield from _own_reductions(compiled, plan)
         return
     amounts = _Amounts(compiled, plan)
@@ -211,7 +228,7 @@ def _by_kind(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 
 def _own_reductions(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
-    """Looks at a program without equations of jzero's: whether the compiler divides its reductions of gradients."""
+    """Looks at a program without collectives of jzero's: whether the compiler divides its reductions of gradients."""
     cut = [leaf for leaf in plan.leaves if leaf.trained and leaf.grad.cut is not None and leaf.grad.size > SMALL]
     if not compiled.returns_state or not cut or not plan.config.reduce_scatter:
         return
@@ -233,10 +250,22 @@ def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     traced = [t.num_elements for t in compiled.transfers if t.kind == "all-gather"]
     largest = max([SMALL, *traced, *(leaf.param.size for leaf in plan.leaves if leaf.scan_dim is None)])
     for c in compiled.collectives:
-        for x in c.results if c.kind == "all-gather" and compiled.sent and "zero_update" not in c.op_name else ():
+        for x in c.results if c.kind == "all-gather" and compiled.sent and UPDATE not in c.op_name else ():
             if x.size > largest:
                 text = f"A gather of {x.dtype}[{','.join(map(str, x.shape))}] is larger than any that was traced: "
                 yield True, text + "the compiler moved it out of its loop."
+
+
+def _undivided(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
+    """Looks for the matrix work of the plan."""
+    instructions = (x for computation in compiled.program.computations.values() for x in computation.instructions)
+    if compiled.returns_state and plan.matrices.kinds and not any(MATRICES in x.op_name for x in instructions):
+        paths = [path for kind in plan.matrices.kinds for path in kind.paths]
+        yield (
+            True,
+            f"The plan divides the matrix work of {', '.join(paths[:3])}{' …' * (len(paths) > 3)} among the devices; "
+            "the program has none that is divided.",
+        )
 
 
 def _lost_donation(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
