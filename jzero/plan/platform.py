@@ -25,8 +25,8 @@ class PlatformFacts(NamedTuple):
         the backward pass must wait for them; see [Note: Waiting for gradients].
       prefetches: Whether loops gather one turn ahead by default; see [Note: Gathering one turn ahead].
       hops_late: Whether loops finish the reductions of one turn beside the products of the next, over several nodes.
-      adds_updates: Whether it adds whole updates one by one, so that gathering new parameters takes more memory; see
-        [Note: Gathering new parameters].
+      copies_results: Whether gathered arrays lie beside those that they replace until the end, unless these are an
+        operand; see [Note: Gathering new parameters].
       is_tiled: Whether it lays out arrays in tiles.
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """
@@ -35,7 +35,7 @@ class PlatformFacts(NamedTuple):
     postpones: bool = False
     prefetches: bool = False
     hops_late: bool = False
-    adds_updates: bool = False
+    copies_results: bool = False
     is_tiled: bool = False
     sums_bf16: bool = True
 
@@ -43,7 +43,7 @@ class PlatformFacts(NamedTuple):
 PLATFORMS = {
     "cpu": PlatformFacts(fence="data", sums_bf16=False),
     "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True),
-    "tpu": PlatformFacts(fence="light", adds_updates=True, is_tiled=True),
+    "tpu": PlatformFacts(fence="light", copies_results=True, is_tiled=True),
     None: PlatformFacts(is_tiled=True),  # an abstract mesh: safe on every platform
 }
 
