@@ -676,6 +676,21 @@ MUTANTS = [
         "test_offload_optimizer.py::test_padding_stays_zero",
     ),
     Mutant(
+        "padding_counts_in_sums",
+        "update/chunks.py",
+        "functools.reduce(lax.mul, factors), nothing)",
+        "functools.reduce(lax.mul, factors), 0)",
+        "test_offload_optimizer.py::test_numbers_over_state_on_the_host_equal_one_device",
+        "device",
+    ),
+    Mutant(
+        "devices_draw_noise_of_one",
+        "update/chunks.py",
+        "return self.first[dim] + chunk_index(",
+        "return 0 * self.first[dim] + chunk_index(",
+        "test_offload_optimizer.py::test_stochastic_rounding_draws_the_same_bits_wherever_it_runs",
+    ),
+    Mutant(
         "muon_on_shards",
         "jaxpr/primitives.py",
         "cumprod cumsum dot_general eig",

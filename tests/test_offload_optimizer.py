@@ -123,6 +123,46 @@ def test_padding_stays_zero():
         assert padded >= 8
 
 
+def of_all_elements(m, g):
+    """Numbers of each kind over all elements of state; none may count what padding makes of zeros."""
+    waves = jnp.cos(m)  # 1 where m is 0
+    extremes = jnp.max(m - 1) + jnp.min(m + 1)
+    flags = 1.0 * jnp.all(m != 0) + 2.0 * jnp.any(jnp.cos(m) > 1.5)
+    return jnp.tanh(jnp.sum(waves) / m.size + extremes + flags + jnp.vdot(waves, g))
+
+
+def numbers_of_state(scale):
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda m, g: 0.9 * m + g + 0.01, state, updates)
+        return jax.tree.map(lambda g, m: -scale * of_all_elements(m, g) * (g + m), updates, state), state
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.ones_like, params), update)
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_numbers_over_state_on_the_host_equal_one_device(compute):
+    shapes = {"odd": (37, 131), "flat": (11,), "stack": (3, 5, 13)}
+    keys = {name: jax.random.fold_in(jax.random.key(0), i) for i, name in enumerate(shapes)}
+    params = {name: jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
+    tx = numbers_of_state(1e-2)
+    offload = jzero.Offload(optimizer="host", params="host", chunk_bytes=1024, compute=compute)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
+    loss = lambda params, batch: batch.mean() * sum(jnp.square(x).sum() for x in params.values())
+    step = jzero.make_train_step(loss)
+    opt_state = tx.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of state that comes to the devices as a whole
+        for _ in range(3):
+            state, _ = step(state, jnp.ones((8,)))
+            updates, opt_state = tx.update(jax.grad(loss)(params, jnp.ones((8,))), opt_state, params)
+            params = optax.apply_updates(params, updates)
+    # Sums in another order.
+    found = jzero.unshard_train_state(state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.params, params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), found.opt_state, opt_state)
+
+
 def test_chunks_of_any_size_give_the_same():
     reference, _ = train(mlp_state(2, "bf16"))
     for chunk_bytes in (1, 700):
