@@ -21,10 +21,14 @@ from jzero.plan.opt_leaves import find_owners
 from jzero.update.chunks import REDUCTIONS
 from jzero.update.split import Kind, kernel_of, split
 from tests.survey import CLASSES, SHAPES, SURVEY
+from tests.tiers import default_for
 
 NAMES = sorted(SHAPES)
 CLASS_OF = {name: kind for kind, names in CLASSES.items() for name in names.split()}
 TRACED = [name for name, kind in CLASS_OF.items() if kind != "needs the loss function"]
+
+FEW = "adafactor adamw adopt apply_if_finite galore lamb momo_adam multi_steps muon noisy_sgd prodigy sam sm3".split()
+"""Those whose kernels run by default: of each class, and with a `cond`."""
 
 
 def values(seed):
@@ -134,9 +138,15 @@ def test_the_survey_is_complete():
 @pytest.mark.filterwarnings("ignore:Specifying a key")
 @pytest.mark.parametrize("name", TRACED)
 def test_what_an_update_needs(name):
-    """Also: kernels on flat records, in two steps, equal the same operations on whole arrays to the bit."""
-    update, state = make_update(name)
+    update, _ = make_update(name)
     assert needs(update) == CLASS_OF[name]
+
+
+@pytest.mark.filterwarnings("ignore:Specifying a key")
+@pytest.mark.parametrize("name", default_for(FEW, TRACED))
+def test_kernels_equal_the_operations_on_whole_arrays(name):
+    """To the bit: on flat records, operation by operation, in two steps."""
+    update, state = make_update(name)
     params = values(0)
     for step in range(2):
         inputs = jax.tree.leaves((values(step + 1), params, state))
