@@ -77,7 +77,7 @@ class Before(NamedTuple):
     number: Any = None
     applied: Any = None
     value: Any = None
-    extra: dict[str, Any] = {}  # noqa: RUF012  (never written)
+    extra: dict[str, Any] | None = None
 
 
 class After(NamedTuple):
@@ -118,7 +118,7 @@ class WholeUpdate:
         seen = [self._seen(*y) for y in zip(plan.leaves, x.params, x.masters, strict=True)] if knows else x.params
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
         state = [y.astype(leaf.wide or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
-        extra = {**extra_args(self.tx, x.value, grads), **x.extra, **dict(self.functions)}
+        extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
         with said_clearly():
             made, new = self.tx.update(
                 grads, plan.inner_treedef.unflatten(state), tree(seen) if knows else None, **extra
