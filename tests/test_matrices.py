@@ -261,9 +261,9 @@ def test_bases_of_a_stack_stay_where_its_slices_are_computed(num):
 def test_state_of_one_parameter_that_has_another_shape_is_cut(stage, name, kind):
     plan = jzero.plan_of(sharded(models.params(kind), OPTIMIZERS[name](), stage=stage))
     paths = [leaf.path for leaf in plan.leaves]
-    even = [leaf for leaf in squares(plan) if leaf.shape[-1] % plan.num_shards == 0]
-    assert len(even) >= 12
-    for leaf in even:
+    assert any(leaf.shape[-1] % plan.num_shards for leaf in squares(plan)) or kind == "stack8"
+    assert len(squares(plan)) >= 12
+    for leaf in squares(plan):  # of odd sizes, too
         assert leaf.cut is not None, leaf.path
         assert f"/{paths[leaf.owner]}/" in leaf.path
 

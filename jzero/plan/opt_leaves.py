@@ -23,7 +23,7 @@ from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.regions import flow_of
-from jzero.plan.layout import choose_even_cut
+from jzero.plan.layout import choose_cut, choose_even_cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import AnyMesh, axis_size
 
@@ -56,8 +56,10 @@ def plan_opt_leaf(
     grad = plans[owner].grad
     if leaf.shape == grad.shape:
         return dataclasses.replace(leaf, base=grad.base, cut=grad.cut, reason=grad.reason)
-    free = [d for d in range(len(leaf.shape)) if d not in leaf.taken]
-    cut = choose_even_cut(leaf.shape, axis_size(mesh, config), free) if grad.cut else None
+    num_shards, free = axis_size(mesh, config), [d for d in range(len(leaf.shape)) if d not in leaf.taken]
+    cut = choose_even_cut(leaf.shape, num_shards, free) if grad.cut else None
+    if grad.cut and cut is None and len(leaf.shape) > 1:  # the squares of a matrix of odd size take as much as it
+        cut, _ = choose_cut(leaf.shape, num_shards, scan_dim=None, taken_dims=leaf.taken)
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 
