@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,9 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from jzero import _compat
 from jzero.analysis.collectives import find_collectives
-from jzero.jaxpr.flat import flattened
-from jzero.plan.matrices import find_matrices
-from jzero.update.owned import compute_owned
+from jzero.plan import matrices
 from tests import matrix_models as models
 from tests.tiers import pairs, singles, slow, stages
 
@@ -305,6 +303,23 @@ def test_the_plan_tells_that_matrices_are_known_in_the_step():
     assert json.loads(plan.to_json())["matrices"]["unknown"].startswith("known when the step is traced")
 
 
+@pytest.mark.parametrize("large", [64, 2**20])
+def test_what_only_the_trace_knows_to_be_whole_causes_a_warning(monkeypatch, large):
+    """The plan could not be made from an update that asks for the loss, so the step itself tells."""
+    monkeypatch.setattr(matrices, "LARGE", large)
+
+    def update(updates, state, params=None, *, value):
+        return {"a": value * updates["a"] @ updates["b"], "b": updates["b"]}, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    state = sharded({"a": jnp.ones((16, 16)), "b": jnp.ones((16, 16))}, tx)
+    grads = models.grads(state.params, 0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        state.tx.update(grads, state.opt_state, state.params, value=jnp.float32(2))
+    assert any("a, b (16, 16): one product takes several parameters" in str(x.message) for x in told) == (large == 64)
+
+
 def test_plans_without_matrix_work_do_not_mention_any():
     assert "matrix work" not in str(jzero.plan_of(sharded(models.params("unrolled"), optax.adamw(1e-3))))
 
@@ -373,67 +388,3 @@ def test_cpus_factorize_a_stack_that_cannot_be_sliced_on_each_device():
     elsewhere = jzero.plan_train_state(plain, stage=3, mesh=jax.sharding.AbstractMesh((8,), ("data",)))
     assert not elsewhere.matrices.whole
     assert [(kind.num, kind.shape) for kind in elsewhere.matrices.kinds] == [(1, (3, 16, 24))]
-
-
-def evaluated(plan, jaxpr, inputs, owners):
-    """Evaluates a closed jaxpr with each matrix on one device. Returns its outputs, and the matrix work."""
-    opened, consts = _compat.open_jaxpr(flattened(jaxpr))
-    found = find_matrices(plan, opened, owners)
-    replaced = frozenset().union(*(work.region.eqns for work in found.works))
-    pending = [eqn for i, eqn in enumerate(opened.eqns) if i not in replaced]
-    env = dict(zip([*opened.constvars, *opened.invars], [*consts, *inputs], strict=True))
-    read = lambda v: _compat.value_of(v) if _compat.is_literal(v) else env[v]
-    for level in range(2 + max(work.region.level for work in found.works)):
-        waiting, pending = pending, []
-        for eqn in waiting:
-            if all(_compat.is_literal(v) or v in env for v in eqn.invars):
-                env.update(zip(eqn.outvars, _compat.bind(eqn, list(map(read, eqn.invars))), strict=True))
-            else:
-                pending.append(eqn)
-        if works := [work for work in found.works if work.region.level == level]:
-            env.update(compute_owned(plan, works, read))
-    assert not pending
-    return list(map(read, opened.outvars)), found
-
-
-def test_casts_scaling_and_rounding_around_an_update_stay_with_the_shards():
-    """A jaxpr from gradients as they are reduced to parameters as they are stored, masters beside them."""
-    with jax.enable_x64(False):
-        params, tx = models.params("stack11"), models.muon()
-        plan = jzero.plan_of(sharded(params, tx, precision="bf16"))
-        narrow = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
-
-        def step(grads, state, stored, masters, factor, key):
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * factor, grads)
-            updates, state = tx.update(grads, state, masters)
-            masters = optax.apply_updates(masters, updates)
-            bits = jax.tree.map(lambda x: jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.float32) * 1e-9, masters)
-            rounded = narrow(optax.apply_updates(masters, bits))
-            same = jax.tree.map(lambda old, new: jnp.where(factor > 0, new, old), stored, rounded)
-            return masters, same
-
-        key, factor = jax.random.key(1), jnp.float32(0.5)
-        args = (narrow(models.grads(params, 0)), tx.init(params), narrow(params), params, factor, key)
-        numbers = list(range(len(plan.leaves)))
-        owners = [*numbers, *(leaf.owner for leaf in plan.inner_leaves), *numbers, *numbers, None, None]
-        jaxpr, want = jax.make_jaxpr(step)(*args), jax.jit(step)(*args)
-        works = []
-
-        @jax.jit
-        def run(*args):
-            outs, found = evaluated(plan, jaxpr, jax.tree.leaves(args), owners)
-            works.extend(found.works)
-            assert not found.notes
-            return jax.tree.unflatten(jax.tree.structure(want), outs)
-
-        masters, stored = run(*args)
-        assert [plan.leaves[work.region.owner].path for work in works] == ["in", "odd", "out", "stack/a", "stack/b"]
-        for work in works:
-            assert [v.aval.dtype for v in (*work.region.inputs, *work.region.outputs)] == [jnp.float32] * 2
-        close = lambda within: (
-            lambda x, y: np.testing.assert_allclose(
-                np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=within, atol=within * float(jnp.abs(y).max())
-            )
-        )
-        jax.tree.map(close(4e-6), masters, want[0])
-        jax.tree.map(close(2.0**-8), stored, want[1])

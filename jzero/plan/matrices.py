@@ -32,7 +32,16 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["Matrices", "Port", "Work", "find_matrices", "schedule_of", "warn_of_matrices", "with_matrices"]
+__all__ = [
+    "Matrices",
+    "Port",
+    "Work",
+    "find_matrices",
+    "schedule_of",
+    "warn_of_matrices",
+    "warn_of_whole",
+    "with_matrices",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,10 +208,11 @@ def _sliced(units: _Units, scan_dim: int | None) -> _Units | None:
             program, outs = slice_program(units.program, dims, largest[d])
         except NotSlicedError:
             continue
-        if None not in outs:
+        sliced = [out for out in outs if out is not None]
+        if len(sliced) == len(outs):
             inputs = tuple((*x, d) for x in units.inputs)
-            outputs = tuple((*x, out) for x, out in zip(units.outputs, outs, strict=True))
-            return _Units(program, (*units.sizes, largest[d]), inputs, outputs)  # type: ignore[arg-type]
+            outputs = tuple((*x, out) for x, out in zip(units.outputs, sliced, strict=True))
+            return _Units(program, (*units.sizes, largest[d]), inputs, outputs)
     return None
 
 
@@ -267,16 +277,21 @@ def _described(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:
     return MatrixWork(tuple(kinds), tuple(matrices.notes), busiest)
 
 
-def warn_of_matrices(plan: ZeroPlan) -> None:
-    """Warns of large matrices that every device computes, and of stacks that the optimizer seems to mistake."""
-    work = plan.matrices
-    large = [f"  {x}" for x in work.whole if math.prod(x.shape) >= LARGE]
+def warn_of_whole(found: Sequence[WholeMatrix]) -> None:
+    """Warns of large matrices that every device computes."""
+    large = [f"  {x}" for x in found if math.prod(x.shape) >= LARGE]
     if large:
         warnings.warn(
             "Every device computes the optimizer's matrix work of these parameters, so it takes as long as on one "
             "device:\n" + "\n".join(large),
-            stacklevel=4,
+            stacklevel=5,
         )
+
+
+def warn_of_matrices(plan: ZeroPlan) -> None:
+    """Warns of large matrices that every device computes, and of stacks that the optimizer seems to mistake."""
+    work = plan.matrices
+    warn_of_whole(work.whole)
     paths = {path for kind in work.kinds for path in kind.paths} | {path for x in work.whole for path in x.paths}
     trained = [leaf for leaf in plan.leaves if leaf.trained]
     stacks = [leaf.path for leaf in trained if leaf.scan_dim is not None and len(leaf.param.shape) == 2]

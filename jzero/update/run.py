@@ -24,7 +24,7 @@ from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.matrices import find_matrices
+from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
 from jzero.update.gathered import Everywhere
@@ -163,7 +163,10 @@ class _Run:
         Args:
           owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
         """
-        works = [] if owners is None else find_matrices(self.plan, self.split.jaxpr, owners).works
+        found = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
+        works = found.works
+        if self.plan.matrices.unknown:  # the plan could not warn
+            warn_of_whole(found.notes)
         replaced = frozenset[int]().union(*(work.region.eqns for work in works))
         self.given = frozenset(v for work in works for v in work.region.outputs)
         kinds = enumerate(self.split.kinds)
