@@ -18,8 +18,7 @@ from jzero import _compat
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.plan.opt_leaves import find_owners
-from jzero.update.chunks import REDUCTIONS
-from jzero.update.split import Kind, kernel_of, split
+from jzero.update.split import REDUCTIONS, Kind, kernel_of, split
 from tests.survey import CLASSES, SHAPES, SURVEY
 from tests.tiers import default_for
 

@@ -35,6 +35,7 @@ from jzero.arrays.placement import is_on_host, on_device
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
+from jzero.update.split import REDUCTIONS
 
 __all__ = ["Pass", "reduce_pass", "run_pass"]
 
@@ -56,17 +57,6 @@ class Pass(NamedTuple):
     arrays: Sequence[jax.Array]
     numbers: Sequence[Any] = ()
     targets: Sequence[Any] = ()
-
-
-REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]] = {
-    "dot_general": (jnp.sum, lax.add, 0),  # of the product of the factors
-    "reduce_and": (jnp.all, lax.bitwise_and, True),
-    "reduce_max": (jnp.max, lax.max, -jnp.inf),
-    "reduce_min": (jnp.min, lax.min, jnp.inf),
-    "reduce_or": (jnp.any, lax.bitwise_or, False),
-    "reduce_sum": (jnp.sum, lax.add, 0),
-}
-"""By primitive: the number of an array, that of two numbers, and what does not count."""
 
 
 class _Part(NamedTuple):

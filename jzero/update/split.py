@@ -13,23 +13,32 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jzero import _compat
 from jzero.jaxpr.primitives import Trait, primitives_with
 from jzero.jaxpr.regions import Piece
 
-__all__ = ["Kernel", "Kind", "Split", "kernel_of", "split"]
+__all__ = ["REDUCTIONS", "Kernel", "Kind", "Split", "kernel_of", "split"]
 
 MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".split())
 """Operations that return the elements of their operand in the same order."""
 
 ELEMENTWISE = primitives_with(Trait.ELEMENTWISE) | {"bitcast_convert_type", "optimization_barrier", "threefry2x32"}
-SUMS = frozenset("dot_general reduce_and reduce_max reduce_min reduce_or reduce_sum".split())
+REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]] = {
+    "dot_general": (jnp.sum, lax.add, 0),  # of the product of the factors
+    "reduce_and": (jnp.all, lax.bitwise_and, True),
+    "reduce_max": (jnp.max, lax.max, -jnp.inf),
+    "reduce_min": (jnp.min, lax.min, jnp.inf),
+    "reduce_or": (jnp.any, lax.bitwise_or, False),
+    "reduce_sum": (jnp.sum, lax.add, 0),
+}
+"""By primitive: the number of an array, that of two numbers, and what does not count."""
 
 
 class Kind(enum.Enum):
@@ -149,7 +158,7 @@ def _kind_of(eqn: Any, elements: Mapping[Any, int | None]) -> tuple[Kind, int | 
     shape = next(v.aval.shape for v in read if elements[v] is not None)
     if _is_elementwise(eqn, shape):
         return Kind.ELEMENT, owner
-    is_sum = name in SUMS and outs[0].shape == () and all(v.aval.shape == shape for v in shaped)
+    is_sum = name in REDUCTIONS and outs[0].shape == () and all(v.aval.shape == shape for v in shaped)
     is_bounded = name not in ("reduce_max", "reduce_min") or jnp.issubdtype(outs[0].dtype, jnp.inexact)
     return (Kind.SUM if is_sum and is_bounded else Kind.WHOLE), owner
 
