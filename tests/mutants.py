@@ -640,8 +640,8 @@ MUTANTS = [
     Mutant(
         "skipped_step_applied",
         "state/next_state.py",
-        "new = _update(carried, found.grads, found.applied, found.value)",
-        "new = _update(carried, found.grads, None, found.value)",
+        "new = _update(carried, found.grads, found.applied, found.value, disk)",
+        "new = _update(carried, found.grads, None, found.value, disk)",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),
@@ -678,16 +678,16 @@ MUTANTS = [
     Mutant(
         "padding_counts_in_sums",
         "update/chunks.py",
-        "functools.reduce(lax.mul, factors), nothing)",
-        "functools.reduce(lax.mul, factors), 0)",
+        "part.without_padding(product, nothing)",
+        "part.without_padding(product, 0)",
         "test_offload_optimizer.py::test_numbers_over_state_on_the_host_equal_one_device",
         "device",
     ),
     Mutant(
         "devices_draw_noise_of_one",
         "update/chunks.py",
-        "return self.first[dim] + chunk_index(",
-        "return 0 * self.first[dim] + chunk_index(",
+        "lambda dim: first[dim] + chunk_index(",
+        "lambda dim: 0 * first[dim] + chunk_index(",
         "test_offload_optimizer.py::test_stochastic_rounding_draws_the_same_bits_wherever_it_runs",
     ),
     Mutant(

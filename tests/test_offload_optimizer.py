@@ -488,7 +488,7 @@ def test_plan_and_analysis_tell_host_bytes_apart():
 
 def test_what_cannot_be():
     for options, message in (
-        ({"optimizer": "disk"}, r"`Offload.optimizer` must be one of \('none', 'host'\): got 'disk'"),
+        ({"optimizer": "tape"}, r"`Offload.optimizer` must be one of \('none', 'host', 'disk'\): got 'tape'"),
         ({"optimizer": "host", "ratio": 1.5}, r"`Offload.ratio` must be a number from 0 to 1: got 1.5"),
         ({"ratio": 0.5}, r"`optimizer` is 'none'"),
         ({"optimizer": "host", "chunk_bytes": 0}, r"`Offload.chunk_bytes` must be .* >= 1: got 0"),

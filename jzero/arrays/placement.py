@@ -18,6 +18,7 @@ from jzero.arrays.misfits import describe_misfit
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.padded import is_padded, pack_shard, to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
@@ -29,6 +30,7 @@ __all__ = [
     "edit_master",
     "gather_leaves",
     "gather_padded",
+    "is_far",
     "is_on_host",
     "make_strongly_typed",
     "natural_leaf",
@@ -53,8 +55,15 @@ def is_on_host(x: Any) -> bool:
     return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
 
 
-def on_device(x: jax.Array) -> jax.Array:
-    """Returns an array in device memory, as programs need it; copies it from the host if it is there."""
+def is_far(x: Any) -> bool:
+    """Whether an array, or a tracer, is in host memory, or a leaf on disk."""
+    return isinstance(x, OnDisk) or is_on_host(x)
+
+
+def on_device(x: jax.Array | OnDisk) -> jax.Array:
+    """Returns an array in device memory, as programs need it; copies it from the host or reads it from disk."""
+    if isinstance(x, OnDisk):
+        return x.read()
     if not is_on_host(x):
         return x
     if isinstance(x, jax.core.Tracer):
@@ -67,7 +76,7 @@ def plain_leaf(leaf: StateLeaf) -> StateLeaf:
     """Returns the layout of a leaf as numbers on the devices, if it is stored in blocks."""
     if leaf.cut is None or leaf.cut.blocks is None:
         return leaf
-    return dataclasses.replace(leaf, cut=leaf.cut.unpacked(), on_host=False)
+    return dataclasses.replace(leaf, cut=leaf.cut.unpacked(), memory="device")
 
 
 def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
@@ -92,7 +101,7 @@ def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf, given in natural or stored shape, as the plan stores it. Inside `jit`."""
     on_host = leaf.on_host and plan.names_host_memory
-    if on_host and is_on_host(x):
+    if isinstance(x, OnDisk) or (on_host and is_on_host(x)):
         return x
     if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
         if leaf.cut.blocks is not None:  # each device packs its own shard

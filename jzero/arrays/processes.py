@@ -37,7 +37,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jzero import _compat
 
-__all__ = ["MEET_S", "PROGRAM", "WAIT_S", "agree", "are_several", "check_wait", "gather_texts"]
+__all__ = ["MEET_S", "PROGRAM", "WAIT_S", "agree", "are_several", "check_wait", "gather_texts", "succeed_together"]
 
 T = TypeVar("T")
 
@@ -111,6 +111,25 @@ def agree(
     if complaint:
         raise ValueError(complaint)
     return made
+
+
+def succeed_together(attempt: Callable[[], T]) -> T:
+    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it."""
+    if jax.process_count() == 1:
+        return attempt()
+    error: BaseException | None = None
+    try:
+        result = attempt()
+    except BaseException as e:
+        error = e
+    failed = np.asarray(multihost_utils.process_allgather(np.array(error is not None))).reshape(-1)
+    if not failed.any():
+        return result
+    told = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    lines = [f"process {i}: {text[:MAX_COLUMNS]}" for i, text in enumerate(told) if text]
+    raise RuntimeError("Other processes failed, so this one does not go on either:\n" + "\n".join(lines[:3]))
 
 
 def gather_texts(text: str) -> list[str]:

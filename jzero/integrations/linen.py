@@ -11,7 +11,7 @@ from typing import Any
 from flax import serialization
 from flax.core import meta
 
-from jzero.plan.opt_state import LossScaleState, PendingUpdate, ZeroOptState
+from jzero.plan.opt_state import DiskState, LossScaleState, PendingUpdate, ZeroOptState
 from jzero.plan.padded import Padded
 
 __all__: list[str] = []
@@ -30,7 +30,7 @@ def _from_state_dict(x: Any, state: dict[str, Any]) -> Any:
     return dataclasses.replace(x, **values)
 
 
-for _cls in (ZeroOptState, LossScaleState, PendingUpdate):
+for _cls in (ZeroOptState, LossScaleState, PendingUpdate, DiskState):
     serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict)
 
 serialization.register_serialization_state(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
@@ -14,9 +14,10 @@ from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
 
-__all__ = ["LeafPlan", "StateLeaf", "itemsize"]
+__all__ = ["LeafPlan", "Memory", "StateLeaf", "itemsize"]
 
 PyTree = Any
+Memory = Literal["device", "host", "disk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StateLeaf:
       wide: The dtype in which the optimizer computes an optimizer leaf, if the leaf is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
       compute_dtype: The dtype of such a parameter in the loss; `None` for other leaves.
-      on_host: Whether it lives in pinned memory of each device's host.
+      memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in files.
     """
 
     path: str
@@ -47,7 +48,12 @@ class StateLeaf:
     wide: Any = None
     is_param: bool = False
     compute_dtype: Any = None
-    on_host: bool = False
+    memory: Memory = "device"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it lives in pinned memory of each device's host."""
+        return self.memory == "host"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
 
 __all__ = [
+    "DiskState",
     "LossScaleState",
     "PendingUpdate",
     "ZeroOptState",
@@ -62,8 +63,21 @@ class PendingUpdate:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class DiskState:
+    """What a state on disk must know of its files, see `Offload.optimizer`.
+
+    Attributes:
+      generation: Number of times that a step wrote the files, int32: a state with another number than the files is not
+        the newest.
+    """
+
+    generation: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ZeroOptState:
-    """Replaces `opt_state` if a precision policy, or a delayed update, needs its own state.
+    """Replaces `opt_state` if a precision policy, a delayed update, or a disk needs its own state.
 
     Attributes:
       inner: The state of the user's optax transformation.
@@ -72,6 +86,7 @@ class ZeroOptState:
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Number of optimizer steps, int32; seeds stochastic rounding. `None` if nothing is rounded that way.
       pending: Gradients that the next step applies, with `Offload(delay=1)`; else `None`.
+      disk: What belongs to the files of a state on disk; else `None`.
 
     Example:
       >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
@@ -85,6 +100,7 @@ class ZeroOptState:
     loss_scale: LossScaleState | None
     num_updates: jax.Array | None
     pending: PendingUpdate | None = None
+    disk: DiskState | None = None
 
 
 def host_array(value: Any, dtype: Any) -> Any:

@@ -38,6 +38,7 @@ from jax import lax
 from jzero import _compat
 from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.parts import apply_to_parts
 
 __all__ = ["Padded", "box", "is_padded", "pack_shard", "to_natural", "to_stored", "unbox"]
@@ -319,7 +320,12 @@ for (
 
 def box(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
     """Returns a leaf as a node if it is not stored in its natural shape; anything else as it is."""
-    if cut is None or cut.stored_shape == shape or getattr(x, "shape", None) != cut.stored_shape:
+    if (
+        isinstance(x, OnDisk)
+        or cut is None
+        or cut.stored_shape == shape
+        or getattr(x, "shape", None) != cut.stored_shape
+    ):
         return x
     return Padded(x, path, cut)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
-from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
+from jzero.plan.leaves import LeafPlan, Memory, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
+from jzero.plan.records import Rectangle, field_offsets, rectangles
 from jzero.plan.table import format_plan, plan_as_dict
 from jzero.plan.ways import Way, why_exact, why_not_stored
 
@@ -232,18 +235,19 @@ class ZeroPlan:
 
     @functools.cached_property
     def offloaded(self) -> frozenset[int]:
-        """Indices of the trained parameters that are on the host, or whose master or optimizer state is."""
-        own = {i for i, x in enumerate(self.leaves) if x.trained and (x.param.on_host or x.updated.on_host)}
-        owners = {leaf.owner for leaf in self.inner_leaves if leaf.on_host and leaf.owner is not None}
+        """Indices of the trained parameters that are not on the devices, or whose master or optimizer state is not."""
+        memories = [{x.param.memory, x.updated.memory} for x in self.leaves]
+        own = {i for i, x in enumerate(self.leaves) if x.trained and memories[i] != {"device"}}
+        owners = {leaf.owner for leaf in self.inner_leaves if leaf.memory != "device" and leaf.owner is not None}
         return frozenset(own | owners)
 
     @functools.cached_property
     def wholly_offloaded(self) -> frozenset[int]:
-        """Indices of the trained parameters that are on the host with all optimizer state of their shape."""
+        """Indices of the trained parameters on the host that have no optimizer state of their shape on the devices."""
         near = {
             x.owner
             for x in self.inner_leaves
-            if x.owner is not None and not x.on_host and x.shape == self.leaves[x.owner].param.shape
+            if x.owner is not None and x.memory == "device" and x.shape == self.leaves[x.owner].param.shape
         }
         return frozenset(i for i in self.offloaded if self.leaves[i].param.on_host) - near
 
@@ -254,10 +258,47 @@ class ZeroPlan:
         Pending gradients (`Offload.delay`) count as optimizer state.
         """
         return BytesPerDevice(
-            params=self._sum_bytes(self._all_params, on_host=True),
+            params=self._sum_bytes(self._all_params, "host"),
             grads=0,
-            opt_state=self._sum_bytes(self.opt_leaves, on_host=True),
+            opt_state=self._sum_bytes(self.opt_leaves, "host"),
         )
+
+    @property
+    def has_files(self) -> bool:
+        """Whether any master or optimizer state is on disk."""
+        masters = [leaf.master for leaf in self.leaves if leaf.master is not None]
+        return any(leaf.memory == "disk" for leaf in (*masters, *self.inner_leaves))
+
+    @functools.cached_property
+    def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
+        """By parameter, what is on disk of its master and optimizer state; all are laid out like its gradient."""
+        found: dict[int, tuple[StateLeaf, ...]] = {}
+        for leaf in self.opt_leaves:
+            if leaf.memory == "disk" and leaf.owner is not None:
+                found[leaf.owner] = (*found.get(leaf.owner, ()), leaf)
+        return dict(sorted(found.items()))
+
+    def records_of(self, i: int) -> list[Rectangle]:
+        """Returns the rectangles of each device's part of a parameter that are records on disk."""
+        per_element = sum(itemsize(leaf.dtype) for leaf in self.disk_fields[i])
+        return rectangles(self.part_shape(self.leaves[i].grad), per_element, self.config.offload.chunk_bytes)
+
+    def part_shape(self, leaf: StateLeaf) -> tuple[int, ...]:
+        """Returns the shape of one device's part of a leaf as stored; the mesh may be abstract."""
+        spec = tuple(leaf.spec(self.comm))
+        parts = [math.prod(int(self.mesh.shape[name]) for name in jax.tree.leaves(names)) for names in spec]
+        shape = leaf.stored_shape
+        return tuple(n // k for n, k in zip(shape, [*parts, *[1] * (len(shape) - len(parts))], strict=True))
+
+    @functools.cached_property
+    def disk_bytes_per_device(self) -> int:
+        """Bytes of one device's state on disk: two copies, since a step writes one while it reads the other."""
+        sizes = (
+            field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
+            for i, fields in self.disk_fields.items()
+            for record in self.records_of(i)
+        )
+        return 2 * sum(sizes)
 
     @functools.cached_property
     def bytes_per_device(self) -> BytesPerDevice:
@@ -294,8 +335,8 @@ class ZeroPlan:
         """Every parameter as stored, trained or not."""
         return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
-    def _sum_bytes(self, leaves: Sequence[StateLeaf], *, on_host: bool = False) -> int:
-        return sum(leaf.bytes_per_device(self.mesh, self.comm) for leaf in leaves if leaf.on_host == on_host)
+    def _sum_bytes(self, leaves: Sequence[StateLeaf], memory: Memory = "device") -> int:
+        return sum(leaf.bytes_per_device(self.mesh, self.comm) for leaf in leaves if leaf.memory == memory)
 
     @property
     def gathered_bytes(self) -> int:

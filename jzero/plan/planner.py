@@ -20,11 +20,11 @@ from jzero._text import key_names, path_str
 from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.plan.layout import choose_cut, find_scan_dims
-from jzero.plan.leaves import LeafPlan, StateLeaf, itemsize
+from jzero.plan.leaves import LeafPlan, Memory, StateLeaf, itemsize
 from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
-from jzero.plan.opt_state import PendingUpdate, ZeroOptState, host_array, initial_loss_scale
+from jzero.plan.opt_state import DiskState, PendingUpdate, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen, trace_update
 from jzero.plan.ways import why_not_stored
@@ -153,7 +153,8 @@ def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, o
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
-    inner = [dataclasses.replace(x, on_host=x.owner is not None and shaped_like.get(x.owner) == x.shape) for x in inner]
+    far = [x.owner is not None and shaped_like.get(x.owner) == x.shape for x in inner]
+    inner = [dataclasses.replace(x, memory=_far(config)) if f else x for x, f in zip(inner, far, strict=True)]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
     for name, value in others.items():
@@ -183,10 +184,15 @@ def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
     grads = [
-        dataclasses.replace(leaf.grad, dtype=wide_dtype(leaf.grad.dtype), on_host=i in plan.offloaded)
+        dataclasses.replace(
+            leaf.grad, dtype=wide_dtype(leaf.grad.dtype), memory="host" if i in plan.offloaded else "device"
+        )
         for i, leaf in enumerate(plan.leaves)
     ]
-    own = own_opt_state(plan, [leaf.master for leaf in plan.leaves], grads)
+    masters = [
+        None if leaf.master is None else dataclasses.replace(leaf.master, owner=i) for i, leaf in enumerate(plan.leaves)
+    ]
+    own = own_opt_state(plan, masters, grads)
     if own is None:
         return plan
     prefix = jax.tree_util.GetAttrKey("inner")
@@ -211,7 +217,8 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) 
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
     delays = bool(plan.config.offload.delay)
-    if not (has_masters or plan.rounds_stochastically or isinstance(dynamic, DynamicLossScale) or delays):
+    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), delays, plan.has_files)
+    if not any(keeps):
         return None
     waiting = [x if leaf.trained else None for x, leaf in zip(grads, plan.leaves, strict=True)]
     kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
@@ -221,6 +228,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) 
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
         pending=PendingUpdate(plan.params_treedef.unflatten(waiting), host_array(False, np.bool_)) if delays else None,
+        disk=DiskState(host_array(0, np.int32)) if plan.has_files else None,
     )
 
 
@@ -320,7 +328,7 @@ def _plan_params(
         # Vectors, even in a scanned layer, are not worth the transfer, and TPUs cannot slice 16-bit stacks of them.
         is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
         away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
-        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, on_host=away)
+        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory="host" if away else "device")
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
         plans.append(_with_dtypes(plan, rule, config, i in offloaded))
     return plans
@@ -340,9 +348,15 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
     # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
     separate = (plan.param.cut is None or offloaded) and compute != kept
-    master = dataclasses.replace(plan.grad, dtype=kept, on_host=offloaded) if separate else None
+    memory = _far(config) if offloaded else "device"
+    master = dataclasses.replace(plan.grad, dtype=kept, memory=memory) if separate else None
     param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
+
+
+def _far(config: ZeroConfig) -> Memory:
+    """Returns where the optimizer state of a chosen parameter goes."""
+    return "device" if config.offload.optimizer == "none" else config.offload.optimizer
 
 
 def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:

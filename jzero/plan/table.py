@@ -105,12 +105,12 @@ def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, plan)
-    where = sorted({"host" if x.on_host else "device" for x in plan.inner_leaves if x.owner == index})
+    where = sorted({x.memory for x in plan.inner_leaves if x.owner == index})
     return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, ", ".join(where))
 
 
 def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
-    where = ", on the host" if leaf.on_host else ""
+    where = {"device": "", "host": ", on the host", "disk": ", on disk"}[leaf.memory]
     if leaf.cut is None:
         return (
             f"{leaf.dtype} whole"

@@ -17,6 +17,7 @@ from jzero.arrays.processes import agree
 from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
+from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.next_state import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state, plain_state
 
@@ -60,7 +61,7 @@ def unshard_train_state(state: State) -> State:
     train_state, plan = adapted.state, adapted.state.tx.plan
     stored: list[jax.Array] = []
     plain, layout = plain_state(train_state, plan), plan.plain
-    map_state(lambda x, leaf: stored.append(x), layout, plain)
+    map_state(lambda x, leaf: stored.append(x), layout, plain, with_disk=True)
     gathered = gather_leaves(stored, all_leaves(layout), plan.mesh)
     params = plan.flat_params(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
@@ -71,7 +72,7 @@ def unshard_train_state(state: State) -> State:
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
         return make_strongly_typed(next(whole), leaf.wide or leaf.dtype)
 
-    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner))
+    return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner, with_disk=True))
 
 
 def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
@@ -181,7 +182,7 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
         return new
     boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
     own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
-    return new.replace(opt_state=own)
+    return kept_on_disk(new.replace(opt_state=own), files_of(train_state) if plan.has_files else None)
 
 
 def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:

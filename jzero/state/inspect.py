@@ -16,6 +16,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
+from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.gather import place_given, write_params
 from jzero.state.train_state import adapt_sharded, check_alive
 
@@ -169,7 +170,8 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> Sta
     leaf = plan.inner_leaves[i]
     leaves = plan.flat_opt_state(train_state.opt_state)
     (leaves[i],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
-    return adapted.rebuild(train_state.replace(opt_state=plan.stored_opt_state(leaves)))
+    new = train_state.replace(opt_state=plan.stored_opt_state(leaves))
+    return adapted.rebuild(kept_on_disk(new, files_of(train_state) if plan.has_files else None))
 
 
 def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:

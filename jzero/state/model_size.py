@@ -39,7 +39,9 @@ def register_model_view(view: ModelView) -> None:
 def state_params(state: Any) -> Params:
     """Returns the parameters of a train state by key path, including frozen ones; as shapes if it is sharded."""
     if isinstance(state.tx, ZeroTransformation):
-        state = map_state(lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state)
+        state = map_state(
+            lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state, with_disk=True
+        )
     fields = ("params", *getattr(state, "frozen_fields", ()))
     return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
 

@@ -23,11 +23,12 @@ from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
 from jzero.config.precision import scale_by
 from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.opt_state import PendingUpdate, with_next_loss_scale
+from jzero.plan.opt_state import DiskState, PendingUpdate, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state, write_fields
 from jzero.update.chunks import Pass, run_pass
 from jzero.update.transformation import NO_ELEMENTS
+from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import Grad
 
 __all__ = ["StepGrads", "apply_pending", "next_state", "scaled_grads", "settled_step"]
@@ -69,7 +70,7 @@ def scaled_grads(
     return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(g, clip) for i, (g, raw) in pairs]
 
 
-def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, Any]]) -> Any:
+def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, Any]], disk: FromDisk = NO_DISK) -> Any:
     """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
     Gradients that are not applied change only the loss scale, and those of a batch without weight not even that.
@@ -78,6 +79,7 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
       state: The state before the step.
       found: The step's gradients.
       changed: What the loss wrote, by field of the state and path in the field.
+      disk: What was computed from the state's records.
     """
     plan = state.tx.plan
     carried = write_fields(state, changed)
@@ -86,11 +88,14 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
     if plan.config.offload.delay:
         new = _with_pending(_apply_pending_grads(carried), found)
     else:
-        new = _update(carried, found.grads, found.applied, found.value)
+        new = _update(carried, found.grads, found.applied, found.value, disk)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(state.opt_state, new.opt_state, plan.config.policy.loss_scale, found.overflowed)
         scaled = scaled if found.weighs is None else _keep_unless(found.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
+    if disk.results:
+        generation = DiskState(state.opt_state.disk.generation + 1)
+        new = new.replace(opt_state=dataclasses.replace(new.opt_state, disk=generation))
     return _to_stored(new, plan)
 
 
@@ -107,11 +112,13 @@ def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     return map_state(stored, plan, state)
 
 
-def _update(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
+def _update(
+    state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None, disk: FromDisk = NO_DISK
+) -> Any:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if not is_plain(state):
         return _update_by_itself(state, grads, applied, value)
-    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value)
+    params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value, disk)
     step = state.step + 1
     step = step if applied is None else jnp.where(applied, step, state.step)
     return state.replace(step=step, params=params, opt_state=opt_state)
@@ -121,8 +128,10 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, 
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     tx, plan = state.tx, state.tx.plan
     away = any(leaf.param.on_host for leaf in plan.leaves)
-    if away or plan.config.offload.delay:
-        option, what = ("params='host'", "parameters") if away else ("delay=1", "gradients")
+    if away or plan.has_files or plan.config.offload.delay:
+        options = {"params='host'": away, "optimizer='disk'": plan.has_files, "delay=1": True}
+        option = next(name for name, is_set in options.items() if is_set)
+        what = {"params='host'": "parameters", "optimizer='disk'": "optimizer state", "delay=1": "gradients"}[option]
         raise TypeError(
             f"`{type(state).__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
             f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "

@@ -10,6 +10,7 @@ import jax
 from jzero.config.settings import NAMES, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, check_host_memory
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
@@ -99,8 +100,10 @@ def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind:
     fields += [name for name, tree in other_fields(train_state).items() for _ in jax.tree.leaves(tree)]
     remaining = iter(fields)
 
-    def move(x: jax.Array, leaf: StateLeaf) -> jax.Array:
+    def move(x: Any, leaf: StateLeaf) -> Any:
         name = next(remaining)
+        if isinstance(x, OnDisk):
+            return x
         target = plan.sharding(leaf) if kind is None else plan.device_sharding(leaf).with_memory_kind(kind)
         wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
         if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
@@ -111,4 +114,4 @@ def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind:
         x.delete()
         return moved
 
-    return map_state(move, plan, train_state)
+    return map_state(move, plan, train_state, with_disk=True)

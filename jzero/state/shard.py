@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,10 +17,12 @@ from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.plan.on_disk import ChangedFiles, OnDisk
 from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
+from jzero.state.disk import open_files
 from jzero.state.gather import note_value
 from jzero.state.next_state import apply_pending
 from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
@@ -154,11 +157,20 @@ def _place(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
+    files = open_files(plan) if plan.has_files else None
     arrays = _arrange(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
+    for_disk: dict[str, Any] = {}
 
-    def place(x: Any, leaf: StateLeaf) -> jax.Array:
-        placed = place_leaf(gather_padded(x), leaf, plan, look=note_value(values, leaf))
+    def place(x: Any, leaf: StateLeaf) -> Any:
+        if files is not None and leaf.memory == "disk":  # once all that belongs to its parameter is known
+            for_disk[leaf.path] = x
+            return files.node(leaf)
+        return place_now(x, leaf)
+
+    def place_now(x: Any, leaf: StateLeaf) -> jax.Array:
+        near = unbox(x).read() if isinstance(unbox(x), OnDisk) else x
+        placed = place_leaf(gather_padded(near), leaf, plan, look=note_value(values, leaf))
         if old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
             jax.block_until_ready(placed)
         x = unbox(x)
@@ -167,7 +179,10 @@ def _place(
             x.delete()
         return placed
 
-    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan), with_nodes=True)
+    placed = map_state(place, plan, arrays, tx=ZeroTransformation(tx, plan), with_nodes=True, with_disk=True)
+    if files is not None:
+        files.fill(lambda i: [place_now(for_disk[x.path], x) for x in plan.disk_fields[i]], plan.disk_fields)
+        files.pipeline.store.commit()
     if donate:  # free the leaves that the new state does not need
         for x in jax.tree.leaves(train_state):
             if isinstance(x, jax.Array) and not x.is_deleted():
@@ -213,10 +228,13 @@ def abstract_train_state(
     natural, tx = restrict(natural, tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
 
-    def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
+    def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
+        if leaf.memory == "disk":
+            return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
 
-    return adapted.rebuild(map_state(shape, plan, stored_state(natural, plan), tx=ZeroTransformation(tx, plan)))
+    stored = stored_state(natural, plan)
+    return adapted.rebuild(map_state(shape, plan, stored, tx=ZeroTransformation(tx, plan), with_disk=True))
 
 
 def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
@@ -231,7 +249,7 @@ def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) ->
     """Returns the state in the structure that `plan` stores. Padded leaves are nodes, which know their own layout."""
     plain, old_tx, before = train_state, train_state.tx, None
     if old is not None:
-        plain = map_state(lambda x, leaf: x, old.plain, plain_state(train_state, old, take_edits=True))
+        plain = map_state(_known_shape, old.plain, plain_state(train_state, old, take_edits=True), with_disk=True)
         old_tx, before = train_state.tx.inner, train_state.opt_state
     if tx is not old_tx:
         shapes = plan.params_treedef.unflatten(
@@ -239,6 +257,12 @@ def _arrange(train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any) ->
         )
         plain = plain.replace(opt_state=restrict_opt_state(tx, shapes, plain.opt_state))
     return stored_state(plain, plan, before)
+
+
+def _known_shape(x: Any, leaf: StateLeaf) -> Any:
+    """Returns a leaf that knows its natural shape; one on disk will once it is read."""
+    is_there = isinstance(x, OnDisk) and x.files is not None
+    return dataclasses.replace(x, files=ChangedFiles(x.files, leaf.box)) if is_there else x
 
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
@@ -309,4 +333,4 @@ def _natural_state(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
         sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
 
-    return map_state(abstract, old, train_state), train_state.tx.inner, stored
+    return map_state(abstract, old, train_state, with_disk=True), train_state.tx.inner, stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +15,8 @@ import optax
 from jzero._text import path_str
 from jzero.arrays.placement import edit_master, gather_padded, is_on_host
 from jzero.config.precision import is_key
-from jzero.plan.leaves import StateLeaf
+from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.on_disk import ChangedFiles, OnDisk
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
@@ -264,10 +266,18 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     params = plan.flat_params(state.params)
     masters = plan.flat_params(own.masters)
     kept = [
-        x if leaf.master is None else edit_master(leaf, plan, x, m) if take_edits else m
+        x if leaf.master is None else _edited(leaf, plan, x, m) if take_edits else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
     return state.replace(params=plan.plain.stored_params(kept), opt_state=own.inner)
+
+
+def _edited(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
+    """Returns a master with the edits of its parameter; one on disk is edited when it is read."""
+    edit = functools.partial(edit_master, leaf, plan, param)
+    if not isinstance(master, OnDisk):
+        return edit(master)
+    return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
 
 
 def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
@@ -302,7 +312,15 @@ def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:
     return state.replace(**{field: new(field) for field in changed}) if changed else state
 
 
-def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = None, with_nodes: bool = False) -> Any:
+def map_state(
+    fn: Callable[..., Any],
+    plan: ZeroPlan,
+    state: Any,
+    *,
+    tx: Any = None,
+    with_nodes: bool = False,
+    with_disk: bool = False,
+) -> Any:
     """Returns `state` with `fn(leaf, leaf_plan)` instead of every array, and with `tx` if given.
 
     Args:
@@ -311,10 +329,11 @@ def map_state(fn: Callable[..., Any], plan: ZeroPlan, state: Any, *, tx: Any = N
       state: The state.
       tx: Its new optimizer.
       with_nodes: Whether `fn` gets padded leaves as nodes, which know their own layout.
+      with_disk: Whether `fn` gets leaves on disk, too, as nodes; otherwise they stay as they are.
     """
 
     def new(x: Any, leaf: StateLeaf) -> Any:
-        return fn(x if with_nodes else leaf.unbox(x), leaf)
+        return x if isinstance(x, OnDisk) and not with_disk else fn(x if with_nodes else leaf.unbox(x), leaf)
 
     params, opt = plan.params_treedef.flatten_up_to(state.params), plan.opt_treedef.flatten_up_to(state.opt_state)
     params = [new(x, leaf.param) for x, leaf in zip(params, plan.leaves, strict=True)]

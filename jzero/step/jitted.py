@@ -22,6 +22,7 @@ from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_los
 from jzero.engine.written_variables import drop_unwritten, split_mutable
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.plan import ZeroPlan
+from jzero.state.disk import detached
 from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
 from jzero.step.agreement import StepAgreement
 from jzero.step.compiler_options import CompilerOptions, check_compiler_options
@@ -144,16 +145,20 @@ class Step:
 
     def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
         """Returns the jitted function for states of this plan and structure."""
+        if plan.has_files:  # which the cache must not keep open
+            structure = jax.tree.structure(detached(state))
         key = (plan, jax.tree.structure(state) if structure is None else structure)
         if key not in self._jits:
-            shardings = self._out_shardings(plan, state)
-            self._jits[key] = jax.jit(
-                self._compute,
-                donate_argnums=self.donated,
-                out_shardings=shardings,
-                compiler_options=make_compiler_options(plan, self.compiler_options),
-            )
+            self._jits[key] = self._make_jit(plan, state)
         return self._jits[key]
+
+    def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
+        return jax.jit(
+            self._compute,
+            donate_argnums=self.donated,
+            out_shardings=self._out_shardings(plan, state),
+            compiler_options=make_compiler_options(plan, self.compiler_options),
+        )
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
         return None
@@ -176,7 +181,8 @@ class Step:
             batch, rng, in_place = self._agreement.place(place, jitted, state, batch, rng)
             kinds = kinds_of(inputs) if in_place else ()
         try:
-            results = jitted(state, batch, **optional_rng(rng))
+            seen = detached(state) if plan.has_files and not self.donated else state
+            results = jitted(seen, batch, **optional_rng(rng))
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):
                 check_alive(state)

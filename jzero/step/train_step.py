@@ -18,7 +18,9 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, scaled_grads
 from jzero.state.train_state import adapt_sharded, map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
+from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
+from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 
 __all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
@@ -87,24 +89,41 @@ class TrainStep(Step):
         return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
+        if state.tx.plan.has_files:
+            raise ValueError(
+                "A state on disk (`Offload(optimizer='disk')`) is trained by calls of this step from Python, since no "
+                "program can wait for a disk: call it outside of `jax.jit`, or keep the state in memory "
+                "(`Offload(optimizer='host')`)."
+            )
+        found, changed, metrics = self._gradients(state, batch, rng=rng)
+        with jax.named_scope("zero_update"):
+            return next_state(state, found, changed), metrics
+
+    def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
+        if plan.has_files:
+            return OutsideStep(self._gradients, plan, make_compiler_options(plan, self.compiler_options))
+        return super()._make_jit(plan, state)
+
+    def _gradients(
+        self, state: Any, batch: PyTree, *, rng: jax.Array | None = None
+    ) -> tuple[StepGrads, Changed, dict[str, Any]]:
+        """Returns the gradients of a step, what the loss wrote, and the metrics."""
         tx = state.tx
         traced, inputs = self._trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
         weighted = isinstance(traced.out_shape[0], Weighted)
-        new, applied = self._update(state, result, traced.by_field(result.written), weighted=weighted)
-        applied = jnp.ones((), jnp.bool_) if applied is None else applied
+        with jax.named_scope("zero_update"):
+            found = self._step_grads(tx.plan, result, weighted=weighted)
+        applied = jnp.ones((), jnp.bool_) if found.applied is None else found.applied
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
-        return new, {**metrics, "aux": result.aux} if self.has_aux else metrics
+        changed = traced.by_field(result.written)
+        return found, changed, {**metrics, "aux": result.aux} if self.has_aux else metrics
 
-    @jax.named_scope("zero_update")
-    def _update(
-        self, state: Any, result: LossResult, changed: Changed, *, weighted: bool
-    ) -> tuple[Any, jax.Array | None]:
-        """Returns the state after the step, and whether its gradients were applied (`None`: always)."""
-        plan = state.tx.plan
+    def _step_grads(self, plan: ZeroPlan, result: LossResult, *, weighted: bool) -> StepGrads:
+        """Returns the gradients with their factors, and whether they are to be applied."""
         clip = [] if self.clip_norm is None else [_clip_factor(result.grad_norm, self.clip_norm)]
         grads = scaled_grads(plan, result.grads, result.reduced, result.factor, *clip)
         weighs = result.weight != 0 if weighted else None  # without weight there is no gradient
@@ -112,8 +131,7 @@ class TrainStep(Step):
         if plan.config.policy.skips:
             finite = ~jnp.any(result.overflowed)
             applied = finite if applied is None else finite & applied
-        step_grads = StepGrads(grads, applied, weighs, result.overflowed, result.loss)
-        return next_state(state, step_grads, changed), applied
+        return StepGrads(grads, applied, weighs, result.overflowed, result.loss)
 
 
 class EvalStep(Step):

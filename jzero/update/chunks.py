@@ -37,7 +37,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 from jzero.update.split import REDUCTIONS
 
-__all__ = ["Pass", "reduce_pass", "run_pass"]
+__all__ = ["Part", "Pass", "number_of_part", "reduce_pass", "run_pass"]
 
 
 class Pass(NamedTuple):
@@ -59,26 +59,16 @@ class Pass(NamedTuple):
     targets: Sequence[Any] = ()
 
 
-class _Part(NamedTuple):
-    """A chunk of one device's part of a leaf.
+class Part(NamedTuple):
+    """A part of a leaf as stored, inside of a program of one device.
 
     Attributes:
       leaf: The leaf.
-      shape: Shape of the part as stored.
-      first: The index of the part's first element along each dimension, 0-d arrays.
-      chunk: The chunk.
-      pieces: How the part is split.
+      along: Returns the index of each element of the part along a dimension of the stored array.
     """
 
     leaf: StateLeaf
-    shape: tuple[int, ...]
-    first: Sequence[jax.Array]
-    chunk: Chunk
-    pieces: Pieces
-
-    def along(self, dim: int) -> jax.Array:
-        """Returns the index of each element along a dimension of the stored array."""
-        return self.first[dim] + chunk_index(dim, self.shape, self.chunk, self.pieces)
+    along: Callable[[int], jax.Array]
 
     def positions(self) -> jax.Array:
         """Returns the position of each element in the natural array."""
@@ -98,7 +88,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
     held = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
 
-    def compute(part: _Part, here: Sequence[Any], numbers: Sequence[Any]) -> list[jax.Array]:
+    def compute(part: Part, here: Sequence[Any], numbers: Sequence[Any]) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
@@ -110,7 +100,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         def step(chunk: Chunk, results: list[Any]) -> list[Any]:
             now = [results[held[k]] if k in held else view for k, view in enumerate(views)]
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
-            made = compute(_Part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            made = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
             new = [y.astype(z.dtype) for y, z in zip(made, results, strict=True)]
             new = [_to_host(y) if is_on_host(z) else y for y, z in zip(new, results, strict=True)]
             return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
@@ -123,7 +113,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         stays = [isinstance(t, int) and is_on_host(arrays[t]) for t in x.targets]
 
         def fn(first: Any, *inputs: Any) -> tuple[list[Any], list[Any]]:
-            made = compute(_Part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+            made = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
             pairs = list(zip(made, x.targets, stays, strict=True))
             return [y.astype(arrays[t].dtype) for y, t, s in pairs if s], [y for y, _, s in pairs if not s]
 
@@ -145,9 +135,8 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
     """
     reduce, join, nothing = REDUCTIONS[how]
 
-    def compute(part: _Part, here: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
-        factors = [y.astype(dtype) for y in x.fn(here, part.positions, numbers)]
-        return reduce(part.without_padding(functools.reduce(lax.mul, factors), nothing)).astype(dtype)
+    def compute(part: Part, here: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
+        return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
 
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> jax.Array:
         shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
@@ -156,7 +145,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
 
         def step(chunk: Chunk, total: jax.Array) -> jax.Array:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in views]
-            found = compute(_Part(x.leaf, shape, first, chunk, pieces), here, numbers)
+            found = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
             return join(total, found)
 
         return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
@@ -165,13 +154,20 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
         shape = arrays[0].shape
 
         def fn(first: Any, *inputs: Any) -> tuple[tuple[()], jax.Array]:
-            return (), compute(_Part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
+            return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
 
         return _on_cpu(plan, fn, (_first(plan, x.leaf, shape), arrays, numbers))[1][None]
 
     names = tuple(jax.tree.leaves(tuple(plan.device_sharding(x.leaf).spec)))
     local = on_cpu if plan.config.offload.compute == "host" else in_chunks
     return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
+
+
+def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: Any) -> jax.Array:
+    """Returns one number over the elements of a part, 0-d; `how` is a primitive of `REDUCTIONS`."""
+    reduce, _, nothing = REDUCTIONS[how]
+    product = functools.reduce(lax.mul, [y.astype(dtype) for y in factors])
+    return reduce(part.without_padding(product, nothing)).astype(dtype)
 
 
 def _map(plan: ZeroPlan, x: Pass, local: Callable[..., Any], out_specs: Any) -> Any:
@@ -193,6 +189,11 @@ def _first(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]
     spec = plan.device_sharding(leaf).spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
     return [lax.axis_index(x) * n if x else np.int32(0) for x, n in zip(names, shape, strict=True)]
+
+
+def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[Any], chunk: Chunk, pieces: Pieces) -> Part:
+    """Returns a chunk of one device's part, whose first element has the index `first` along each dimension."""
+    return Part(leaf, lambda dim: first[dim] + chunk_index(dim, shape, chunk, pieces))
 
 
 def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:

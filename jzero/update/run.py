@@ -4,14 +4,14 @@ In: a `WholeUpdate` and its inputs as stored. Out: its results, in natural shape
 on the host. If all is on the devices and nothing needs whole matrices, the update is called as it was written.
 Otherwise its jaxpr is split and evaluated equation by equation: matrix work of one parameter on one device, see
 [Note: Matrices on one device each]; other matrix work on all devices, over operands that each of them gathers once;
-what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update].
+what is elementwise in a parameter with state on the host in passes over chunks, see [Note: Streaming an update]. What
+is elementwise in a parameter with state on disk is not computed here, but told as a `Visit`, see `records`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,116 +19,97 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
-from jzero.arrays.placement import check_leaf_shape, is_on_host, natural_leaf, stored_leaf
+from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
+from jzero.update.fields import Field, far_params, owners_of_inputs, placed_fields
 from jzero.update.gathered import Everywhere
 from jzero.update.owned import compute_owned
 from jzero.update.split import Kernel, Kind, Split, kernel_of, split
+from jzero.update.visits import NO_DISK, FromDisk, Source, SumTarget, Visit, VisitOperands
 from jzero.update.whole import After, Before, WholeUpdate
 
-__all__ = ["run_update"]
-
-BY_PARAMETER = ("grads", "params", "masters", "positions")
-"""The fields of `Before` with an entry per parameter."""
+__all__ = ["find_visits", "run_update"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Field:
-    """An array of a parameter with state on the host.
-
-    Attributes:
-      number: The parameter.
-      leaf: The layout of the parameter's gradient, in which all its fields are stored.
-      array: The array as stored; `None` for the positions of its elements.
-    """
-
-    number: int
-    leaf: StateLeaf
-    array: Any
-
-    @property
-    def aval(self) -> jax.ShapeDtypeStruct:
-        """Its natural shape, and its dtype."""
-        return jax.ShapeDtypeStruct(self.leaf.shape, jnp.uint32 if self.array is None else self.array.dtype)
-
-
-def run_update(update: WholeUpdate, stored: Before) -> After:
-    """Returns the results of an update; call it inside `jit`.
+def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) -> After:
+    """Returns the results of an update; call it inside `jit`. State on disk comes back as it is.
 
     Args:
       update: The update.
       stored: Its inputs as stored; gradients also in natural shape.
+      disk: What was computed from records.
     """
-    plan = update.plan
-    far = frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)  # a number is no array to stream
-    given = _placed(plan, stored, far)
+    plan, far = update.plan, far_params(update.plan)
+    given = placed_fields(plan, stored, far)
     if plan.num_shards == 1 and not far:
         return update(given)
-    leaves, treedef = jax.tree.flatten(given)
-    seen = treedef.unflatten([x.aval if isinstance(x, _Field) else x for x in leaves])
-    # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
-    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(seen)
+    leaves, jaxpr, out = _traced(update, given)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
     if not far and not has_matrices:  # already traced: call it
         return jax.jit(update)(given)
-    run = _Run(plan, flattened(jaxpr, chooses=bool(far)), leaves)
-    run.evaluate(_owners(plan, given) if has_matrices and plan.num_shards > 1 else None)
-    numbers = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
-    passed = {k: x for i in sorted(far) for k, x in run.update(i, given, numbers).items()}
+    run = _Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
+    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
+    assert not run.pending
+    numbers = _numbers(out)
+    passed: dict[int, Any] = {}
+    for i in sorted(far):
+        targets = run.targets(i, given, numbers)
+        if i in plan.disk_fields:
+            passed |= run.from_disk(i, given, targets, disk.results.get(i))
+        else:
+            passed |= run.update(i, given, targets)
     run.warn()
     outs = run.split.jaxpr.outvars
     return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
 
 
-def _placed(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
-    """Returns the inputs of an update: arrays in natural shape, and the fields of parameters with state on the host."""
+def find_visits(
+    update: WholeUpdate, stored: Before, sums: Mapping[int, jax.Array]
+) -> tuple[list[Visit], list[VisitOperands]]:
+    """Returns the next pass over records that an update needs, and what it reads beside them; call it inside `jit`.
 
-    def place(x: Any, i: int | None, leaf: StateLeaf) -> Any:
-        if x is None:
-            return None
-        check_leaf_shape(x, leaf)
-        if i not in far or leaf.shape != plan.leaves[i].param.shape:
-            return natural_leaf(x, leaf, plan)
-        grad = plan.leaves[i].grad
-        x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)
-        return _Field(i, grad, x if is_on_host(x) else stored_leaf(x, grad, plan))
+    The pass computes further sums, or, once all are known, new records and parameters.
 
-    def of_param(i: int, x: Any) -> Any:
-        leaf = plan.leaves[i]
-        return None if i in plan.keys else place(x, i, leaf.grad if leaf.trained else leaf.param)
-
-    grads = [
-        None if g is None else g._replace(reduced=place(g.reduced, i, plan.leaves[i].grad))
-        for i, g in enumerate(stored.grads)
-    ]
-    inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
-    rounds = stored.number is not None
-    return stored._replace(
-        grads=grads,
-        params=[of_param(i, x) for i, x in enumerate(stored.params)],
-        masters=[of_param(i, x) for i, x in enumerate(stored.masters)],
-        inner=inner,
-        positions=[_Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
-    )
+    Args:
+      update: The update.
+      stored: Its inputs as stored.
+      sums: Numbers over what is on disk, as far as they are known.
+    """
+    plan, far = update.plan, far_params(update.plan)
+    given = placed_fields(plan, stored, far)
+    leaves, jaxpr, out = _traced(update, given)
+    run = _Run(plan, flattened(jaxpr, chooses=True), leaves, sums)
+    has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
+    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
+    if run.pending:
+        found = run.sum_visits()
+    else:
+        outs, numbers = run.split.jaxpr.outvars, _numbers(out)
+        wanted = {i: run.targets(i, given, numbers) for i in plan.disk_fields}
+        found = [run.visit(i, [outs[k] for k in x], run.disk_targets(i, x)) for i, x in wanted.items() if x]
+    return [x for x, _ in found], [x for _, x in found]
 
 
-def _owners(plan: ZeroPlan, given: Before) -> list[int | None]:
-    """Returns the parameter that each input belongs to."""
+def _numbers(out: After) -> After:
+    """Returns the number of each result of an update among all."""
+    numbers: After = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
+    return numbers
 
-    def marked(i: int | None, x: Any) -> Any:
-        return jax.tree.map(lambda _: -1 if i is None else i, x)
 
-    marks = marked(None, given)._replace(
-        **{name: list(map(marked, range(len(plan.leaves)), getattr(given, name))) for name in BY_PARAMETER},
-        inner=[marked(leaf.owner, x) for leaf, x in zip(plan.inner_leaves, given.inner, strict=True)],
-    )
-    return [None if i < 0 else i for i in jax.tree.leaves(marks)]
+def _traced(update: WholeUpdate, given: Before) -> tuple[list[Any], Any, After]:
+    """Returns the inputs of an update in one list, its jaxpr, and the shapes of its results."""
+    leaves, treedef = jax.tree.flatten(given)
+    seen = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
+    # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
+    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(seen)
+    return leaves, jaxpr, out
 
 
 class _Run:
@@ -141,13 +122,16 @@ class _Run:
       given: The results of matrix work on one device each.
       whole: Fields, and what is computed from them element by element, in natural shape on the devices.
       fetched: Paths of the parameters whose state on the host was needed whole.
+      sums: The known numbers over what is on disk.
+      disk_sums: The equations that make such numbers, with the number of each.
+      pending: The equations that wait for such numbers.
     """
 
-    def __init__(self, plan: ZeroPlan, flat: Any, leaves: Sequence[Any]) -> None:
+    def __init__(self, plan: ZeroPlan, flat: Any, leaves: Sequence[Any], sums: Mapping[int, jax.Array]) -> None:
         jaxpr, consts = _compat.open_jaxpr(flat)
         pairs = list(zip(jaxpr.invars, leaves, strict=True))
         self.plan = plan
-        self.fields: dict[Any, _Field] = {v: x for v, x in pairs if isinstance(x, _Field)}
+        self.fields: dict[Any, Field] = {v: x for v, x in pairs if isinstance(x, Field)}
         self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
         self.env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self.env.update((v, x) for v, x in pairs if v not in self.fields)
@@ -156,6 +140,9 @@ class _Run:
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Any]()
         self.apply = Everywhere(plan)
+        self.sums = sums
+        self.disk_sums = {i: k for k, i in enumerate(filter(self._is_disk_sum, range(len(self.split.kinds))))}
+        self.pending: list[int] = []
 
     def evaluate(self, owners: Sequence[int | None] | None) -> None:
         """Computes all values but those that are elementwise in a field.
@@ -163,6 +150,9 @@ class _Run:
         Args:
           owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
         """
+        for i, kind in enumerate(self.split.kinds):
+            if kind in (Kind.WHOLE, Kind.MIXED):
+                self._check_on_disk(i)
         found = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
         works = found.works
         if self.plan.matrices.unknown:  # the plan could not warn
@@ -174,22 +164,47 @@ class _Run:
         for level in sorted({work.region.level for work in works}):
             pending = self._evaluate(pending)
             self.env.update(compute_owned(self.plan, [x for x in works if x.region.level == level], self.value))
-        pending = self._evaluate(pending)
-        assert not pending
+        self.pending = self._evaluate(pending)
 
     def _evaluate(self, numbers: Sequence[int]) -> list[int]:
         """Evaluates equations; returns those whose operands are not there yet."""
         waiting = []
         for i in numbers:
             eqn = self.split.jaxpr.eqns[i]
-            if self.given and not all(map(self._is_known, eqn.invars)):
+            may_wait = self.given or len(self.sums) < len(self.disk_sums)
+            if may_wait and not all(map(self._is_known, eqn.invars)):
                 waiting.append(i)
+                continue
+            if i in self.disk_sums:
+                known = self.sums.get(self.disk_sums[i])
+                waiting += [i] if known is None else []
+                self.env.update({} if known is None else {eqn.outvars[0]: known})
                 continue
             with _compat.equation_context(eqn):
                 is_sum = self.split.kinds[i] is Kind.SUM
                 outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
         return waiting
+
+    def _is_disk_sum(self, i: int) -> bool:
+        if self.split.kinds[i] is not Kind.SUM:
+            return False
+        reads = self._kernel(self.split.jaxpr.eqns[i].invars).reads
+        return any(v in self.fields and isinstance(self.fields[v].array, OnDisk) for v in reads)
+
+    def _check_on_disk(self, i: int) -> None:
+        """Raises if an equation needs whole arrays of what is on disk."""
+        elements = [
+            v for v in self.split.jaxpr.eqns[i].invars if not _compat.is_literal(v) and v in self.split.elements
+        ]
+        for v in self._kernel(elements).reads if elements else ():
+            if v in self.fields and isinstance(self.fields[v].array, OnDisk):
+                path = self.fields[v].leaf.path
+                raise ValueError(
+                    f"`{self.split.maker(i)}` needs all of {path!r} at once, and its state is on disk, of which a "
+                    "step reads one record after another: keep the state in memory (`Offload(optimizer='host')`), or "
+                    f"that of this leaf on the devices (`rules={{{path!r}: jzero.LeafRule(offload=False)}}`)."
+                )
 
     def _is_known(self, atom: Any) -> bool:
         if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
@@ -216,7 +231,7 @@ class _Run:
                 self.whole[atom] = kernel(reads, atom.aval.shape)[0]
         return self.whole[atom]
 
-    def _fetch(self, field: _Field) -> jax.Array:
+    def _fetch(self, field: Field) -> jax.Array:
         if field.array is None:
             return positions_of(field.leaf.shape)
         if is_on_host(field.array):
@@ -236,39 +251,104 @@ class _Run:
         found = self._pass(fields[0].number, eqn.invars)
         return [reduce_pass(self.plan, found, eqn.primitive.name, eqn.outvars[0].aval.dtype)]
 
-    def update(self, i: int, given: Before, numbers: After) -> dict[int, jax.Array]:
-        """Returns the results of a parameter with state on the host, by their numbers among all results."""
-        leaf, outs, result = self.plan.leaves[i], self.split.jaxpr.outvars, numbers.results[i]
+    def targets(self, i: int, given: Before, numbers: After) -> dict[int, Any]:
+        """Returns what becomes of the results of a parameter with state on the host or on disk.
+
+        Returns:
+          By the number of a result among all: what it replaces, an array or a place on disk; or its dtype.
+        """
+        leaf, result = self.plan.leaves[i], numbers.results[i]
         pairs = [(numbers.masters[i], given.masters[i]), *zip(numbers.inner, given.inner, strict=True)]
         pairs += [(result, given.params[i])] if leaf.param.on_host else []
         targets: dict[int, Any] = {
-            k: x.array for k, x in pairs if k is not None and isinstance(x, _Field) and x.number == i
+            k: x.array for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
         }
-        is_near = result is not None and not leaf.param.on_host
-        if is_near:  # it overwrites the gradient if that is wide enough
+        if result is not None and not leaf.param.on_host:
+            targets[result] = self.split.jaxpr.outvars[result].aval.dtype
+        return targets
+
+    def update(self, i: int, given: Before, targets: Mapping[int, Any]) -> dict[int, jax.Array]:
+        """Returns the results of a parameter with state on the host, by their numbers among all results."""
+        leaf, outs, overwritten = self.plan.leaves[i], self.split.jaxpr.outvars, dict(targets)
+        near = [k for k, x in targets.items() if not hasattr(x, "aval")]
+        for k in near:  # it overwrites the gradient if that is wide enough
             grad: Any = given.grads[i]
-            array, dtype = grad.reduced.array, outs[result].aval.dtype
-            targets[result] = array if holds(array.dtype, dtype) and not is_on_host(array) else dtype
+            array = grad.reduced.array
+            if holds(array.dtype, targets[k]) and not is_on_host(array):
+                overwritten[k] = array
         if not targets:
             return {}
-        made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(targets.values())))
+        made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, made, strict=True))
-        if is_near:
-            new[result] = natural_leaf(round_to(new[result], dtype), leaf.grad, self.plan)
-        return new
+        return new | {k: natural_leaf(round_to(new[k], targets[k]), leaf.grad, self.plan) for k in near}
+
+    def disk_targets(self, i: int, targets: Mapping[int, Any]) -> list[Any]:
+        """Returns the targets of a visit: fields on disk by number, and dtypes."""
+        place = {leaf.path: k for k, leaf in enumerate(self.plan.disk_fields[i])}
+        dtypes = (x.dtype if hasattr(x, "aval") else x for x in targets.values())
+        return [
+            place[x.path] if isinstance(x, OnDisk) else dtype for x, dtype in zip(targets.values(), dtypes, strict=True)
+        ]
+
+    def from_disk(self, i: int, given: Before, targets: Mapping[int, Any], result: Any) -> dict[int, Any]:
+        """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
+        leaf, old = self.plan.leaves[i], given.params[i]
+        near = old.array if result is None else result
+        near = near if is_on_host(near) else natural_leaf(near, leaf.grad, self.plan)
+        return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
+
+    def sum_visits(self) -> list[tuple[Visit, VisitOperands]]:
+        """Returns the visits that make the next sums over what is on disk."""
+        ready: dict[int, list[int]] = {}
+        for i in self.pending:
+            eqn = self.split.jaxpr.eqns[i]
+            if i in self.disk_sums and all(map(self._is_known, eqn.invars)):
+                read = next(v for v in self._kernel(eqn.invars).reads if v in self.fields)
+                ready.setdefault(self.fields[read].number, []).append(i)
+        found = []
+        for param, members in sorted(ready.items()):
+            eqns = [self.split.jaxpr.eqns[i] for i in members]
+            targets = [
+                SumTarget(self.disk_sums[i], x.primitive.name, len(x.invars), x.outvars[0].aval.dtype)
+                for i, x in zip(members, eqns, strict=True)
+            ]
+            found.append(self.visit(param, [v for x in eqns for v in x.invars], targets))
+        return found
+
+    def visit(self, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
+        """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
+        place = {leaf.path: k for k, leaf in enumerate(self.plan.disk_fields[i])}
+        leaf, kernel, operands = self.plan.leaves[i].grad, self._kernel(wanted), VisitOperands([], [])
+
+        def source(v: Any) -> Source:
+            field = self.fields.get(v)
+            if field is not None and field.given:
+                return Source(field.given)
+            x = self._stored(v, leaf)
+            if x is None:
+                return Source("positions")
+            if isinstance(x, OnDisk):
+                return Source("disk", place[x.path])
+            kind, values = ("near", operands.near) if x.ndim else ("number", operands.numbers)
+            values.append(x)
+            return Source(kind, len(values) - 1)
+
+        sources = tuple(map(source, kernel.reads))
+        return Visit(i, kernel, sources, tuple(targets), self.number_of(kernel.piece())), operands
+
+    def _stored(self, v: Any, leaf: StateLeaf) -> Any:
+        """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
+        if v in self.fields:
+            return self.fields[v].array
+        x = jnp.asarray(self.value(v))
+        return stored_leaf(x.reshape(leaf.shape), leaf, self.plan) if x.ndim else x
 
     def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
         leaf, kernel = self.plan.leaves[i].grad, self._kernel(wanted)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
-        def stored(v: Any) -> Any:
-            if v in self.fields:
-                return self.fields[v].array  # `None` for positions
-            x = jnp.asarray(self.value(v))
-            return stored_leaf(x.reshape(leaf.shape), leaf, self.plan) if x.ndim else x
-
-        reads = [stored(v) for v in kernel.reads]
+        reads = [self._stored(v, leaf) for v in kernel.reads]
         known = {id(x): x for x in (*reads, *targets) if isinstance(x, jax.Array)}
         arrays, numbers = ([x for x in known.values() if bool(x.ndim) == has_dims] for has_dims in (True, False))
 

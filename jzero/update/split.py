@@ -119,8 +119,13 @@ class Split(NamedTuple):
     @property
     def mixed(self) -> list[str]:
         """The optax functions that mix the elements of several parameters."""
-        found = [x for x, kind in zip(self.jaxpr.eqns, self.kinds, strict=True) if kind is Kind.MIXED]
-        return list(dict.fromkeys(map(_maker, found)))
+        return list(dict.fromkeys(self.maker(i) for i, kind in enumerate(self.kinds) if kind is Kind.MIXED))
+
+    def maker(self, number: int) -> str:
+        """Returns the optax function that made an equation, as far as it or an equation close to it tells."""
+        numbers = sorted(range(len(self.jaxpr.eqns)), key=lambda i: (abs(i - number), i > number))
+        names = filter(None, (_maker(self.jaxpr.eqns[i]) for i in numbers))  # those of jnp's functions tell nothing
+        return next(names, str(self.jaxpr.eqns[number].primitive.name))
 
 
 def split(jaxpr: Any, fields: Mapping[Any, int]) -> Split:
@@ -194,9 +199,9 @@ def kernel_of(found: Split, wanted: Sequence[Any], given: Collection[Any] = ()) 
 
 
 def _maker(eqn: Any) -> str:
-    """Returns the name of the optax function that made an equation; of its primitive if that is unknown."""
+    """Returns the name of the optax function that made an equation; an empty string if that is unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if "optax" in frame.file_name and ".update" in frame.function_name:
             return str(frame.function_name).split(".")[0]
-    return str(eqn.primitive.name)
+    return ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,9 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state, zero_grads
 from jzero.plan.platform import platform_facts
 from jzero.update.extra_args import check_grads, check_params_stored
-from jzero.update.run import run_update
-from jzero.update.whole import NOTHING, Before, Grad, WholeUpdate, optimizer_view
+from jzero.update.run import find_visits, run_update
+from jzero.update.visits import NO_DISK, FromDisk, Visit, VisitOperands
+from jzero.update.whole import NOTHING, After, Before, Grad, WholeUpdate, optimizer_view
 
 __all__ = ["NO_ELEMENTS", "ZeroTransformation"]
 
@@ -86,6 +87,11 @@ class ZeroTransformation:
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
             )
+        if self.plan.has_files:
+            raise ValueError(
+                "Optimizer state on disk (`Offload(optimizer='disk')`) is updated by steps of `make_train_step` alone, "
+                "outside of `jax.jit`. Use one, or keep the state in memory (`Offload(optimizer='host')`)."
+            )
         check_grads(self.plan, updates)
         check_params_stored(self.plan, params)
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
@@ -101,6 +107,7 @@ class ZeroTransformation:
         params: PyTree,
         applied: jax.Array | None = None,
         value: jax.Array | None = None,
+        disk: FromDisk = NO_DISK,
     ) -> tuple[PyTree, PyTree]:
         """Returns the parameters and optimizer state after a step, as stored; call it inside `jit`.
 
@@ -112,15 +119,37 @@ class ZeroTransformation:
           params: The parameters as stored.
           applied: Whether anything changes, a 0-d boolean; `None` means yes.
           value: The loss, for optimizers that ask for it; `None` if it is not known.
+          disk: What was computed from records.
         """
         plan, own, old = self.plan, _to_own_state(self.plan, state), self.plan.flat_params(params)
-        trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
-        results, new = _run(self, own, grads, old, trained, applied=applied, value=value)
+        update, before = self._of_step(grads, state, params, applied, value)
+        results, new = _results(plan, own, run_update(update, before, disk), applied)
         stored = [
             x if y is None else _store_new(y, leaf, plan, x)
             for x, y, leaf in zip(old, results, plan.leaves, strict=True)
         ]
         return plan.stored_params(stored), _to_opt_state(plan, new)
+
+    def visits(
+        self,
+        grads: Sequence[Grad],
+        state: PyTree,
+        params: PyTree,
+        applied: jax.Array | None,
+        value: jax.Array | None,
+        sums: Mapping[int, jax.Array],
+    ) -> tuple[list[Visit], list[VisitOperands]]:
+        """Returns the next pass over records that `apply` needs, see `find_visits`; call it inside `jit`."""
+        return find_visits(*self._of_step(grads, state, params, applied, value), sums)
+
+    def _of_step(
+        self, grads: Sequence[Grad], state: PyTree, params: PyTree, applied: jax.Array | None, value: jax.Array | None
+    ) -> tuple[WholeUpdate, Before]:
+        """Returns the update of a step, and its inputs."""
+        plan, own = self.plan, _to_own_state(self.plan, state)
+        trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
+        before = _before(plan, own, grads, plan.flat_params(params), applied=applied, value=value)
+        return WholeUpdate(plan, self.inner, trained), before
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
         """Returns the factor of the loss, in float32; `None` without a loss scale."""
@@ -189,8 +218,9 @@ def _update(
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
         moves = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
-        seen = [Grad(x) for x in grads]
-        results, new = _run(tx, own, seen, known, moves, functions, applied=applied, value=tx.value, extra=extra)
+        before = _before(plan, own, [Grad(x) for x in grads], known, applied=applied, value=tx.value, extra=extra)
+        after = run_update(WholeUpdate(plan, tx.inner, moves, functions), before)
+        results, new = _results(plan, own, after, applied)
         if overflowed is not None:
             new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
         changes = [_change(plan, i, known[i], x, i in moves) for i, x in enumerate(results)]
@@ -201,29 +231,27 @@ def _update(
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _run(
-    tx: ZeroTransformation,
-    own: ZeroOptState,
-    grads: Sequence[Grad],
-    params: list[Any],
-    moves: frozenset[int],
-    functions: tuple[tuple[str, Any], ...] = (),
-    **of_step: Any,
-) -> tuple[list[Any], ZeroOptState]:
-    """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
-    plan, nothing, number = tx.plan, [None] * len(tx.plan.leaves), own.num_updates
+def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad], params: list[Any], **of_step: Any) -> Before:
+    """Returns the inputs of an update."""
+    nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
     masters = nothing if own.masters is None else plan.flat_params(own.masters)
     inner = plan.inner_treedef.flatten_up_to(own.inner)
-    before = Before(trained, params, masters, inner, nothing, number, **of_step)
-    after = run_update(WholeUpdate(plan, tx.inner, moves, functions), before)
+    return Before(trained, params, masters, inner, nothing, own.num_updates, **of_step)
+
+
+def _results(
+    plan: ZeroPlan, own: ZeroOptState, after: After, applied: jax.Array | None
+) -> tuple[list[Any], ZeroOptState]:
+    """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
+    number = own.num_updates
     inner = [stored_leaf(x, leaf, plan) for x, leaf in zip(after.inner, plan.inner_leaves, strict=True)]
     masters = [
         x if leaf.master is None else stored_leaf(x, leaf.master, plan)
         for x, leaf in zip(after.masters, plan.leaves, strict=True)
     ]
     if number is not None:
-        number = number + (1 if before.applied is None else before.applied.astype(number.dtype))
+        number = number + (1 if applied is None else applied.astype(number.dtype))
     return after.results, dataclasses.replace(
         own,
         inner=plan.inner_treedef.unflatten(inner),

@@ -1,0 +1,177 @@
+"""The files of one state: which record holds which part of which leaf, and reading leaves back.
+
+In: a plan with state on disk, and a store with one record for each of its rectangles. Out: views of the fields in a
+record's bytes, and whole leaves as stored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jzero.disk.pipeline import Pipeline
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.on_disk import OnDisk
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.records import Rectangle, field_offsets
+
+__all__ = ["Record", "StateFiles", "first_holders", "layout"]
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Attributes:
+      param: The parameter.
+      device: The device whose part it belongs to; the first of this process if several have the same part.
+      first: The index of the part's first element in the stored array.
+      place: Its place in the part.
+    """
+
+    param: int
+    device: Any
+    first: tuple[int, ...]
+    place: Rectangle
+
+    @property
+    def stored(self) -> Rectangle:
+        """Its place in the stored array."""
+        start = tuple(a + b for a, b in zip(self.first, self.place.start, strict=True))
+        return Rectangle(start, self.place.shape)
+
+
+def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) -> dict[Any, Any]:
+    """Returns for each device the first one with the same part of a leaf, of this process or of all.
+
+    Args:
+      plan: The plan.
+      leaf: The leaf.
+      everywhere: Whether devices of other processes count, too.
+    """
+    sharding = plan.device_sharding(leaf)
+    found = sharding.devices_indices_map(leaf.stored_shape)
+    mine = sharding.addressable_devices
+    firsts: dict[str, Any] = {}
+    holders = {d: firsts.setdefault(str(index), d) for d, index in found.items() if everywhere or d in mine}
+    return {d: holder for d, holder in holders.items() if d in mine}
+
+
+def layout(plan: ZeroPlan) -> list[Record]:
+    """Returns the records of this process: by parameter, then by place, so that devices take turns."""
+    records = []
+    for i in plan.disk_fields:
+        leaf = plan.leaves[i].grad
+        index = plan.device_sharding(leaf).devices_indices_map(leaf.stored_shape)
+        devices = list(dict.fromkeys(first_holders(plan, leaf).values()))
+        starts = {d: tuple(s.start or 0 for s in index[d]) for d in devices}
+        records += [Record(i, d, starts[d], place) for place in plan.records_of(i) for d in devices]
+    return records
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateFiles:
+    """The files of one state.
+
+    Attributes:
+      plan: The plan of the state.
+      records: What each record of the store holds.
+      pipeline: Reads and writes the records of its store.
+    """
+
+    plan: ZeroPlan
+    records: Sequence[Record]
+    pipeline: Pipeline
+
+    @property
+    def generation(self) -> int:
+        """The number of times that the files were written after they were first filled."""
+        return self.pipeline.store.generation - 1
+
+    @functools.cached_property
+    def of_param(self) -> dict[int, list[int]]:
+        """The numbers of each parameter's records."""
+        found: dict[int, list[int]] = {i: [] for i in self.plan.disk_fields}
+        for number, record in enumerate(self.records):
+            found[record.param].append(number)
+        return found
+
+    def views(self, number: int, buffer: np.ndarray) -> list[np.ndarray]:
+        """Returns the fields of a record as arrays of the record's shape, which share its bytes."""
+        record = self.records[number]
+        dtypes = [leaf.dtype for leaf in self.plan.disk_fields[record.param]]
+        offsets, size = field_offsets(dtypes, record.place.size), record.place.size
+        return [
+            buffer[at : at + size * dtype.itemsize].view(dtype).reshape(record.place.shape)
+            for at, dtype in zip(offsets, dtypes, strict=False)
+        ]
+
+    def fill(self, fields_of: Callable[[int], Sequence[jax.Array]], params: Iterable[int]) -> None:
+        """Writes the records of parameters into the other slot; `store.commit` is left to the caller.
+
+        Args:
+          fields_of: Returns the fields of a parameter on disk, as stored.
+          params: The parameters.
+        """
+        for i in params:
+            parts = [{x.device: np.asarray(x.data) for x in field.addressable_shards} for field in fields_of(i)]
+
+            def copy(number: int, buffer: np.ndarray, parts: Any = parts) -> None:
+                record = self.records[number]
+                for view, of_device in zip(self.views(number, buffer), parts, strict=True):
+                    view[...] = of_device[record.device][record.place.slices]
+
+            self.pipeline.run(copy, self.of_param[i], reads=False)
+
+    def rewrite(self, new: Mapping[str, jax.Array]) -> None:
+        """Writes all records anew, with new values of some leaves, by path and as stored."""
+        parts = {path: {x.device: np.asarray(x.data) for x in array.addressable_shards} for path, array in new.items()}
+
+        def change(number: int, buffer: np.ndarray) -> None:
+            record = self.records[number]
+            fields = self.plan.disk_fields[record.param]
+            for view, leaf in zip(self.views(number, buffer), fields, strict=True):
+                if leaf.path in parts:
+                    view[...] = parts[leaf.path][record.device][record.place.slices]
+
+        self.pipeline.run(change)
+        self.pipeline.store.commit()
+
+    def place_of(self, path: str) -> tuple[int, int]:
+        """Returns the parameter, and the number of the field, of a leaf on disk."""
+        return next(
+            (i, k) for i, fields in self.plan.disk_fields.items() for k, x in enumerate(fields) if x.path == path
+        )
+
+    def read_leaf(self, path: str) -> jax.Array:
+        """Returns a leaf as stored, in the devices' memory."""
+        i, k = self.place_of(path)
+        leaf = self.plan.disk_fields[i][k]
+        shape = self.plan.part_shape(leaf)
+        parts = {self.records[number].device: np.zeros(shape, leaf.dtype) for number in self.of_param[i]}
+
+        def copy(number: int, buffer: np.ndarray) -> None:
+            record = self.records[number]
+            parts[record.device][record.place.slices] = self.views(number, buffer)[k]
+
+        self.pipeline.run(copy, self.of_param[i], writes=False)
+        return self.assembled(leaf, parts)
+
+    def assembled(self, leaf: StateLeaf, parts: dict[Any, Any], *, on_host: bool = False) -> jax.Array:
+        """Returns a stored array from the parts of the first devices that have them."""
+        sharding = self.plan.sharding(dataclasses.replace(leaf, memory="host" if on_host else "device"))
+        kind = sharding.memory_kind
+        arrays = [
+            jax.device_put(parts[first], SingleDeviceSharding(d, memory_kind=kind))
+            for d, first in first_holders(self.plan, leaf).items()
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.stored_shape, sharding, arrays)
+
+    def node(self, leaf: StateLeaf) -> OnDisk:
+        """Returns what stands for a leaf in the state."""
+        return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype, self)

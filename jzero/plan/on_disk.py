@@ -1,0 +1,95 @@
+"""The place of a leaf of a state whose values are in files: an empty node, which programs and `tree.map` pass over.
+
+`flatten_up_to` of a plan's structure hands the node out as a leaf. It knows the files, but two nodes of one leaf and
+layout have equal structure only if their files are the same; programs see nodes without files (`detached`), so that
+what jax caches keeps no file open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+__all__ = ["ChangedFiles", "DiskFiles", "OnDisk"]
+
+
+class DiskFiles(Protocol):
+    """What reads the leaves of one state from its files."""
+
+    def read_leaf(self, path: str) -> jax.Array:
+        """Returns a leaf as stored, in the devices' memory."""
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """Stands for a leaf of a state that is on disk.
+
+    Attributes:
+      path: The leaf's path in the optimizer state, as in the plan.
+      shape: The shape of the stored array.
+      dtype: Its dtype.
+      files: Where its values are; `None` for shapes, and inside of programs.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    files: DiskFiles | None = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, padding included."""
+        return math.prod(self.shape)
+
+    @property
+    def detached(self) -> OnDisk:
+        """The node without its files."""
+        return dataclasses.replace(self, files=None)
+
+    def read(self) -> jax.Array:
+        """Returns the array as stored, in the devices' memory."""
+        if self.files is None:
+            raise ValueError(f"{self.path!r} is on disk, and a program cannot read it. {INSTEAD}")
+        return self.files.read_leaf(self.path)
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{self.path!r} is on disk: it is no array to compute with. {INSTEAD}")
+
+    def __repr__(self) -> str:
+        return f"OnDisk({self.path!r}, shape={self.shape}, dtype={self.dtype})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedFiles:
+    """Files whose leaves are read and then changed.
+
+    Attributes:
+      files: The files.
+      change: Takes a leaf as stored, and returns the changed one.
+    """
+
+    files: DiskFiles
+    change: Callable[[jax.Array], Any]
+
+    def read_leaf(self, path: str) -> Any:
+        """Returns the changed leaf."""
+        return self.change(self.files.read_leaf(path))
+
+
+INSTEAD = (
+    "Read it with `jzero.get_full_opt_state` or `jzero.get_full_param`; train with a step of `jzero.make_train_step` "
+    "outside of `jax.jit`, or keep the state in memory (`Offload(optimizer='host')`)."
+)

@@ -1,0 +1,92 @@
+"""State on disk: its files, and the public calls about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jzero.arrays.disk_files import StateFiles, layout
+from jzero.disk.files import check_folder
+from jzero.disk.pipeline import Pipeline
+from jzero.disk.stores import DiskStore
+from jzero.plan.on_disk import OnDisk
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.records import field_offsets
+
+__all__ = ["attached", "check_newest", "detached", "files_of", "kept_on_disk", "open_files"]
+
+State = Any
+
+
+def open_files(plan: ZeroPlan) -> StateFiles:
+    """Takes the disk space for a state of this process, before anything is written."""
+    offload = plan.config.offload
+    assert offload.path is not None
+    folder = check_folder(offload.path)
+    records = layout(plan)
+    sizes = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[-1] for r in records]
+    store = DiskStore(folder, sizes, checksum=offload.disk_checksum)
+    return StateFiles(plan, records, Pipeline(store, threads=offload.disk_threads))
+
+
+def map_disk(fn: Callable[[OnDisk], Any], plan: ZeroPlan, state: State) -> State:
+    """Returns a state with `fn(leaf)` in place of each leaf on disk."""
+    leaves = plan.opt_treedef.flatten_up_to(state.opt_state)
+    opt_state = plan.opt_treedef.unflatten([fn(x) if isinstance(x, OnDisk) else x for x in leaves])
+    return state.replace(opt_state=opt_state)
+
+
+def detached(state: State) -> State:
+    """Returns a state whose leaves on disk do not know their files, for programs."""
+    return map_disk(lambda x: x.detached, state.tx.plan, state)
+
+
+def attached(state: State, files: StateFiles) -> State:
+    """Returns a state whose leaves on disk are in these files."""
+    return map_disk(lambda x: dataclasses.replace(x, files=files), state.tx.plan, state)
+
+
+def files_of(state: State) -> StateFiles:
+    """Returns the files of a state on disk."""
+    leaves = state.tx.plan.opt_treedef.flatten_up_to(state.opt_state)
+    files = next(x.files for x in leaves if isinstance(x, OnDisk))
+    if not isinstance(files, StateFiles):
+        raise ValueError(
+            "This state has shapes in place of what is on disk. Make one with `jzero.shard_train_state` or "
+            "`jzero.init_train_state`, or restore a checkpoint into it."
+        )
+    return files
+
+
+def kept_on_disk(state: State, files: StateFiles | None) -> State:
+    """Returns a state with leaves that belong on disk, but are arrays as stored, written there; others are copied.
+
+    Args:
+      state: The state.
+      files: The files of the state that it came from, which is not the newest any more if anything is written.
+    """
+    plan = state.tx.plan
+    leaves = plan.opt_treedef.flatten_up_to(state.opt_state)
+    new = {
+        leaf.path: leaf.unbox(x)
+        for x, leaf in zip(leaves, plan.opt_leaves, strict=True)
+        if leaf.memory == "disk" and not isinstance(x, OnDisk)
+    }
+    if files is None or not new:
+        return state
+    files.rewrite(new)
+    kept = [files.node(leaf) if leaf.path in new else x for x, leaf in zip(leaves, plan.opt_leaves, strict=True)]
+    opt_state = plan.opt_treedef.unflatten(kept)
+    disk = dataclasses.replace(opt_state.disk, generation=opt_state.disk.generation + 1)
+    return state.replace(opt_state=dataclasses.replace(opt_state, disk=disk))
+
+
+def check_newest(state: State) -> None:
+    """Raises if a later step overwrote what a state has on disk."""
+    mine, newest = int(state.opt_state.disk.generation), files_of(state).generation
+    if mine != newest:
+        raise RuntimeError(
+            f"A later step overwrote what this state has on disk: it is number {mine}, the files are at {newest}. Go "
+            "on with the state that the step returned (`state, metrics = step(state, batch)`), or restore a checkpoint."
+        )

@@ -1,0 +1,99 @@
+"""The inputs of an update as a split sees them: arrays in natural shape, and fields.
+
+A field is an array of a parameter with state on the host or on disk; it stays as it is stored until a pass reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jzero.arrays.placement import check_leaf_shape, is_far, natural_leaf, stored_leaf
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
+from jzero.update.whole import Before
+
+__all__ = ["Field", "far_params", "owners_of_inputs", "placed_fields"]
+
+BY_PARAMETER = ("grads", "params", "masters", "positions")
+"""The fields of `Before` with an entry per parameter."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Field:
+    """An array of a parameter with state on the host or on disk.
+
+    Attributes:
+      number: The parameter.
+      leaf: The layout of the parameter's gradient, in which all its fields are stored.
+      array: The array as stored, or its place on disk; `None` for the positions of its elements.
+      given: The field of `Before` that holds this very array; empty if it was laid out anew.
+    """
+
+    number: int
+    leaf: StateLeaf
+    array: Any
+    given: str = ""
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Its natural shape, and its dtype."""
+        return jax.ShapeDtypeStruct(self.leaf.shape, jnp.uint32 if self.array is None else self.array.dtype)
+
+
+def far_params(plan: ZeroPlan) -> frozenset[int]:
+    """Returns the parameters whose state is not all on the devices; a number is no array to stream."""
+    return frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)
+
+
+def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
+    """Returns the inputs of an update: arrays in natural shape, and the fields of parameters with state elsewhere."""
+
+    def place(x: Any, i: int | None, leaf: StateLeaf, name: str = "") -> Any:
+        if x is None:
+            return None
+        check_leaf_shape(x, leaf)
+        if i not in far or leaf.shape != plan.leaves[i].param.shape:
+            return natural_leaf(x, leaf, plan)
+        grad = plan.leaves[i].grad
+        if is_far(x) or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
+            return Field(i, grad, x, name)  # a constraint would make a copy of what a program only passes on
+        x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)
+        return Field(i, grad, stored_leaf(x, grad, plan))
+
+    def of_param(i: int, x: Any, name: str = "") -> Any:
+        leaf = plan.leaves[i]
+        is_given = leaf.param.cut == leaf.grad.cut
+        return (
+            None if i in plan.keys else place(x, i, leaf.grad if leaf.trained else leaf.param, name if is_given else "")
+        )
+
+    grads = [
+        None if g is None else g._replace(reduced=place(g.reduced, i, plan.leaves[i].grad, "grads"))
+        for i, g in enumerate(stored.grads)
+    ]
+    inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
+    rounds = stored.number is not None
+    return stored._replace(
+        grads=grads,
+        params=[of_param(i, x, "params") for i, x in enumerate(stored.params)],
+        masters=[of_param(i, x) for i, x in enumerate(stored.masters)],
+        inner=inner,
+        positions=[Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
+    )
+
+
+def owners_of_inputs(plan: ZeroPlan, given: Before) -> list[int | None]:
+    """Returns the parameter that each input belongs to."""
+
+    def marked(i: int | None, x: Any) -> Any:
+        return jax.tree.map(lambda _: -1 if i is None else i, x)
+
+    marks = marked(None, given)._replace(
+        **{name: list(map(marked, range(len(plan.leaves)), getattr(given, name))) for name in BY_PARAMETER},
+        inner=[marked(leaf.owner, x) for leaf, x in zip(plan.inner_leaves, given.inner, strict=True)],
+    )
+    return [None if i < 0 else i for i in jax.tree.leaves(marks)]

@@ -1,0 +1,285 @@
+"""Runs an update's passes over records on disk, outside of `jit`.
+
+In: visits, see `run`, and their operands as global arrays. Out: new records in the store's other slot, new parameters,
+numbers over all records. Every record has its own call of a jitted program, on the device whose part it is or on the
+host's CPU; Python drives it while other records are read and written.
+
+[Note: Records outside of a program]
+A program of XLA cannot wait for a disk: its callbacks stall a device, and what they raise ends the process. So a step
+with state on disk runs several programs. The first computes loss and gradients and keeps the old state. The numbers of
+the update (counters, learning rates, norms) come next, then this pass, then the rest of the state. Parameters with
+equal updates share a program, and each shape of records has its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.arrays.disk_files import StateFiles, first_holders
+from jzero.arrays.placement import on_device
+from jzero.disk.pipeline import RunStats
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
+from jzero.update.chunks import Part, number_of_part
+from jzero.update.split import REDUCTIONS
+from jzero.update.visits import SumTarget, Visit, VisitOperands
+
+__all__ = ["GivenArrays", "PassResults", "Programs", "RecordRun"]
+
+
+class GivenArrays(NamedTuple):
+    """What visits read of a step, as stored: by parameter its reduced gradient, and itself."""
+
+    grads: Mapping[int, jax.Array]
+    params: Mapping[int, jax.Array]
+
+
+class PassResults(NamedTuple):
+    """The results of a pass.
+
+    Attributes:
+      sums: The numbers over what is on disk, by number.
+      results: By parameter, its new value, laid out like its gradient.
+      stats: The time that the pass took.
+    """
+
+    sums: dict[int, jax.Array]
+    results: dict[int, jax.Array]
+    stats: RunStats
+
+
+class _Call(NamedTuple):
+    """The operands of a visit on one device.
+
+    Attributes:
+      near: Parts of arrays, one per source that is no field of a record, as stored.
+      numbers: Its numbers, where the update runs.
+      parts: The parts of its results, which records are pasted into, on the device; on the host if they stay there.
+      sums: Its numbers over the records so far.
+    """
+
+    near: list[jax.Array]
+    numbers: list[jax.Array]
+    parts: list[Any]
+    sums: list[jax.Array]
+
+
+class Programs:
+    """The jitted programs of records; one for all parameters that compute the same.
+
+    Args:
+      plan: The plan of the state.
+    """
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self.plan = plan
+        self._made: dict[Any, Callable[..., Any]] = {}
+
+    def compute(self, visit: Visit, level: int) -> Callable[..., Any]:
+        """Returns `_compute` for a visit; `level` is the number of the pass, whose structures it compares."""
+        leaf = self.plan.leaves[visit.param].grad
+        targets = tuple(x._replace(number=0) if isinstance(x, SumTarget) else x for x in visit.targets)
+        key = (level, visit.structure, visit.sources, targets, leaf.cut, leaf.shape)
+        if key not in self._made:
+            self._made[key] = jax.jit(functools.partial(_compute, visit, leaf), static_argnames="shape")
+        return self._made[key]
+
+
+class RecordRun:
+    """One pass over the records of a state.
+
+    Args:
+      files: The files of the state.
+      programs: The programs of its records.
+      level: The number of the pass in its step.
+      visits: What to compute, at most once per parameter.
+      operands: What the visits read beside records, as global arrays.
+      given: What else they read.
+    """
+
+    def __init__(
+        self,
+        files: StateFiles,
+        programs: Programs,
+        level: int,
+        visits: Sequence[Visit],
+        operands: Sequence[VisitOperands],
+        given: GivenArrays,
+    ) -> None:
+        self.files, self.plan = files, files.plan
+        self.visits = {visit.param: visit for visit in visits}
+        self.compute = {visit.param: programs.compute(visit, level) for visit in visits}
+        self.cpu = jax.local_devices(backend="cpu")[0] if self.plan.config.offload.compute == "host" else None
+        self.calls: dict[tuple[int, Any], _Call] = {}
+        for visit, operand in zip(visits, operands, strict=True):
+            self._prepare(visit, operand, given)
+
+    def run(self, *, writes: bool) -> PassResults:
+        """Visits all records that something is computed from; `writes` if that makes new ones."""
+        numbers = [n for i in self.visits for n in self.files.of_param[i]]
+        stats = self.files.pipeline.run(self._visit, None if writes else numbers, writes=writes)
+        return PassResults(self._sums(), self._results(), stats)
+
+    def _prepare(self, visit: Visit, operands: VisitOperands, given: GivenArrays) -> None:
+        """Splits the operands of a visit over the devices that have a part of its parameter."""
+        i, leaf = visit.param, self.plan.leaves[visit.param]
+        arrays: dict[str, list[Any]] = {
+            "grads": [given.grads.get(i)],
+            "params": [given.params.get(i)],
+            "near": operands.near,
+        }
+        near = [_by_device(arrays[x.kind][x.number]) for x in visit.sources if x.kind in arrays]
+        counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
+        dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
+        shape, stays = self.plan.part_shape(leaf.grad), leaf.param.on_host and self.plan.names_host_memory
+        for device in dict.fromkeys(first_holders(self.plan, leaf.grad).values()):
+            at = self.cpu or device
+            parts = [np.zeros(shape, x) if stays else jnp.zeros(shape, x, device=device) for x in dtypes]
+            sums = [
+                jax.device_put(np.asarray(REDUCTIONS[x.how][2], x.dtype), at)
+                for x in visit.targets
+                if isinstance(x, SumTarget)
+            ]
+            numbers = [jax.device_put(x[device], at) for x in counts]
+            self.calls[i, device] = _Call([x[device] for x in near], numbers, parts, sums)
+
+    def _visit(self, number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None] | None:
+        """Starts the computation of a record; returns what waits for it and writes its results into the buffer."""
+        record = self.files.records[number]
+        visit = self.visits.get(record.param)
+        if visit is None:  # nothing changes: the record is copied
+            return None
+        call, views = self.calls[record.param, record.device], self.files.views(number, buffer)
+        place, at = record.place, self.cpu or record.device
+        fields = [jax.device_put(views[x.number], at) for x in visit.sources if x.kind == "disk"]
+        start = np.array(place.start, np.int32)
+        slices = [_cut(x, start, shape=place.shape) for x in call.near]
+        if self.cpu is not None:
+            slices = jax.device_put(slices, self.cpu)
+        new, results, sums = self.compute[record.param](
+            fields, slices, call.numbers, np.array(record.stored.start, np.int32), shape=place.shape
+        )
+        joins = [REDUCTIONS[x.how][1] for x in visit.targets if isinstance(x, SumTarget)]
+        call.sums[:] = [join(x, y) for join, x, y in zip(joins, call.sums, sums, strict=True)]
+        to_host = [part for part in call.parts if isinstance(part, np.ndarray)]
+        if not to_host and results:
+            call.parts[:] = [
+                _paste(part, jax.device_put(x, record.device), start)
+                for part, x in zip(call.parts, results, strict=True)
+            ]
+        kept = [x for x in visit.targets if isinstance(x, int)]
+
+        def finish(buffer: np.ndarray) -> None:
+            for k, x in zip(kept, new, strict=True):
+                views[k][...] = np.asarray(x)
+            for part, x in zip(to_host, results, strict=False):
+                part[place.slices] = np.asarray(x)
+            jax.block_until_ready(sums)  # the record's bytes may be the operands themselves
+
+        return finish
+
+    def _results(self) -> dict[int, jax.Array]:
+        """Returns the new parameters."""
+        results = {}
+        for i in self.visits:
+            leaf = self.plan.leaves[i]
+            parts = {d: call.parts[0] for (j, d), call in self.calls.items() if j == i and call.parts}
+            if parts:
+                results[i] = self.files.assembled(leaf.grad, parts, on_host=leaf.param.on_host)
+        return results
+
+    def _sums(self) -> dict[int, jax.Array]:
+        """Returns the numbers over all records of all processes."""
+        found = {}
+        for i, visit in self.visits.items():
+            targets = [x for x in visit.targets if isinstance(x, SumTarget)]
+            for k, target in enumerate(targets):
+                values = {d: call.sums[k] for (j, d), call in self.calls.items() if j == i}
+                found[target.number] = _over_devices(self.plan, self.plan.leaves[i].grad, values, target.how)
+        return found
+
+
+def _compute(  # noqa: PLR0913  # operands of a program, by kind
+    visit: Visit,
+    leaf: StateLeaf,
+    fields: Sequence[jax.Array],
+    slices: Sequence[jax.Array],
+    numbers: Sequence[jax.Array],
+    start: jax.Array,
+    *,
+    shape: tuple[int, ...],
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Returns the new fields, the results and the numbers of one record.
+
+    Args:
+      visit: What to compute.
+      leaf: The layout of the parameter's gradient.
+      fields: The fields that it reads, [*shape].
+      slices: The same rectangle of arrays, [*shape].
+      numbers: 0-d arrays.
+      start: Its place in the stored array, int32 [ndim].
+      shape: The shape of the record.
+    """
+    part = Part(leaf, lambda dim: start[dim] + lax.broadcasted_iota(jnp.int32, shape, dim))
+    given = {"disk": iter(fields), "near": iter(slices), "number": iter(numbers)}
+    given |= {"grads": given["near"], "params": given["near"]}
+    values = [part.positions() if x.kind == "positions" else next(given[x.kind]) for x in visit.sources]
+    made = iter(visit.kernel(values, shape))
+    new: list[jax.Array] = []
+    results: list[jax.Array] = []
+    sums: list[jax.Array] = []
+    for target in visit.targets:
+        if isinstance(target, SumTarget):
+            factors = [next(made) for _ in range(target.num_factors)]
+            sums.append(number_of_part(part, factors, target.how, target.dtype))
+        else:
+            (new if isinstance(target, int) else results).append(part.without_padding(next(made), 0))
+    return new, results, sums
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _cut(x: jax.Array, start: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a rectangle of a device's part, in the device's memory."""
+    return on_device(lax.dynamic_slice(x, start, shape))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _paste(part: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
+    """Returns a device's part with a rectangle replaced."""
+    return lax.dynamic_update_slice(part, x, start)
+
+
+def _by_device(x: jax.Array) -> dict[Any, jax.Array]:
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[Any, jax.Array], how: str) -> jax.Array:
+    """Returns one number over those of all devices, 0-d and on each of them.
+
+    Args:
+      plan: The plan.
+      leaf: The leaf of whose parts the numbers are.
+      values: The numbers of the first devices of this process that have a part.
+      how: A primitive of `REDUCTIONS`.
+    """
+    nothing = REDUCTIONS[how][2]
+    shards = []
+    for device, first in first_holders(plan, leaf, everywhere=True).items():  # each part counts once
+        x = values[device] if device == first else np.asarray(nothing, next(iter(values.values())).dtype)
+        shards.append(jax.device_put(jnp.reshape(x, (1,)), device))
+    sharding = NamedSharding(plan.mesh, PartitionSpec(tuple(plan.mesh.axis_names)))
+    x = jax.make_array_from_single_device_arrays((plan.mesh.size,), sharding, shards)
+    return _reduced(x, how, plan.whole_sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _reduced(x: jax.Array, how: str, sharding: NamedSharding) -> jax.Array:
+    return lax.with_sharding_constraint(REDUCTIONS[how][0](x).astype(x.dtype), sharding)

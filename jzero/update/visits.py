@@ -1,0 +1,91 @@
+"""What a pass over records on disk computes, told by an update's split, and what it gives back.
+
+An update whose state is on disk cannot be one program. `run.find_visits` tells what to compute from each record, one
+`Visit` per parameter; `records` computes it; `run.run_update` takes the results as `FromDisk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.update.split import Kernel
+
+__all__ = ["NO_DISK", "FromDisk", "Source", "SumTarget", "Visit", "VisitOperands"]
+
+
+class FromDisk(NamedTuple):
+    """What was computed from records before the rest of an update.
+
+    Attributes:
+      sums: Numbers over what is on disk, by their number among all such sums.
+      results: By parameter with state on disk, its new value, laid out like its gradient; none if nothing changes.
+    """
+
+    sums: Mapping[int, jax.Array]
+    results: Mapping[int, jax.Array]
+
+
+NO_DISK = FromDisk({}, {})
+
+
+class Source(NamedTuple):
+    """Where a pass over records gets an operand.
+
+    Attributes:
+      kind: "disk" (a field of the record), "grads" or "params" (the parameter's own, as the step has it), "near" (an
+        array that the program of numbers returns), "number", or "positions" (of elements in the natural array).
+      number: Which one, of several of a kind.
+    """
+
+    kind: str
+    number: int = 0
+
+
+class SumTarget(NamedTuple):
+    """A number over all elements of a parameter, of which each record makes a part.
+
+    Attributes:
+      number: Its number among all sums over what is on disk.
+      how: A primitive of `REDUCTIONS`.
+      num_factors: How many results are multiplied first.
+      dtype: Its dtype.
+    """
+
+    number: int
+    how: str
+    num_factors: int
+    dtype: Any
+
+
+class Visit(NamedTuple):
+    """What a pass computes from each record of a parameter.
+
+    Attributes:
+      param: The parameter.
+      kernel: The elementwise function.
+      sources: Where its operands come from.
+      targets: What becomes of its results: the number of the field that it replaces, the dtype of a new parameter or
+        its update, or a sum over several results.
+      structure: Equal for parameters that compute the same.
+    """
+
+    param: int
+    kernel: Kernel
+    sources: tuple[Source, ...]
+    targets: tuple[Any, ...]
+    structure: int
+
+    @property
+    def makes_sums(self) -> bool:
+        """Whether it computes sums, rather than new records."""
+        return any(isinstance(x, SumTarget) for x in self.targets)
+
+
+class VisitOperands(NamedTuple):
+    """What the program of numbers computes for a visit: arrays laid out like the gradient, and numbers."""
+
+    near: list[jax.Array]
+    numbers: list[jax.Array]
