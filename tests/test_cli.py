@@ -23,6 +23,7 @@ from jzero.analysis import topologies
 from jzero.checkpoint.contents import sign
 from jzero.cli import doctor
 from jzero.cli.commands import app
+from jzero.cli.disk_report import examine_disk
 from tests import cli_models
 from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
 
@@ -418,6 +419,54 @@ def test_doctor_names_missing_compilers(monkeypatch, run):
     assert data_of(run("doctor --json"))["compilers"]["tpu"] is None
 
 
+@pytest.fixture
+def no_checks(monkeypatch):
+    """`doctor` runs no checks on devices."""
+    monkeypatch.setattr(doctor, "CHECKS", {})
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_doctor_measures_a_disk(run, tmp_path):
+    found = data_of(run(f"doctor --disk {tmp_path} --disk-bytes 3e6 --json"))["disk"]
+    assert found["folder"] == str(tmp_path)
+    assert found["free_bytes"] > 3e6
+    rates = found["rates"]
+    assert rates["num_bytes"] == 1_500_000 // 4096 * 4096
+    assert min(rates["read"], rates["write"], rates["duplex"]) > 0
+    # 12 bytes of fp32 master, mean and variance travel in each direction.
+    assert found["seconds_per_billion"] == pytest.approx(12e9 / rates["duplex"])
+    assert os.listdir(tmp_path) == []
+    text = text_of(run(f"doctor --disk {tmp_path} --disk-bytes 3e6"))
+    assert re.search(rf"disk\n +folder +{tmp_path} \(\S+\), \S+ \wiB free\n", text)
+    assert re.search(r"update +[\d.]+ s per 10\^9 16-bit parameters with Adam", text)
+    assert "O_TMPFILE" in text
+    assert "O_DIRECT" in text
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_doctor_measures_no_disk_unless_asked(run):
+    assert data_of(run("doctor --json"))["disk"] is None
+    assert "O_DIRECT" not in text_of(run("doctor"))
+
+
+def test_doctor_says_what_a_file_system_lacks(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    (line,) = (text for name, text in examine_disk(str(tmp_path), 10**6).rows() if name == "file system")
+    assert re.match(r"no O_DIRECT \(Invalid argument\): each record", line)
+
+
+def test_doctor_does_not_measure_what_is_no_disk(run, tmp_path):
+    missing = run(f"doctor --disk {tmp_path}/missing")
+    assert missing.exit_code == 2
+    assert "`--disk` must be a folder" in missing.stderr
+    full = run(f"doctor --disk {tmp_path} --disk-bytes 1.024e15")
+    assert full.exit_code == 2
+    assert "cannot hold another 512,000,000,000,000 bytes" in full.stderr.replace("\n", " ")
+
+
 # Wrong input.
 
 
@@ -540,5 +589,6 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
         here = line.replace("checkpoints/run1", str(checkpoint[0])).replace("model.safetensors", str(tmp_path / "m"))
         here = here.replace("ds_config.json", str(ROOT / "tests/data/ds_configs/zero2_fp16.json"))
         here = re.sub(r" --topology \S+", "", re.sub(r"\w+:\w+", "users:factory", here.removeprefix("jzero "), count=1))
+        here = here.replace("/local/scratch", f"{tmp_path} --disk-bytes 1e6")
         memory = " --hbm-bytes 1e9" if here.startswith("fit") else ""
         assert run(here + memory).exit_code == 0, line

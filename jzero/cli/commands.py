@@ -287,13 +287,22 @@ def inspect(
 
 
 @app.command()
-def doctor(*, cpu_devices: CpuDevices = None, as_json: Json = False, traceback: Traceback = False) -> None:
+def doctor(
+    *,
+    disk: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Also measure the disk of this folder, a candidate for offload.")
+    ] = None,
+    disk_bytes: Annotated[float, typer.Option(help="Space to take there meanwhile.")] = 2**31,
+    cpu_devices: CpuDevices = None,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
     """Prints versions, devices and compilers, and runs checks on this machine."""
     with _messages(traceback):
         from jzero.cli.doctor import examine
 
         _choose_devices(None, cpu_devices)
-        report = examine()
+        report = examine(disk, int(disk_bytes))
     _show(report, as_json)
     if not report.ok:
         raise typer.Exit(1)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jzero
 from jzero._text import format_rows
 from jzero.analysis.topologies import missing_compiler
+from jzero.cli.disk_report import DiskReport, examine_disk
 from jzero.config.zero import Offload, ZeroConfig
 from jzero.plan.mesh import make_mesh
 from jzero.plan.table import format_bytes
@@ -79,12 +80,14 @@ class DoctorReport:
       devices: The devices by kind.
       compilers: For `gpu` and `tpu`: the package needed to compile for such machines, or `None` if nothing is missing.
       checks: The result of each check.
+      disk: The disk that was to be measured, if any.
     """
 
     versions: dict[str, str | None]
     devices: tuple[DeviceGroup, ...]
     compilers: dict[str, str | None]
     checks: tuple[Check, ...]
+    disk: DiskReport | None = None
 
     @property
     def ok(self) -> bool:
@@ -101,11 +104,17 @@ class DoctorReport:
         compilers = [(kind, f"needs {missing}" if missing else "installed") for kind, missing in self.compilers.items()]
         lines += ["", "compilers for other machines", *_rows(compilers)]
         lines += ["", "checks", *_rows([dataclasses.astuple(check) for check in self.checks])]
+        if self.disk is not None:
+            lines += ["", "disk", *_rows(self.disk.rows())]
         return "\n".join(lines)
 
 
-def examine() -> DoctorReport:
+def examine(disk: str | None = None, disk_bytes: int = 2**31) -> DoctorReport:
     """Lists this machine's devices and runs the checks on all of them.
+
+    Args:
+      disk: A folder; its disk is measured, too.
+      disk_bytes: Space to take there meanwhile.
 
     Returns:
       A `DoctorReport`.
@@ -116,6 +125,7 @@ def examine() -> DoctorReport:
       >>> report.ok, report.devices[0].count  # doctest: +SKIP
       (True, 8)
     """
+    measured = None if disk is None else examine_disk(disk, disk_bytes)
     versions: dict[str, str | None] = {"python": platform.python_version(), "jzero": jzero.__version__}
     versions |= {name: _version(name) for name in PACKAGES}
     compilers = {"gpu": missing_compiler("gpu"), "tpu": missing_compiler("tpu")}
@@ -130,7 +140,7 @@ def examine() -> DoctorReport:
     if devices:
         mesh = make_mesh(data=-1)
         checks += [_run(name, functools.partial(check, mesh)) for name, check in CHECKS.items()]
-    return DoctorReport(versions, devices, compilers, tuple(checks))
+    return DoctorReport(versions, devices, compilers, tuple(checks), measured)
 
 
 class _NotAvailableError(Exception):

@@ -1,0 +1,65 @@
+"""What `jzero doctor --disk` says: in goes a folder, out comes whether and how fast it can hold optimizer state."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jzero.disk.files import check_folder, file_system, free_bytes
+from jzero.disk.rates import DiskRates, measure_rates
+from jzero.plan.table import format_bytes
+
+__all__ = ["DiskReport", "examine_disk"]
+
+BYTES_PER_PARAMETER = 12
+"""An update reads and writes as much for each 16-bit parameter: master, mean and variance of Adam in fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskReport:
+    """A folder for `Offload.path`.
+
+    Attributes:
+      folder: Its absolute path.
+      file_system: The type, e.g. `ext4`.
+      free_bytes: What an ordinary user may still take.
+      fallbacks: What the file system lacks of `O_TMPFILE` and `O_DIRECT`, and what that means.
+      rates: Bytes per second.
+      seconds_per_billion: Seconds that the disk takes for an update of 10^9 16-bit parameters with Adam.
+    """
+
+    folder: str
+    file_system: str
+    free_bytes: int
+    fallbacks: tuple[str, ...]
+    rates: DiskRates
+    seconds_per_billion: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Returns names and values, for a table."""
+        ways = [("file system", text) for text in self.fallbacks]
+        return [
+            ("folder", f"{self.folder} ({self.file_system}), {format_bytes(self.free_bytes)} free"),
+            *(ways or [("file system", "has O_TMPFILE and O_DIRECT")]),
+            ("read", f"{format_bytes(self.rates.read)}/s"),
+            ("write", f"{format_bytes(self.rates.write)}/s"),
+            ("both at once", f"{format_bytes(self.rates.duplex)}/s each way"),
+            ("update", f"{self.seconds_per_billion:.1f} s per 10^9 16-bit parameters with Adam"),
+        ]
+
+
+def examine_disk(path: str, num_bytes: int) -> DiskReport:
+    """Measures a disk.
+
+    Args:
+      path: A folder on it.
+      num_bytes: Space to take meanwhile.
+
+    Raises:
+      ValueError: It is no folder in which this process may write.
+      DiskError: There is too little space, or the disk fails.
+    """
+    folder = check_folder(path, "--disk")
+    free = free_bytes(folder)
+    rates, fallbacks = measure_rates(folder, num_bytes)
+    seconds = 1e9 * BYTES_PER_PARAMETER / rates.duplex
+    return DiskReport(folder, file_system(folder), free, fallbacks, rates, seconds)
