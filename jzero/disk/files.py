@@ -49,25 +49,27 @@ def check_folder(path: str | os.PathLike[str], name: str = "Offload.path") -> st
       ValueError: It is missing, not a folder, or not writable.
     """
     folder = os.path.abspath(os.fspath(path))
+    if why := _refusal(folder):
+        raise ValueError(
+            f"`{name}` must be a folder in which this process may write: got {folder!r}, but {why}, or choose another "
+            "one on a fast local disk."
+        )
+    kind = file_system(folder)
+    if kind in _IN_MEMORY:
+        warnings.warn(
+            f"{folder} is memory, not a disk ({kind}): state there takes as much memory as before. "
+            f"Set `{name}` to a folder on a local disk.",
+            stacklevel=2,
+        )
+    return folder
+
+
+def _refusal(folder: str) -> str:
     if not os.path.exists(folder):
-        why = "it does not exist. Make it first"
-    elif not os.path.isdir(folder):
-        why = "it is a file. Pass the folder around it"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        why = "its permissions forbid that. Change them"
-    else:
-        kind = file_system(folder)
-        if kind in _IN_MEMORY:
-            warnings.warn(
-                f"{folder} is memory, not a disk ({kind}): state there takes as much memory as before. "
-                f"Set `{name}` to a folder on a local disk.",
-                stacklevel=2,
-            )
-        return folder
-    raise ValueError(
-        f"`{name}` must be a folder in which this process may write: got {folder!r}, but {why}, or choose another one "
-        "on a fast local disk."
-    )
+        return "it does not exist. Make it first"
+    if not os.path.isdir(folder):
+        return "it is a file. Pass the folder around it"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "its permissions forbid that. Change them"
 
 
 def file_system(path: str) -> str:
