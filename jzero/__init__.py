@@ -73,9 +73,9 @@ if TYPE_CHECKING:
     from jzero.state.inspect import get_full_param as get_full_param
     from jzero.state.inspect import set_full_opt_state as set_full_opt_state
     from jzero.state.inspect import set_full_param as set_full_param
-    from jzero.state.next_state import apply_pending as apply_pending
     from jzero.state.offload import offload_train_state as offload_train_state
     from jzero.state.offload import reload_train_state as reload_train_state
+    from jzero.state.pending import apply_pending as apply_pending
     from jzero.state.shard import abstract_train_state as abstract_train_state
     from jzero.state.shard import plan_train_state as plan_train_state
     from jzero.state.shard import shard_train_state as shard_train_state
@@ -180,7 +180,7 @@ _HOMES = {
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
     "jzero.config.quantization": ("Quantization",),
     "jzero.state.train_state": ("TrainState", "plan_of"),
-    "jzero.state.next_state": ("apply_pending",),
+    "jzero.state.pending": ("apply_pending",),
     "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),
     "jzero.state.shard": ("abstract_train_state", "plan_train_state", "shard_train_state"),
     "jzero.step.train_step": ("make_eval_step", "make_train_step", "value_and_grad"),

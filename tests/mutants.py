@@ -640,8 +640,8 @@ MUTANTS = [
     Mutant(
         "skipped_step_applied",
         "state/next_state.py",
-        "new = _update(carried, found.grads, found.applied, found.value, disk)",
-        "new = _update(carried, found.grads, None, found.value, disk)",
+        "new = _update(new, update.grads, update.applied, update.value, disk)",
+        "new = _update(new, update.grads, None, update.value, disk)",
         "test_loss_scale.py::test_a_skipped_step_changes_nothing_but_the_scale",
         "[1-0]",
     ),
@@ -912,7 +912,7 @@ MUTANTS = [
     Mutant(
         "pinned_slots_are_written",
         "disk/stores.py",
-        "self._unpinned.wait_for(lambda: not self._pins[1 - self.slot])",
+        "self._unpinned.wait_for(lambda: not self._pins[self.next_slot])",
         "pass",
         "test_disk_files.py::test_a_pinned_generation_stays_while_one_step_commits",
         "ram",
@@ -920,7 +920,7 @@ MUTANTS = [
     Mutant(
         "steps_write_what_they_read",
         "disk/stores.py",
-        "slot = 1 - self.slot\n",
+        "slot = self.next_slot\n",
         "slot = self.slot\n",
         "test_disk_files.py::test_a_pass_that_reads_nothing",
     ),

@@ -1,9 +1,6 @@
 """Optimizer state on disk: the same numbers as in memory, for every optimizer, stage and precision; errors that lose
 nothing."""
 
-import gc
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +53,8 @@ OPTIMIZERS = {
     "lion": lambda: optax.lion(1e-3),
     "lamb": lambda: optax.lamb(1e-2),  # sums over what is on disk, then the update
     "lars": lambda: optax.lars(1e-2),
-    "prodigy": lambda: optax.contrib.prodigy(),
-    "momo": lambda: optax.contrib.momo(),
+    "prodigy": optax.contrib.prodigy,
+    "momo": optax.contrib.momo,
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "masked": lambda: optax.masked(optax.adamw(1e-2), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
 }

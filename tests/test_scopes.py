@@ -93,15 +93,6 @@ def test_update_of_a_loop_of_ones_own_is_in_its_scope():
     assert {scope(name) for name in roots} == {"zero_update"}
 
 
-def test_pending_updates_are_in_the_scope_of_updates():
-    offload = jzero.Offload(optimizer="host", compute="host", delay=1)
-    state = scanned_state(optax.rmsprop(1e-3), stage=3, offload=offload)
-    found = operations(jax.jit(jzero.apply_pending).lower(state).compile().as_text())
-    on_host = [name for _, name in found if "compute_on" in name]
-    assert on_host
-    assert {scope(name) for name in on_host} == {"zero_update"}
-
-
 def test_layers_of_the_memory_estimate_are_named_by_the_model_alone():
     state = scanned_state(optax.adam(1e-3), stage=3)
     step = jzero.make_train_step(scanned_loss)

@@ -74,19 +74,21 @@ def layout(plan: ZeroPlan) -> list[Record]:
     return records
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class StateFiles:
-    """The files of one state.
+    """The records of one state.
 
     Attributes:
       plan: The plan of the state.
       records: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
+      waiting: With `Offload(delay=1)`, what the next step applies: whatever the train step left there.
     """
 
     plan: ZeroPlan
     records: Sequence[Record]
     pipeline: Pipeline
+    waiting: Any = None
 
     @property
     def generation(self) -> int:
@@ -150,6 +152,7 @@ class StateFiles:
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
+        self.pipeline.store.check_whole()
         i, k = self.place_of(path)
         leaf = self.plan.disk_fields[i][k]
         shape = self.plan.part_shape(leaf)

@@ -29,7 +29,7 @@ from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
 from jzero.config.settings import check, one_of
-from jzero.state.next_state import apply_pending, settled_step
+from jzero.state.pending import apply_pending, settled_step
 from jzero.state.train_state import AdaptedState, adapt_sharded
 
 __all__ = ["CheckpointManager"]

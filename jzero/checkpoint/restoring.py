@@ -242,7 +242,6 @@ class Target:
         _check_fit(read, self.wanted)
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
-        waiting = set(map(id, jax.tree.leaves(self.plan.waiting)))
         values = []
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
             if isinstance(source, Number) and source.index in read:
@@ -250,7 +249,7 @@ class Target:
                 if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
-            elif isinstance(source, Number) or (own is None and id(leaf) not in waiting and _is_alive(x)):
+            elif isinstance(source, Number) or (own is None and not leaf.path.startswith("disk/") and _is_alive(x)):
                 values.append(x if choice.donate else x.copy())
             else:
                 values.append(place_leaf(source, leaf, self.plan))

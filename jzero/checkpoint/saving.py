@@ -25,7 +25,7 @@ from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
-from jzero.state.next_state import apply_pending
+from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
 
 if TYPE_CHECKING:

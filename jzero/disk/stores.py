@@ -24,7 +24,7 @@ import numpy as np
 
 from jzero.disk.files import PAGE, DiskError, UnnamedFile, free_bytes
 
-__all__ = ["DiskStore", "IoStats", "Pin", "RamStore", "Store"]
+__all__ = ["CopyingStore", "DiskStore", "IoStats", "Pin", "RamStore", "Store"]
 
 
 class Store(abc.ABC):
@@ -36,12 +36,15 @@ class Store(abc.ABC):
       sizes: Bytes of each record, multiples of 4096.
 
     Attributes:
+      num_slots: How many slots it has.
       sizes: The same.
       offsets: Where each record begins in a slot.
       num_bytes: Bytes of one slot.
       slot: The current slot, 0 or 1.
       generation: How often `commit` was called.
     """
+
+    num_slots: int = 2
 
     def __init__(self, sizes: Sequence[int]) -> None:
         assert all(size > 0 and size % PAGE == 0 for size in sizes), sizes
@@ -80,15 +83,24 @@ class Store(abc.ABC):
     def close(self) -> None:
         """Gives all space back. Nothing may be under way."""
 
+    @property
+    def next_slot(self) -> int:
+        """The slot that a step writes."""
+        return (self.slot + 1) % self.num_slots
+
+    def check_whole(self) -> None:
+        """Raises a `DiskError` if the current slot is no state, since an update was interrupted."""
+        return  # one slot is always whole
+
     def begin(self) -> None:
         """Waits until nobody has pinned the slot that is to be written. Call it before the writes of a step."""
         with self._unpinned:
-            self._unpinned.wait_for(lambda: not self._pins[1 - self.slot])
+            self._unpinned.wait_for(lambda: not self._pins[self.next_slot])
 
     def commit(self) -> None:
         """Makes what was written current. All records must have been."""
         with self._unpinned:
-            self.slot, self.generation = 1 - self.slot, self.generation + 1
+            self.slot, self.generation = self.next_slot, self.generation + 1
 
     def pin(self) -> Pin:
         """Returns the current generation, which keeps its bytes until it is released: for a `with` statement."""
@@ -133,19 +145,44 @@ class Pin:
 
 
 class RamStore(Store):
-    """Records in memory."""
+    """Records in memory.
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    Args:
+      sizes: Bytes of each record, multiples of 4096.
+      num_slots: 2, or 1 to save the memory: then a step replaces what it reads, and until `commit` there is no state.
+    """
+
+    def __init__(self, sizes: Sequence[int], num_slots: int = 2) -> None:
         super().__init__(sizes)
-        self._slots = [np.zeros(self.num_bytes, np.uint8) for _ in range(2)]
+        self.num_slots = num_slots
+        self._slots = [np.zeros(self.num_bytes, np.uint8) for _ in range(num_slots)]
+        self._is_torn = False
+
+    def begin(self) -> None:
+        """Waits until nobody has pinned the slot that is to be written, see `Store.begin`."""
+        super().begin()
+        self._is_torn = self.num_slots == 1
+
+    def commit(self) -> None:
+        """Makes what was written current, see `Store.commit`."""
+        super().commit()
+        self._is_torn = False
+
+    def check_whole(self) -> None:
+        """Raises if an update was interrupted, see `Store.check_whole`."""
+        if self._is_torn:
+            raise DiskError(
+                "An update of optimizer state in the host's memory was interrupted, so some of it is new and some old: "
+                "restore a checkpoint."
+            )
 
     def read(self, record: int, buffer: np.ndarray, *, slot: int | None = None) -> None:
         """Copies a record into a buffer, see `Store.read`."""
         buffer[:] = self._bytes(record, self.slot if slot is None else slot)
 
     def write(self, record: int, buffer: np.ndarray) -> None:
-        """Copies a buffer into a record of the other slot, see `Store.write`."""
-        self._bytes(record, 1 - self.slot)[:] = buffer
+        """Copies a buffer into a record of the next slot, see `Store.write`."""
+        self._bytes(record, self.next_slot)[:] = buffer
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -153,6 +190,38 @@ class RamStore(Store):
 
     def _bytes(self, record: int, slot: int) -> np.ndarray:
         return self._slots[slot][self.offsets[record] :][: self.sizes[record]]
+
+
+class CopyingStore(Store):
+    """Reads the records of one store, and writes those of another one: a step on a copy.
+
+    Args:
+      source: Where records are read. It stays as it is.
+      target: Where they are written, with records of the same sizes.
+    """
+
+    def __init__(self, source: Store, target: Store) -> None:
+        super().__init__(source.sizes)
+        self._source, self._target = source, target
+
+    def begin(self) -> None:
+        """Prepares the target, see `Store.begin`."""
+        self._target.begin()
+
+    def commit(self) -> None:
+        """Makes what was written current in the target, see `Store.commit`."""
+        self._target.commit()
+
+    def read(self, record: int, buffer: np.ndarray, *, slot: int | None = None) -> None:
+        """Reads a record of the source, see `Store.read`."""
+        self._source.read(record, buffer, slot=slot)
+
+    def write(self, record: int, buffer: np.ndarray) -> None:
+        """Writes a record of the target, see `Store.write`."""
+        self._target.write(record, buffer)
+
+    def close(self) -> None:
+        """Does nothing: the two stores belong to others."""
 
 
 class IoStats(NamedTuple):
@@ -228,7 +297,7 @@ class DiskStore(Store):
 
     def write(self, record: int, buffer: np.ndarray) -> None:
         """Writes a record and keeps its checksum, see `Store.write`."""
-        slot = 1 - self.slot
+        slot = self.next_slot
         if self._sums is not None:
             self._sums[slot][record] = _sum(buffer)
         with self._writes.count(self.sizes[record]):

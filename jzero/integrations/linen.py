@@ -11,7 +11,8 @@ from typing import Any
 from flax import serialization
 from flax.core import meta
 
-from jzero.plan.opt_state import DiskState, LossScaleState, PendingUpdate, ZeroOptState
+from jzero.plan.on_disk import OnDisk
+from jzero.plan.opt_state import DiskState, LossScaleState, ZeroOptState
 from jzero.plan.padded import Padded
 
 __all__: list[str] = []
@@ -30,8 +31,17 @@ def _from_state_dict(x: Any, state: dict[str, Any]) -> Any:
     return dataclasses.replace(x, **values)
 
 
-for _cls in (ZeroOptState, LossScaleState, PendingUpdate, DiskState):
+for _cls in (ZeroOptState, LossScaleState, DiskState):
     serialization.register_serialization_state(_cls, _to_state_dict, _from_state_dict)
 
+
+def _refuse(x: OnDisk, *_: Any) -> Any:
+    raise TypeError(
+        f"{x.path!r} is on disk, or in records in the host's memory, so Flax cannot serialize it: use "
+        "`jzero.save_checkpoint`, or bring the state to memory with `jzero.unshard_train_state`."
+    )
+
+
+serialization.register_serialization_state(OnDisk, _refuse, _refuse)
 serialization.register_serialization_state(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))
 meta.AxisMetadata.register(Padded)

@@ -17,7 +17,7 @@ from jzero.plan.padded import box, is_padded
 __all__ = ["LeafPlan", "Memory", "StateLeaf", "itemsize"]
 
 PyTree = Any
-Memory = Literal["device", "host", "disk"]
+Memory = Literal["device", "host", "ram", "disk"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class StateLeaf:
       wide: The dtype in which the optimizer computes an optimizer leaf, if the leaf is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
       compute_dtype: The dtype of such a parameter in the loss; `None` for other leaves.
-      memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in files.
+      memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in records,
+        which programs do not see, in the host's memory or on disk.
     """
 
     path: str
@@ -54,6 +55,11 @@ class StateLeaf:
     def on_host(self) -> bool:
         """Whether it lives in pinned memory of each device's host."""
         return self.memory == "host"
+
+    @property
+    def in_records(self) -> bool:
+        """Whether programs do not see it."""
+        return self.memory in ("ram", "disk")
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

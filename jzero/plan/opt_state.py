@@ -1,4 +1,4 @@
-"""The optimizer state that jzero adds to the optimizer's own: masters, loss scale, pending updates."""
+"""The optimizer state that jzero adds to the optimizer's own: masters, loss scale, its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
 __all__ = [
     "DiskState",
     "LossScaleState",
-    "PendingUpdate",
     "ZeroOptState",
     "host_array",
     "initial_loss_scale",
@@ -48,36 +47,23 @@ class LossScaleState:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class PendingUpdate:
-    """Gradients that the next step applies, see `Offload.delay`.
-
-    Attributes:
-      grads: One per parameter leaf: unscaled and clipped, in fp32 or wider, cut like the gradient, in the memory of
-        the parameter's optimizer state; `None` if the parameter is not trained.
-      ready: Whether there is anything to apply, a 0-d boolean.
-    """
-
-    grads: PyTree
-    ready: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class DiskState:
-    """What a state on disk must know of its files, see `Offload.optimizer`.
+    """What a state in records must know of them, see `Offload.optimizer` and `Offload.delay`.
 
     Attributes:
-      generation: Number of times that a step wrote the files, int32: a state with another number than the files is not
-        the newest.
+      generation: Number of times that a step wrote the records, int32: a state with another number than they have is
+        not the newest.
+      waiting: With `Offload(delay=1)`, whether gradients wait for the next step, a 0-d boolean; else `None`.
     """
 
     generation: jax.Array
+    waiting: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ZeroOptState:
-    """Replaces `opt_state` if a precision policy, a delayed update, or a disk needs its own state.
+    """Replaces `opt_state` if a precision policy, or state in records, needs its own state.
 
     Attributes:
       inner: The state of the user's optax transformation.
@@ -85,8 +71,7 @@ class ZeroOptState:
         `None` if the stored parameter is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Number of optimizer steps, int32; seeds stochastic rounding. `None` if nothing is rounded that way.
-      pending: Gradients that the next step applies, with `Offload(delay=1)`; else `None`.
-      disk: What belongs to the files of a state on disk; else `None`.
+      disk: What belongs to the records of a state on disk, or of one with `Offload(delay=1)`; else `None`.
 
     Example:
       >>> config = jzero.ZeroConfig(stage=2, precision="bf16")
@@ -99,7 +84,6 @@ class ZeroOptState:
     masters: PyTree
     loss_scale: LossScaleState | None
     num_updates: jax.Array | None
-    pending: PendingUpdate | None = None
     disk: DiskState | None = None
 
 

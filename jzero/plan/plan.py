@@ -83,7 +83,7 @@ class ZeroPlan:
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
       inner_treedef: Structure of the state of the user's own optimizer; equal to `opt_treedef` unless the
-        precision policy or a delayed update adds state.
+        precision policy, or state in records, adds state.
 
     Example:
       >>> plan = jzero.plan_of(state)
@@ -147,7 +147,7 @@ class ZeroPlan:
 
     @property
     def has_opt_state(self) -> bool:
-        """Whether jzero adds state (masters, pending gradients), so that `opt_state` is a `ZeroOptState`."""
+        """Whether jzero adds state (masters, a loss scale …), so that `opt_state` is a `ZeroOptState`."""
         return bool(self.opt_treedef != self.inner_treedef)
 
     @property
@@ -190,11 +190,6 @@ class ZeroPlan:
     def padding(self) -> PyTree:
         """Elements that padding adds to each stored parameter, over all devices."""
         return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
-
-    @property
-    def waiting(self) -> PyTree:
-        """The layout of the `PendingUpdate` for the next step; `None` unless `Offload.delay` is 1."""
-        return self.opt_treedef.unflatten(self.opt_leaves).pending if self.config.offload.delay else None
 
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array, in its memory between steps."""
@@ -255,26 +250,28 @@ class ZeroPlan:
     def host_bytes_per_device(self) -> BytesPerDevice:
         """Bytes of one device in host memory, by term, padding included.
 
-        Pending gradients (`Offload.delay`) count as optimizer state.
+        Gradients count if they wait there for the next step (`Offload.delay`).
         """
+        waiting = [self.leaves[i].grad for i in self.disk_fields] if self.config.offload.delay else []
+        records = 0 if self.config.offload.optimizer == "disk" else self._record_bytes
         return BytesPerDevice(
             params=self._sum_bytes(self._all_params, "host"),
-            grads=0,
-            opt_state=self._sum_bytes(self.opt_leaves, "host"),
+            grads=self._sum_bytes(waiting),
+            opt_state=self._sum_bytes(self.opt_leaves, "host") + records,
         )
 
     @property
     def has_files(self) -> bool:
-        """Whether any master or optimizer state is on disk."""
+        """Whether any master or optimizer state is in records."""
         masters = [leaf.master for leaf in self.leaves if leaf.master is not None]
-        return any(leaf.memory == "disk" for leaf in (*masters, *self.inner_leaves))
+        return any(leaf.in_records for leaf in (*masters, *self.inner_leaves))
 
     @functools.cached_property
     def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
-        """By parameter, what is on disk of its master and optimizer state; all are laid out like its gradient."""
+        """By parameter, what is in records of its master and optimizer state; all are laid out like its gradient."""
         found: dict[int, tuple[StateLeaf, ...]] = {}
         for leaf in self.opt_leaves:
-            if leaf.memory == "disk" and leaf.owner is not None:
+            if leaf.in_records and leaf.owner is not None:
                 found[leaf.owner] = (*found.get(leaf.owner, ()), leaf)
         return dict(sorted(found.items()))
 
@@ -293,12 +290,17 @@ class ZeroPlan:
     @functools.cached_property
     def disk_bytes_per_device(self) -> int:
         """Bytes of one device's state on disk: two copies, since a step writes one while it reads the other."""
+        return 2 * self._record_bytes if self.config.offload.optimizer == "disk" else 0
+
+    @property
+    def _record_bytes(self) -> int:
+        """Bytes of one device's records."""
         sizes = (
             field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
             for i, fields in self.disk_fields.items()
             for record in self.records_of(i)
         )
-        return 2 * sum(sizes)
+        return sum(sizes)
 
     @functools.cached_property
     def bytes_per_device(self) -> BytesPerDevice:

@@ -24,12 +24,12 @@ from jzero.plan.leaves import LeafPlan, Memory, StateLeaf, itemsize
 from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
-from jzero.plan.opt_state import DiskState, PendingUpdate, ZeroOptState, host_array, initial_loss_scale
+from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen, trace_update
 from jzero.plan.ways import why_not_stored
 
-__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state", "zero_grads"]
+__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state"]
 
 PyTree = Any
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
@@ -54,6 +54,12 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     made = jax.eval_shape(tx.init, seen)
     update = _Update(tx, made, trace_update(tx, seen, made))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
+    if config.offload.delay and not plan.has_files:
+        raise ValueError(
+            "`Offload.delay=1` lets the update of what is on the host or on disk run beside the next step, but here is "
+            "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. Set "
+            "`delay=0`."
+        )
     warn_of_matrices(plan)
     return _first_of_equal(plan)
 
@@ -183,16 +189,10 @@ def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
 
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     """Returns `plan` with the optimizer state that the precision policy adds: masters, loss scale, a counter."""
-    grads = [
-        dataclasses.replace(
-            leaf.grad, dtype=wide_dtype(leaf.grad.dtype), memory="host" if i in plan.offloaded else "device"
-        )
-        for i, leaf in enumerate(plan.leaves)
-    ]
     masters = [
         None if leaf.master is None else dataclasses.replace(leaf.master, owner=i) for i, leaf in enumerate(plan.leaves)
     ]
-    own = own_opt_state(plan, masters, grads)
+    own = own_opt_state(plan, masters)
     if own is None:
         return plan
     prefix = jax.tree_util.GetAttrKey("inner")
@@ -206,42 +206,27 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
     return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
 
 
-def own_opt_state(plan: ZeroPlan, masters: Sequence[Any], grads: Sequence[Any]) -> ZeroOptState | None:
+def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None:
     """Returns the initial state that jzero adds to the optimizer's own; `None` if it adds none.
 
     Args:
       plan: The plan.
       masters: The entry for each parameter's master copy; used only if it has one.
-      grads: The entry for each parameter's pending gradient; used only if updates are delayed.
     """
     dynamic = plan.config.policy.loss_scale
     has_masters = any(leaf.master is not None for leaf in plan.leaves)
-    delays = bool(plan.config.offload.delay)
-    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), delays, plan.has_files)
+    keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_files)
     if not any(keeps):
         return None
-    waiting = [x if leaf.trained else None for x, leaf in zip(grads, plan.leaves, strict=True)]
+    waiting = host_array(False, np.bool_) if plan.config.offload.delay else None
     kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,
         masters=plan.params_treedef.unflatten(kept),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
-        pending=PendingUpdate(plan.params_treedef.unflatten(waiting), host_array(False, np.bool_)) if delays else None,
-        disk=DiskState(host_array(0, np.int32)) if plan.has_files else None,
+        disk=DiskState(host_array(0, np.int32), waiting) if plan.has_files else None,
     )
-
-
-def zero_grads(plan: ZeroPlan, *, in_trace: bool = True) -> list[Any]:
-    """Returns zeros for each pending gradient, in natural shape; outside a trace they take no memory."""
-    if not plan.config.offload.delay:
-        return [None] * len(plan.leaves)
-    made = jnp.zeros if in_trace else _zero_view
-    return [made(leaf.param.shape, wide_dtype(leaf.grad.dtype)) for leaf in plan.leaves]
-
-
-def _zero_view(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def other_fields(state: Any) -> dict[str, PyTree]:
@@ -356,7 +341,8 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
 
 def _far(config: ZeroConfig) -> Memory:
     """Returns where the optimizer state of a chosen parameter goes."""
-    return "device" if config.offload.optimizer == "none" else config.offload.optimizer
+    where = config.offload.optimizer
+    return "device" if where == "none" else "ram" if where == "host" and config.offload.delay else where
 
 
 def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:

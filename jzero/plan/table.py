@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["format_bytes", "format_plan", "plan_as_dict"]
 
 Row = Sequence[str]
+WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
+"""What a reader wants to know of a leaf's memory."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -105,12 +107,12 @@ def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, plan)
-    where = sorted({x.memory for x in plan.inner_leaves if x.owner == index})
+    where = sorted({WHERE[x.memory] for x in plan.inner_leaves if x.owner == index})
     return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, ", ".join(where))
 
 
 def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:
-    where = {"device": "", "host": ", on the host", "disk": ", on disk"}[leaf.memory]
+    where = {"device": "", "host": ", on the host", "disk": ", on disk"}[WHERE[leaf.memory]]
     if leaf.cut is None:
         return (
             f"{leaf.dtype} whole"

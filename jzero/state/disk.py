@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jzero.arrays.disk_files import StateFiles, layout
+from jzero.arrays.placement import place_array
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
-from jzero.disk.stores import DiskStore
+from jzero.disk.stores import DiskStore, RamStore, Store
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import field_offsets
@@ -20,13 +23,13 @@ State = Any
 
 
 def open_files(plan: ZeroPlan) -> StateFiles:
-    """Takes the disk space for a state of this process, before anything is written."""
-    offload = plan.config.offload
-    assert offload.path is not None
-    folder = check_folder(offload.path)
-    records = layout(plan)
+    """Takes the space for the records of a state of this process, before anything is written."""
+    offload, records = plan.config.offload, layout(plan)
     sizes = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[-1] for r in records]
-    store = DiskStore(folder, sizes, checksum=offload.disk_checksum)
+    if offload.path is None:
+        store: Store = RamStore(sizes, num_slots=1)  # as much memory as the state
+    else:
+        store = DiskStore(check_folder(offload.path), sizes, checksum=offload.disk_checksum)
     return StateFiles(plan, records, Pipeline(store, threads=offload.disk_threads))
 
 
@@ -43,8 +46,11 @@ def detached(state: State) -> State:
 
 
 def attached(state: State, files: StateFiles) -> State:
-    """Returns a state whose leaves on disk are in these files."""
-    return map_disk(lambda x: dataclasses.replace(x, files=files), state.tx.plan, state)
+    """Returns a state whose leaves on disk are in these files, which are its newest."""
+    plan, own = state.tx.plan, state.opt_state
+    generation = place_array(np.asarray(files.generation), np.dtype(np.int32), plan.whole_sharding)
+    own = dataclasses.replace(own, disk=dataclasses.replace(own.disk, generation=generation))
+    return map_disk(lambda x: dataclasses.replace(x, files=files), plan, state.replace(opt_state=own))
 
 
 def files_of(state: State) -> StateFiles:
@@ -71,19 +77,17 @@ def kept_on_disk(state: State, files: StateFiles | None) -> State:
     new = {
         leaf.path: leaf.unbox(x)
         for x, leaf in zip(leaves, plan.opt_leaves, strict=True)
-        if leaf.memory == "disk" and not isinstance(x, OnDisk)
+        if leaf.in_records and not isinstance(x, OnDisk)
     }
     if files is None or not new:
         return state
     files.rewrite(new)
     kept = [files.node(leaf) if leaf.path in new else x for x, leaf in zip(leaves, plan.opt_leaves, strict=True)]
-    opt_state = plan.opt_treedef.unflatten(kept)
-    disk = dataclasses.replace(opt_state.disk, generation=opt_state.disk.generation + 1)
-    return state.replace(opt_state=dataclasses.replace(opt_state, disk=disk))
+    return attached(state.replace(opt_state=plan.opt_treedef.unflatten(kept)), files)
 
 
 def check_newest(state: State) -> None:
-    """Raises if a later step overwrote what a state has on disk."""
+    """Raises if a later step overwrote what a state has in records."""
     mine, newest = int(state.opt_state.disk.generation), files_of(state).generation
     if mine != newest:
         raise RuntimeError(

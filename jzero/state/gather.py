@@ -18,7 +18,7 @@ from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import files_of, kept_on_disk
-from jzero.state.next_state import apply_pending
+from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state, plain_state
 
 __all__ = [

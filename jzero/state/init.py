@@ -149,11 +149,11 @@ def lower_init(
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 
-    def stored(state: Any, *, in_trace: bool = False) -> Any:
+    def stored(state: Any) -> Any:
         """Returns the state in the structure that the plan stores, with unchanged leaves."""
         if tx is not shapes.tx:
             state = state.replace(opt_state=restrict_opt_state(tx, shapes.params, state.opt_state))
-        return stored_state(state, plan, in_trace=in_trace)
+        return stored_state(state, plan)
 
     leaves: list[StateLeaf] = []
     numbered = stored(treedef.unflatten(range(treedef.num_leaves)))
@@ -165,7 +165,7 @@ def lower_init(
         group = groups[number]
         wanted = {source for k in group if (source := made_from[k]) is not None}
         made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
-        values = _values(plan, stored(treedef.unflatten(made), in_trace=True))
+        values = _values(plan, stored(treedef.unflatten(made)))
         return [stored_leaf(make_strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
@@ -200,7 +200,7 @@ def _collected(
 
 def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]) -> dict[int, Any]:
     """Writes the leaves for the disk, all of each parameter's; returns what stands for them in the state."""
-    there = {leaf.path: k for k, leaf in leaves.items() if leaf.memory == "disk"}
+    there = {leaf.path: k for k, leaf in leaves.items() if leaf.in_records}
     params = [i for i, fields in files.plan.disk_fields.items() if fields[0].path in there]
     files.fill(lambda i: [arrays[there[x.path]] for x in files.plan.disk_fields[i]], params)
     return {k: files.node(leaves[k]) for k in there.values()}
@@ -223,7 +223,7 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
     """
     units: dict[Any, list[int]] = {}
     for k, (source, leaf) in enumerate(zip(made_from, leaves, strict=True)):
-        if leaf.memory == "disk" and leaf.owner is not None:  # with its parameter: a record holds all that it has
+        if leaf.in_records and leaf.owner is not None:  # with its parameter: a record holds all that it has
             source = made_from[leaf.owner]  # noqa: PLW2901
         units.setdefault(("nothing", k) if source is None else source, []).append(k)
     goes = {name: any(leaves[k].memory != "device" for k in unit) for name, unit in units.items()}

@@ -1,18 +1,8 @@
-"""Computes the next state from a step's gradients, which are applied at once or one step later.
-
-[Note: Delayed updates]
-With `Offload(delay=1)` a step applies the gradients of the previous step and stores its own in the state: reduced,
-unscaled, clipped, in fp32 or wider, and in the memory of the parameter's optimizer state. The update then depends on
-nothing that the step computes, so the compiler can run it on the host in parallel with the loss and its gradients. The
-first step has nothing to apply: it changes no parameter and does not count in `state.step`. A step with non-finite
-gradients leaves nothing for the next step to apply. The loss scale, and state that the loss changes itself, such as
-batch statistics, change at once.
-"""
+"""Computes the next state from a step's gradients."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,19 +11,15 @@ import jax.numpy as jnp
 
 from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
 from jzero.config.precision import scale_by
-from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.opt_state import DiskState, PendingUpdate, with_next_loss_scale
+from jzero.plan.opt_state import with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import adapt_sharded, check_alive, is_plain, map_state, write_fields
-from jzero.update.chunks import Pass, run_pass
+from jzero.state.train_state import is_plain, map_state, write_fields
 from jzero.update.transformation import NO_ELEMENTS
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import Grad
 
-__all__ = ["StepGrads", "apply_pending", "next_state", "scaled_grads", "settled_step"]
-
-State = Any
+__all__ = ["StepGrads", "check_can_compute", "next_state", "scaled_grads", "settled_state"]
 
 
 class StepGrads(NamedTuple):
@@ -70,7 +56,13 @@ def scaled_grads(
     return [Grad(raw, (factor, *clip)) if i in plan.offloaded else Grad(g, clip) for i, (g, raw) in pairs]
 
 
-def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, Any]], disk: FromDisk = NO_DISK) -> Any:
+def next_state(
+    state: Any,
+    found: StepGrads,
+    changed: Mapping[str, Mapping[str, Any]],
+    update: StepGrads | None,
+    disk: FromDisk = NO_DISK,
+) -> Any:
     """Returns the state after a step, as the plan stores it; call it inside `jit`.
 
     Gradients that are not applied change only the loss scale, and those of a batch without weight not even that.
@@ -79,24 +71,34 @@ def next_state(state: Any, found: StepGrads, changed: Mapping[str, Mapping[str, 
       state: The state before the step.
       found: The step's gradients.
       changed: What the loss wrote, by field of the state and path in the field.
+      update: The gradients to apply now: `found`, those of an earlier step, or none.
       disk: What was computed from the state's records.
     """
     plan = state.tx.plan
-    carried = write_fields(state, changed)
-    if found.applied is not None and carried is not state:
-        carried = _keep_unless(found.applied, carried, state)
-    if plan.config.offload.delay:
-        new = _with_pending(_apply_pending_grads(carried), found)
-    else:
-        new = _update(carried, found.grads, found.applied, found.value, disk)
+    new = write_fields(state, changed)
+    if found.applied is not None and new is not state:
+        new = _keep_unless(found.applied, new, state)
+    if update is not None:
+        new = _update(new, update.grads, update.applied, update.value, disk)
     if found.applied is not None and plan.has_opt_state:
         scaled = with_next_loss_scale(state.opt_state, new.opt_state, plan.config.policy.loss_scale, found.overflowed)
         scaled = scaled if found.weighs is None else _keep_unless(found.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
-    if disk.results:
-        generation = DiskState(state.opt_state.disk.generation + 1)
-        new = new.replace(opt_state=dataclasses.replace(new.opt_state, disk=generation))
+    if plan.config.offload.delay:
+        new = _with_waiting(new, jnp.ones((), jnp.bool_) if found.applied is None else found.applied)
     return _to_stored(new, plan)
+
+
+def settled_state(state: Any, update: StepGrads, disk: FromDisk) -> Any:
+    """Returns the state after the update that waits, as the plan stores it; call it inside `jit`."""
+    new = _update(state, update.grads, update.applied, update.value, disk)
+    return _to_stored(_with_waiting(new, jnp.zeros((), jnp.bool_)), state.tx.plan)
+
+
+def _with_waiting(state: Any, waiting: jax.Array) -> Any:
+    """Returns a state that knows whether gradients wait for the next step."""
+    disk = dataclasses.replace(state.opt_state.disk, waiting=waiting)
+    return state.replace(opt_state=dataclasses.replace(state.opt_state, disk=disk))
 
 
 def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
@@ -124,19 +126,25 @@ def _update(
     return state.replace(step=step, params=params, opt_state=opt_state)
 
 
-def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
-    """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
-    tx, plan = state.tx, state.tx.plan
+def check_can_compute(state: Any) -> None:
+    """Raises if a state has an `apply_gradients` of its own, and something that it could compute on is not there."""
+    plan = state.tx.plan
     away = any(leaf.param.on_host for leaf in plan.leaves)
-    if away or plan.has_files or plan.config.offload.delay:
-        options = {"params='host'": away, "optimizer='disk'": plan.has_files, "delay=1": True}
-        option = next(name for name, is_set in options.items() if is_set)
-        what = {"params='host'": "parameters", "optimizer='disk'": "optimizer state", "delay=1": "gradients"}[option]
+    if not is_plain(state) and (away or plan.has_files):
+        late = plan.config.offload.delay
+        option = "params='host'" if away else "delay=1" if late else "optimizer='disk'"
+        what = "parameters" if away else "gradients" if late else "optimizer state"
         raise TypeError(
             f"`{type(state).__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
             f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "
             "that option."
         )
+
+
+def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
+    """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
+    check_can_compute(state)
+    tx, plan = state.tx, state.tx.plan
     params = plan.flat_params(state.params)
     seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
     before = state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(seen))
@@ -144,103 +152,3 @@ def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, 
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))
     return new if applied is None else _keep_unless(applied, new, state)
-
-
-def _apply_pending_grads(state: Any) -> Any:
-    """Returns the state after the pending update; unchanged if none is pending."""
-    plan, pending = state.tx.plan, state.opt_state.pending
-    kept = zip(plan.flat_params(pending.grads), plan.leaves, strict=True)
-    grads = [Grad(jnp.zeros((), leaf.grad.dtype) if x is None else x) for x, leaf in kept]
-    return _update(state, grads, pending.ready, None)  # the loss of these gradients is not kept
-
-
-def _with_pending(state: Any, found: StepGrads) -> Any:
-    """Returns the state with a step's gradients pending, in place of the previous ones."""
-    plan = state.tx.plan
-    old = plan.flat_params(state.opt_state.pending.grads)
-    leaves = plan.flat_params(plan.waiting.grads)
-
-    def kept(i: int, leaf: StateLeaf | None) -> Any:
-        grad = found.grads[i]
-        if leaf is None:
-            return None
-        if not is_on_host(grad.reduced):
-            return stored_leaf(scale_by(grad.reduced, *grad.factors).astype(leaf.dtype), leaf, plan)
-        arrays = [grad.reduced, old[i]]
-        return run_pass(plan, Pass(leaf, lambda x, _, factors: [scale_by(x[0], *factors)], arrays, grad.factors, [1]))[
-            0
-        ]
-
-    grads = plan.params_treedef.unflatten([kept(i, leaf) for i, leaf in enumerate(leaves)])
-    ready = jnp.ones((), jnp.bool_) if found.applied is None else found.applied
-    return state.replace(opt_state=dataclasses.replace(state.opt_state, pending=PendingUpdate(grads, ready)))
-
-
-def apply_pending(state: State, *, donate: bool = False) -> State:
-    """Applies the gradients that `Offload(delay=1)` delayed, so that none is lost when training ends.
-
-    Saving a checkpoint, sharding a state again, editing parameters and `unshard_train_state` do so themselves.
-    Reading parameters does not, and restoring a checkpoint drops pending gradients. Training can continue from the
-    result, but its first step then has nothing to apply, so the numbers differ from those of an uninterrupted run.
-    Works inside `jax.jit`.
-
-    Args:
-      state: A sharded train state.
-      donate: Whether to reuse the memory of `state`, which cannot be used afterwards; otherwise both states take
-        memory for a while.
-
-    Returns:
-      The state without pending gradients; `state` itself if there were none.
-
-    Raises:
-      TypeError: The state was not sharded by jzero.
-      RuntimeError: A step consumed the state.
-
-    Example:
-      >>> offload = jzero.Offload(optimizer="host", compute="host", delay=1)
-      >>> late = jzero.shard_train_state(plain_state, config=jzero.ZeroConfig(stage=3, offload=offload))
-      >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
-      >>> late, _ = step(late, jnp.ones((8, 512)))
-      >>> int(late.step), int(jzero.apply_pending(late).step)
-      (0, 1)
-    """
-    check("donate", donate, FLAG)
-    adapted = adapt_sharded(state)
-    train_state, plan = adapted.state, adapted.state.tx.plan
-    pending = train_state.opt_state.pending if plan.has_opt_state else None
-    if pending is None or not isinstance(pending.ready, jax.Array):
-        return state
-    if isinstance(pending.ready, jax.core.Tracer):
-        return adapted.rebuild(_settle(train_state))
-    check_alive(train_state)
-    if not bool(pending.ready):
-        return state
-    near = map_state(functools.partial(_to_planned_memory, plan), plan, train_state)
-    return adapted.rebuild(_apply(plan, jax.tree.structure(near), donate)(near))
-
-
-def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
-    """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
-    return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
-
-
-@jax.named_scope("zero_update")
-def _settle(state: Any) -> Any:
-    """Returns the state with its pending gradients applied, as the plan stores it; call it inside `jit`."""
-    new = _apply_pending_grads(state)
-    pending = dataclasses.replace(new.opt_state.pending, ready=jnp.zeros((), jnp.bool_))
-    return _to_stored(new.replace(opt_state=dataclasses.replace(new.opt_state, pending=pending)), state.tx.plan)
-
-
-def settled_step(state: Any) -> int:
-    """Returns the `step` of a sharded train state once its pending gradients are applied."""
-    check_alive(state)
-    pending = state.opt_state.pending if state.tx.plan.has_opt_state else None
-    return int(state.step) + (pending is not None and bool(pending.ready))
-
-
-@functools.lru_cache(maxsize=8)
-def _apply(plan: ZeroPlan, treedef: Any, donate: bool) -> Any:
-    shapes = treedef.unflatten(range(treedef.num_leaves))
-    shardings = map_state(lambda x, leaf: plan.sharding(leaf), plan, shapes)
-    return jax.jit(_settle, donate_argnums=(0,) if donate else (), out_shardings=shardings)

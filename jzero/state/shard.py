@@ -24,7 +24,7 @@ from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
 from jzero.state.disk import open_files
 from jzero.state.gather import note_value
-from jzero.state.next_state import apply_pending
+from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
 from jzero.update.transformation import ZeroTransformation
 
@@ -163,7 +163,7 @@ def _place(
     for_disk: dict[str, Any] = {}
 
     def place(x: Any, leaf: StateLeaf) -> Any:
-        if files is not None and leaf.memory == "disk":  # once all that belongs to its parameter is known
+        if files is not None and leaf.in_records:  # once all that belongs to its parameter is known
             for_disk[leaf.path] = x
             return files.node(leaf)
         return place_now(x, leaf)
@@ -229,7 +229,7 @@ def abstract_train_state(
     plan = make_plan(natural, tx, config, mesh)
 
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
-        if leaf.memory == "disk":
+        if leaf.in_records:
             return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
 

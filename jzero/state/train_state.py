@@ -20,7 +20,7 @@ from jzero.plan.on_disk import ChangedFiles, OnDisk
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import other_fields, own_opt_state, zero_grads
+from jzero.plan.planner import other_fields, own_opt_state
 from jzero.update.transformation import ZeroTransformation
 
 __all__ = [
@@ -280,17 +280,16 @@ def _edited(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
     return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
 
 
-def stored_state(state: Any, plan: ZeroPlan, before: Any = None, *, in_trace: bool = False) -> Any:
+def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
     """Returns a plain state with the state that the precision policy adds; its leaves do not change.
 
     Args:
       state: A state laid out as `plan.plain`.
       plan: The plan.
       before: The optimizer state of an earlier layout, whose loss scale and counter continue.
-      in_trace: Whether this runs inside a trace, where zeros take no memory.
     """
     params = plan.params_treedef.flatten_up_to(state.params)  # padded ones as nodes, so that masters are, too
-    own = own_opt_state(plan, params, zero_grads(plan, in_trace=in_trace))
+    own = own_opt_state(plan, params)
     if own is None:
         return state
     if isinstance(before, ZeroOptState):

@@ -1,7 +1,7 @@
-"""A train step whose update runs outside of `jit`, on records on disk: four programs, driven by Python.
+"""A train step whose update runs outside of `jit`, on records: several programs, driven by Python.
 
     gradients  loss and reduced gradients; keeps the state
-    numbers    what the pass over records reads beside them: counters, factors; once more after each pass of sums
+    numbers    what the passes over records read beside them: counters, factors, norms
     records    new records and parameters, see `jzero.update.records`
     rest       the new state, from the parameters and everything near; takes over the memory of the old one
 
@@ -11,22 +11,23 @@ has no records. See [Note: Records outside of a program].
 
 from __future__ import annotations
 
-import functools
+import concurrent.futures
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from jzero import _compat
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
+from jzero.disk.pipeline import RunStats
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import attached, check_newest, detached, files_of
-from jzero.state.next_state import StepGrads, next_state
-from jzero.state.train_state import map_state
+from jzero.state.next_state import StepGrads
+from jzero.state.pending import Waiting, in_thread
+from jzero.state.record_update import Prepared, record_update
 from jzero.step.inputs import optional_rng
-from jzero.update.records import GivenArrays, PassResults, Programs, RecordRun
-from jzero.update.visits import FromDisk, Visit
+from jzero.update.visits import NO_DISK, FromDisk
 
 __all__ = ["OutsideStep"]
 
@@ -40,73 +41,86 @@ class OutsideStep:
     Args:
       gradients: `fn(state, batch, rng=None)`: the step's gradients, what the loss wrote, and the metrics.
       plan: The plan of the state.
-      compiler_options: XLA options for its programs.
+      compiler_options: XLA options for the program of gradients.
     """
 
     def __init__(
         self, gradients: Callable[..., Any], plan: ZeroPlan, compiler_options: Mapping[str, Any] | None
     ) -> None:
-        jit: Any = functools.partial(jax.jit, compiler_options=compiler_options)
-        self.plan = plan
-        self.gradients = jit(gradients)
-        self.rest = jit(self._rest, donate_argnums=(0, 1))
-        self.numbers = jit(self._numbers, static_argnums=0)
-        self.programs = Programs(plan)
-        self.visits: dict[int, list[Visit]] = {}  # by the number of the pass, from its trace
+        options: Any = compiler_options
+        self.gradients: Any = jax.jit(gradients, compiler_options=options)
+        self.update = record_update(plan)
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns the state after a step, and metrics; consumes `state`."""
-        files = files_of(state)
         check_newest(state)
-        inside = detached(state)
-        found, changed, metrics = self.gradients(inside, batch, **optional_rng(rng))
-        if self.is_one_pass:
+        run = self._late if state.tx.plan.config.offload.delay else self._now
+        return run(files_of(state), detached(state), batch, optional_rng(rng))
+
+    def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+        """Runs a step that applies its own gradients."""
+        found, changed, metrics = self.gradients(state, batch, **rng)
+        if self.update.is_one_pass:
             files.pipeline.start_reading()
-        is_applied = found.applied is None or bool(found.applied)
-        disk = FromDisk({}, {})
-        if is_applied:
-            disk = succeed_together(lambda: self._passes(files, inside, found))
-        self._wait((found, disk))
-        new = self.rest(inside, found, changed, disk)
-        if is_applied:
+        if not self._are_applied(found):
+            return attached(self.update.rest(state, found, changed, found, NO_DISK), files), metrics
+
+        def passes() -> tuple[Prepared, RunStats]:
+            ready = self.update.prepare(files, state, found)
+            return ready, ready.run.run()
+
+        ready, stats = succeed_together(passes)
+        disk = FromDisk(ready.sums, ready.run.results())
+        new = self.update.rest(state, ready.found, changed, ready.found, disk)
+        files.pipeline.store.commit()
+        return attached(new, files), metrics | {"perf": _rates(stats, stats.waited_seconds)}
+
+    def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+        """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
+        ready = None
+        if bool(state.opt_state.disk.waiting):
+            ready = succeed_together(lambda: self._begin(files, state))
+        try:
+            found, changed, metrics = self.gradients(state, batch, **rng)
+            is_applied = self._are_applied(found)
+            jax.block_until_ready(found)
+        finally:
+            done = None if ready is None else files.waiting.done
+            if done is not None:  # nobody else may use the records before
+                begun = time.perf_counter()
+                concurrent.futures.wait([done])
+                waited = time.perf_counter() - begun
+        light = found._replace(grads=[])  # those that are applied are others
+        if ready is None or done is None:
+            new = self.update.rest(state, light, changed, None, NO_DISK)
+        else:
+            stats = succeed_together(lambda: self._result_of(files, done))
+            new = self.update.rest(state, light, changed, ready.found, FromDisk(ready.sums, ready.run.results()))
             files.pipeline.store.commit()
+            metrics |= {"perf": _rates(stats, waited)}
+        files.waiting = Waiting(found) if is_applied else None
         return attached(new, files), metrics
 
-    @property
-    def is_one_pass(self) -> bool:
-        """Whether one pass over all records is known to be enough."""
-        return list(self.visits) == [0]
+    def _begin(self, files: StateFiles, state: State) -> Prepared:
+        """Starts the update that waits, in a thread; goes on with one that an interrupted step started."""
+        waiting: Waiting = files.waiting
+        if waiting.done is None:
+            files.pipeline.store.check_whole()
+        ready = waiting.ready or self.update.prepare(files, state, waiting.found)
+        done = waiting.done or in_thread(ready.run.run)
+        files.waiting = Waiting(ready.found, ready, done)
+        return ready
 
-    def _passes(self, files: StateFiles, state: State, found: StepGrads) -> FromDisk:
-        """Runs all passes over the records of an applied step."""
-        grads = {i: found.grads[i].reduced for i in self.plan.disk_fields}
-        params = self.plan.flat_params(state.params)
-        given = GivenArrays(grads, {i: params[i] for i in self.plan.disk_fields})
-        sums: dict[int, jax.Array] = {}
-        results: dict[int, jax.Array] = {}
-        level = 0
-        while not results:
-            operands = self.numbers(level, state, found, sums)
-            self._wait(operands)
-            visits = self.visits[level]
-            run = RecordRun(files, self.programs, level, visits, operands, given)
-            made: PassResults = run.run(writes=not visits or not visits[0].makes_sums)
-            sums, results, level = {**sums, **made.sums}, made.results, level + 1
-        return FromDisk(sums, results)
+    def _result_of(self, files: StateFiles, done: concurrent.futures.Future[RunStats]) -> RunStats:
+        try:
+            return done.result()
+        except BaseException:
+            files.waiting = files.waiting._replace(done=None)  # the next step begins it anew
+            raise
 
-    def _numbers(self, level: int, state: State, found: StepGrads, sums: Mapping[int, jax.Array]) -> Any:
-        tx = state.tx
-        visits, operands = tx.visits(found.grads, state.opt_state, state.params, found.applied, found.value, sums)
-        self.visits[level] = visits
-        return operands
-
-    def _rest(self, state: State, found: StepGrads, changed: Any, disk: FromDisk) -> State:
-        new = next_state(state, found, changed, disk)
-        return map_state(lambda x, leaf: jax.lax.with_sharding_constraint(x, self.plan.sharding(leaf)), self.plan, new)
-
-    def _wait(self, x: Any) -> None:
-        if _compat.starves_steps(self.plan.mesh):
-            jax.block_until_ready(x)
+    def _are_applied(self, found: StepGrads) -> bool:
+        self.update.wait(found)
+        return found.applied is None or bool(found.applied)
 
     def trace(self, state: State, batch: PyTree, **rng: Any) -> Any:
         """Traces the first program, of loss and gradients."""
@@ -119,7 +133,14 @@ class OutsideStep:
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs."""
-        for jitted in (self.gradients, self.numbers, self.rest):
-            jitted.clear_cache()
-        self.programs = Programs(self.plan)
-        self.visits.clear()
+        self.gradients.clear_cache()
+        self.update.clear_cache()
+
+
+def _rates(stats: RunStats, waited: float) -> dict[str, float]:
+    """Returns what a monitor shows of a pass over records, for which the step waited some seconds."""
+    return {
+        "disk_read_bytes_per_s": stats.read_bytes / stats.seconds,
+        "disk_write_bytes_per_s": stats.written_bytes / stats.seconds,
+        "disk_wait_share": waited / stats.seconds,
+    }

@@ -15,7 +15,7 @@ from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
-from jzero.state.next_state import StepGrads, next_state, scaled_grads
+from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
 from jzero.state.train_state import adapt_sharded, map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
@@ -90,17 +90,18 @@ class TrainStep(Step):
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
         if state.tx.plan.has_files:
+            option = "delay=1" if state.tx.plan.config.offload.delay else "optimizer='disk'"
             raise ValueError(
-                "A state on disk (`Offload(optimizer='disk')`) is trained by calls of this step from Python, since no "
-                "program can wait for a disk: call it outside of `jax.jit`, or keep the state in memory "
-                "(`Offload(optimizer='host')`)."
+                f"A state outside of programs (`Offload({option})`) is trained by calls of this step from Python: call "
+                "it outside of `jax.jit`, or keep the state where programs see it (`Offload(optimizer='host')`)."
             )
         found, changed, metrics = self._gradients(state, batch, rng=rng)
         with jax.named_scope("zero_update"):
-            return next_state(state, found, changed), metrics
+            return next_state(state, found, changed, found), metrics
 
     def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
         if plan.has_files:
+            check_can_compute(state)
             return OutsideStep(self._gradients, plan, make_compiler_options(plan, self.compiler_options))
         return super()._make_jit(plan, state)
 
@@ -283,7 +284,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       one) and, with `has_aux`, `aux`. A step is not applied if a `Weighted` batch has no weight, or if a gradient is
       not finite and the precision policy skips such steps; then only the loss scale changes (with `Offload(delay=1)`
       its gradients are dropped, and those of the step before are applied). An optimizer that takes optax's extra
-      arguments gets `value`, the loss, and `grad`, the clipped gradients (not with `Offload(delay=1)`). The step has
+      arguments gets `value`, the loss, and `grad`, the clipped gradients. The step has
       `lower`, `trace`, `eval_shape`
       and `clear_cache` like a jitted function, and `plan(state, batch)` and `recomputation(state, batch)`.
 

@@ -52,7 +52,7 @@ def said_clearly() -> Iterator[None]:
         given = ", ".join(f"{name}=..." for name in names)
         raise TypeError(
             f"The optimizer (`tx`) asks for {names}, which it was not given. A step of `make_train_step` hands over "
-            "`value`, the loss, and `grad`, except with `Offload(delay=1)`, whose gradients belong to an earlier loss. "
+            "`value`, the loss, and `grad`. "
             "Else take a step of your own: `loss, grads = jzero.value_and_grad(loss_fn)(state, batch)`, then "
             f"`state.tx.update(grads, state.opt_state, state.params, {given})`."
         ) from error

@@ -25,14 +25,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.arrays.placement import on_device
-from jzero.disk.pipeline import RunStats
+from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, number_of_part
+from jzero.update.find_visits import NextPass
 from jzero.update.split import REDUCTIONS
 from jzero.update.visits import SumTarget, Visit, VisitOperands
 
-__all__ = ["GivenArrays", "PassResults", "Programs", "RecordRun"]
+__all__ = ["GivenArrays", "Programs", "RecordRun", "host_cpu"]
 
 
 class GivenArrays(NamedTuple):
@@ -42,31 +43,17 @@ class GivenArrays(NamedTuple):
     params: Mapping[int, jax.Array]
 
 
-class PassResults(NamedTuple):
-    """The results of a pass.
-
-    Attributes:
-      sums: The numbers over what is on disk, by number.
-      results: By parameter, its new value, laid out like its gradient.
-      stats: The time that the pass took.
-    """
-
-    sums: dict[int, jax.Array]
-    results: dict[int, jax.Array]
-    stats: RunStats
-
-
 class _Call(NamedTuple):
     """The operands of a visit on one device.
 
     Attributes:
-      near: Parts of arrays, one per source that is no field of a record, as stored.
+      near: Parts of arrays, one per source that is no field of a record, as stored; NumPy arrays if the host computes.
       numbers: Its numbers, where the update runs.
-      parts: The parts of its results, which records are pasted into, on the device; on the host if they stay there.
+      parts: The parts of its results, into which those of records are pasted; NumPy arrays if they come up later.
       sums: Its numbers over the records so far.
     """
 
-    near: list[jax.Array]
+    near: list[Any]
     numbers: list[jax.Array]
     parts: list[Any]
     sums: list[jax.Array]
@@ -94,62 +81,64 @@ class Programs:
 
 
 class RecordRun:
-    """One pass over the records of a state.
+    """One pass over the records of a state: first everything that it reads beside them, then `run`, then the results.
+
+    With `Offload(compute="host")`, `run` touches no device, so it can go on in a thread beside a step.
 
     Args:
       files: The files of the state.
       programs: The programs of its records.
+      found: The visits of the pass and their operands, as global arrays.
       level: The number of the pass in its step.
-      visits: What to compute, at most once per parameter.
-      operands: What the visits read beside records, as global arrays.
-      given: What else they read.
+      given: What else the visits read.
     """
 
-    def __init__(
-        self,
-        files: StateFiles,
-        programs: Programs,
-        level: int,
-        visits: Sequence[Visit],
-        operands: Sequence[VisitOperands],
-        given: GivenArrays,
-    ) -> None:
+    def __init__(self, files: StateFiles, programs: Programs, found: NextPass, level: int, given: GivenArrays) -> None:
         self.files, self.plan = files, files.plan
-        self.visits = {visit.param: visit for visit in visits}
-        self.compute = {visit.param: programs.compute(visit, level) for visit in visits}
-        self.cpu = jax.local_devices(backend="cpu")[0] if self.plan.config.offload.compute == "host" else None
+        self.visits = {visit.param: visit for visit in found.visits}
+        self.compute = {visit.param: programs.compute(visit, level) for visit in found.visits}
+        self.cpu = host_cpu() if self.plan.config.offload.compute == "host" else None
         self.calls: dict[tuple[int, Any], _Call] = {}
-        for visit, operand in zip(visits, operands, strict=True):
-            self._prepare(visit, operand, given)
+        for visit, operands in zip(found.visits, found.operands, strict=True):
+            self._prepare(visit, operands, given)
 
-    def run(self, *, writes: bool) -> PassResults:
-        """Visits all records that something is computed from; `writes` if that makes new ones."""
+    @property
+    def writes(self) -> bool:
+        """Whether it makes new records, rather than numbers."""
+        return not any(visit.makes_sums for visit in self.visits.values())
+
+    def run(self, pipeline: Pipeline | None = None) -> RunStats:
+        """Visits all records from which something is computed, in their own pipeline or one of a copy.
+
+        New ones are not committed.
+        """
         numbers = [n for i in self.visits for n in self.files.of_param[i]]
-        stats = self.files.pipeline.run(self._visit, None if writes else numbers, writes=writes)
-        return PassResults(self._sums(), self._results(), stats)
+        pipeline = self.files.pipeline if pipeline is None else pipeline
+        return pipeline.run(self._visit, None if self.writes else numbers, writes=self.writes)
 
     def _prepare(self, visit: Visit, operands: VisitOperands, given: GivenArrays) -> None:
         """Splits the operands of a visit over the devices that have a part of its parameter."""
         i, leaf = visit.param, self.plan.leaves[visit.param]
-        arrays: dict[str, list[Any]] = {
-            "grads": [given.grads.get(i)],
-            "params": [given.params.get(i)],
-            "near": operands.near,
-        }
+        arrays: dict[str, list[Any]] = {"near": operands.near}
+        arrays |= {"grads": [given.grads.get(i)], "params": [given.params.get(i)]}
         near = [_by_device(arrays[x.kind][x.number]) for x in visit.sources if x.kind in arrays]
         counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
         dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
-        shape, stays = self.plan.part_shape(leaf.grad), leaf.param.on_host and self.plan.names_host_memory
+        shape = self.plan.part_shape(leaf.grad)
+        on_host = self.cpu is not None or (leaf.param.on_host and self.plan.names_host_memory)
         for device in dict.fromkeys(first_holders(self.plan, leaf.grad).values()):
             at = self.cpu or device
-            parts = [np.zeros(shape, x) if stays else jnp.zeros(shape, x, device=device) for x in dtypes]
             sums = [
                 jax.device_put(np.asarray(REDUCTIONS[x.how][2], x.dtype), at)
                 for x in visit.targets
                 if isinstance(x, SumTarget)
             ]
-            numbers = [jax.device_put(x[device], at) for x in counts]
-            self.calls[i, device] = _Call([x[device] for x in near], numbers, parts, sums)
+            self.calls[i, device] = _Call(
+                near=[np.asarray(x[device]) if self.cpu else x[device] for x in near],
+                numbers=[jax.device_put(x[device], at) for x in counts],
+                parts=[np.zeros(shape, x) if on_host else jnp.zeros(shape, x, device=device) for x in dtypes],
+                sums=sums,
+            )
 
     def _visit(self, number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None] | None:
         """Starts the computation of a record; returns what waits for it and writes its results into the buffer."""
@@ -157,37 +146,34 @@ class RecordRun:
         visit = self.visits.get(record.param)
         if visit is None:  # nothing changes: the record is copied
             return None
-        call, views = self.calls[record.param, record.device], self.files.views(number, buffer)
-        place, at = record.place, self.cpu or record.device
+        call, views, place = self.calls[record.param, record.device], self.files.views(number, buffer), record.place
+        start, at = np.array(place.start, np.int32), self.cpu or record.device
         fields = [jax.device_put(views[x.number], at) for x in visit.sources if x.kind == "disk"]
-        start = np.array(place.start, np.int32)
-        slices = [_cut(x, start, shape=place.shape) for x in call.near]
-        if self.cpu is not None:
-            slices = jax.device_put(slices, self.cpu)
-        new, results, sums = self.compute[record.param](
-            fields, slices, call.numbers, np.array(record.stored.start, np.int32), shape=place.shape
-        )
+        slices = [
+            jax.device_put(x[place.slices], at) if isinstance(x, np.ndarray) else _cut(x, start, shape=place.shape)
+            for x in call.near
+        ]
+        begin = np.array(record.stored.start, np.int32)
+        new, results, sums = self.compute[record.param](fields, slices, call.numbers, begin, shape=place.shape)
         joins = [REDUCTIONS[x.how][1] for x in visit.targets if isinstance(x, SumTarget)]
         call.sums[:] = [join(x, y) for join, x, y in zip(joins, call.sums, sums, strict=True)]
-        to_host = [part for part in call.parts if isinstance(part, np.ndarray)]
-        if not to_host and results:
-            call.parts[:] = [
-                _paste(part, jax.device_put(x, record.device), start)
-                for part, x in zip(call.parts, results, strict=True)
-            ]
-        kept = [x for x in visit.targets if isinstance(x, int)]
+        waits = [isinstance(part, np.ndarray) for part in call.parts]
+        for k, x in enumerate(results):
+            call.parts[k] = call.parts[k] if waits[k] else _paste(call.parts[k], x, start)
+        replaced = [k for k in visit.targets if isinstance(k, int)]
 
         def finish(buffer: np.ndarray) -> None:
-            for k, x in zip(kept, new, strict=True):
+            for k, x in zip(replaced, new, strict=True):
                 views[k][...] = np.asarray(x)
-            for part, x in zip(to_host, results, strict=False):
-                part[place.slices] = np.asarray(x)
+            for k, x in enumerate(results):
+                if waits[k]:
+                    call.parts[k][place.slices] = np.asarray(x)
             jax.block_until_ready(sums)  # the record's bytes may be the operands themselves
 
         return finish
 
-    def _results(self) -> dict[int, jax.Array]:
-        """Returns the new parameters."""
+    def results(self) -> dict[int, jax.Array]:
+        """Returns the new parameters, laid out like their gradients."""
         results = {}
         for i in self.visits:
             leaf = self.plan.leaves[i]
@@ -196,7 +182,7 @@ class RecordRun:
                 results[i] = self.files.assembled(leaf.grad, parts, on_host=leaf.param.on_host)
         return results
 
-    def _sums(self) -> dict[int, jax.Array]:
+    def sums(self) -> dict[int, jax.Array]:
         """Returns the numbers over all records of all processes."""
         found = {}
         for i, visit in self.visits.items():
@@ -205,6 +191,17 @@ class RecordRun:
                 values = {d: call.sums[k] for (j, d), call in self.calls.items() if j == i}
                 found[target.number] = _over_devices(self.plan, self.plan.leaves[i].grad, values, target.how)
         return found
+
+
+def host_cpu() -> Any:
+    """Returns the host's CPU as a device of jax."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(
+            "`Offload(compute='host')` runs on jax's CPU backend, which this program has switched off: add 'cpu' to "
+            "`JAX_PLATFORMS` (such as 'cuda,cpu'), or use `compute='device'`."
+        ) from error
 
 
 def _compute(  # noqa: PLR0913  # operands of a program, by kind

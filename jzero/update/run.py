@@ -32,10 +32,10 @@ from jzero.update.fields import Field, far_params, owners_of_inputs, placed_fiel
 from jzero.update.gathered import Everywhere
 from jzero.update.owned import compute_owned
 from jzero.update.split import Kernel, Kind, Split, kernel_of, split
-from jzero.update.visits import NO_DISK, FromDisk, Source, SumTarget, Visit, VisitOperands
+from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import After, Before, WholeUpdate
 
-__all__ = ["find_visits", "run_update"]
+__all__ = ["Run", "numbers_of", "run_update", "traced"]
 
 
 def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) -> After:
@@ -50,14 +50,14 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     given = placed_fields(plan, stored, far)
     if plan.num_shards == 1 and not far:
         return update(given)
-    leaves, jaxpr, out = _traced(update, given)
+    leaves, jaxpr, out = traced(update, given)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
     if not far and not has_matrices:  # already traced: call it
         return jax.jit(update)(given)
-    run = _Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
+    run = Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
     run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
     assert not run.pending
-    numbers = _numbers(out)
+    numbers = numbers_of(out)
     passed: dict[int, Any] = {}
     for i in sorted(far):
         targets = run.targets(i, given, numbers)
@@ -70,40 +70,13 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
 
 
-def find_visits(
-    update: WholeUpdate, stored: Before, sums: Mapping[int, jax.Array]
-) -> tuple[list[Visit], list[VisitOperands]]:
-    """Returns the next pass over records that an update needs, and what it reads beside them; call it inside `jit`.
-
-    The pass computes further sums, or, once all are known, new records and parameters.
-
-    Args:
-      update: The update.
-      stored: Its inputs as stored.
-      sums: Numbers over what is on disk, as far as they are known.
-    """
-    plan, far = update.plan, far_params(update.plan)
-    given = placed_fields(plan, stored, far)
-    leaves, jaxpr, out = _traced(update, given)
-    run = _Run(plan, flattened(jaxpr, chooses=True), leaves, sums)
-    has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
-    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
-    if run.pending:
-        found = run.sum_visits()
-    else:
-        outs, numbers = run.split.jaxpr.outvars, _numbers(out)
-        wanted = {i: run.targets(i, given, numbers) for i in plan.disk_fields}
-        found = [run.visit(i, [outs[k] for k in x], run.disk_targets(i, x)) for i, x in wanted.items() if x]
-    return [x for x, _ in found], [x for _, x in found]
-
-
-def _numbers(out: After) -> After:
+def numbers_of(out: After) -> After:
     """Returns the number of each result of an update among all."""
     numbers: After = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     return numbers
 
 
-def _traced(update: WholeUpdate, given: Before) -> tuple[list[Any], Any, After]:
+def traced(update: WholeUpdate, given: Before) -> tuple[list[Any], Any, After]:
     """Returns the inputs of an update in one list, its jaxpr, and the shapes of its results."""
     leaves, treedef = jax.tree.flatten(given)
     seen = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
@@ -112,7 +85,7 @@ def _traced(update: WholeUpdate, given: Before) -> tuple[list[Any], Any, After]:
     return leaves, jaxpr, out
 
 
-class _Run:
+class Run:
     """Evaluates a split update.
 
     Attributes:
@@ -122,8 +95,8 @@ class _Run:
       given: The results of matrix work on one device each.
       whole: Fields, and what is computed from them element by element, in natural shape on the devices.
       fetched: Paths of the parameters whose state on the host was needed whole.
-      sums: The known numbers over what is on disk.
-      disk_sums: The equations that make such numbers, with the number of each.
+      record_sums: The equations that make numbers over a parameter in records, with the number of each.
+      sums: Those that are known.
       pending: The equations that wait for such numbers.
     """
 
@@ -140,8 +113,8 @@ class _Run:
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Any]()
         self.apply = Everywhere(plan)
-        self.sums = sums
-        self.disk_sums = {i: k for k, i in enumerate(filter(self._is_disk_sum, range(len(self.split.kinds))))}
+        self.sums = dict(sums)
+        self.record_sums = {i: k for k, i in enumerate(filter(self._sums_record, range(len(self.split.kinds))))}
         self.pending: list[int] = []
 
     def evaluate(self, owners: Sequence[int | None] | None) -> None:
@@ -150,9 +123,6 @@ class _Run:
         Args:
           owners: For each input the parameter that it belongs to, if matrix work is to run on one device each.
         """
-        for i, kind in enumerate(self.split.kinds):
-            if kind in (Kind.WHOLE, Kind.MIXED):
-                self._check_on_disk(i)
         found = Matrices([], []) if owners is None else find_matrices(self.plan, self.split.jaxpr, owners)
         works = found.works
         if self.plan.matrices.unknown:  # the plan could not warn
@@ -171,49 +141,46 @@ class _Run:
         waiting = []
         for i in numbers:
             eqn = self.split.jaxpr.eqns[i]
-            may_wait = self.given or len(self.sums) < len(self.disk_sums)
-            if may_wait and not all(map(self._is_known, eqn.invars)):
+            may_wait = self.given or len(self.sums) < len(self.record_sums)
+            if may_wait and not all(map(self.is_known, eqn.invars)):
                 waiting.append(i)
                 continue
-            if i in self.disk_sums:
-                known = self.sums.get(self.disk_sums[i])
-                waiting += [i] if known is None else []
-                self.env.update({} if known is None else {eqn.outvars[0]: known})
+            number = self.record_sums.get(i)
+            if number in self.sums:
+                self.env[eqn.outvars[0]] = self.sums[number]
+                continue
+            if number is not None and self.reads_disk(eqn.invars):
+                waiting.append(i)
                 continue
             with _compat.equation_context(eqn):
                 is_sum = self.split.kinds[i] is Kind.SUM
                 outs = self._sum(eqn) if is_sum else self.apply(eqn, list(map(self.value, eqn.invars)))
             self.env.update(zip(eqn.outvars, outs, strict=True))
+            self.sums.update({} if number is None else {number: outs[0]})
         return waiting
 
-    def _is_disk_sum(self, i: int) -> bool:
+    def _sums_record(self, i: int) -> bool:
         if self.split.kinds[i] is not Kind.SUM:
             return False
-        reads = self._kernel(self.split.jaxpr.eqns[i].invars).reads
-        return any(v in self.fields and isinstance(self.fields[v].array, OnDisk) for v in reads)
+        fields = (self.fields[v] for v in self.kernel(self.split.jaxpr.eqns[i].invars).reads if v in self.fields)
+        return any(field.number in self.plan.disk_fields for field in fields)
 
-    def _check_on_disk(self, i: int) -> None:
-        """Raises if an equation needs whole arrays of what is on disk."""
-        elements = [
-            v for v in self.split.jaxpr.eqns[i].invars if not _compat.is_literal(v) and v in self.split.elements
-        ]
-        for v in self._kernel(elements).reads if elements else ():
-            if v in self.fields and isinstance(self.fields[v].array, OnDisk):
-                path = self.fields[v].leaf.path
-                raise ValueError(
-                    f"`{self.split.maker(i)}` needs all of {path!r} at once, and its state is on disk, of which a "
-                    "step reads one record after another: keep the state in memory (`Offload(optimizer='host')`), or "
-                    f"that of this leaf on the devices (`rules={{{path!r}: jzero.LeafRule(offload=False)}}`)."
-                )
+    def reads_disk(self, atoms: Sequence[Any]) -> str:
+        """Returns the path of a parameter whose records some elements are computed from; empty if there is none."""
+        elements = [v for v in atoms if not _compat.is_literal(v) and v in self.split.elements]
+        read = [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
+        return next((x.leaf.path for x in read if isinstance(x.array, OnDisk)), "")
 
-    def _is_known(self, atom: Any) -> bool:
+    def is_known(self, atom: Any) -> bool:
+        """Whether a value is there, or can be computed from what is, element by element."""
         if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
             return True
         if atom in self.given or atom not in self.split.elements:
             return False
-        return all(map(self._is_known, self._kernel([atom]).reads))
+        return all(map(self.is_known, self.kernel([atom]).reads))
 
-    def _kernel(self, wanted: Sequence[Any]) -> Kernel:
+    def kernel(self, wanted: Sequence[Any]) -> Kernel:
+        """Returns the elementwise function that computes some values from what is there."""
         return kernel_of(self.split, wanted, self.given)
 
     def value(self, atom: Any) -> Any:
@@ -226,7 +193,7 @@ class _Run:
             if atom in self.fields:
                 self.whole[atom] = self._fetch(self.fields[atom])
             else:
-                kernel = self._kernel([atom])
+                kernel = self.kernel([atom])
                 reads = [x.reshape(atom.aval.shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)]
                 self.whole[atom] = kernel(reads, atom.aval.shape)[0]
         return self.whole[atom]
@@ -245,7 +212,7 @@ class _Run:
         return natural_leaf(field.array, field.leaf, self.plan)
 
     def _sum(self, eqn: Any) -> list[jax.Array]:
-        fields = [self.fields[v] for v in self._kernel(eqn.invars).reads if v in self.fields]
+        fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
         if not any(is_on_host(x.array) for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
         found = self._pass(fields[0].number, eqn.invars)
@@ -282,14 +249,6 @@ class _Run:
         new = dict(zip(targets, made, strict=True))
         return new | {k: natural_leaf(round_to(new[k], targets[k]), leaf.grad, self.plan) for k in near}
 
-    def disk_targets(self, i: int, targets: Mapping[int, Any]) -> list[Any]:
-        """Returns the targets of a visit: fields on disk by number, and dtypes."""
-        place = {leaf.path: k for k, leaf in enumerate(self.plan.disk_fields[i])}
-        dtypes = (x.dtype if hasattr(x, "aval") else x for x in targets.values())
-        return [
-            place[x.path] if isinstance(x, OnDisk) else dtype for x, dtype in zip(targets.values(), dtypes, strict=True)
-        ]
-
     def from_disk(self, i: int, given: Before, targets: Mapping[int, Any], result: Any) -> dict[int, Any]:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
         leaf, old = self.plan.leaves[i], given.params[i]
@@ -297,46 +256,7 @@ class _Run:
         near = near if is_on_host(near) else natural_leaf(near, leaf.grad, self.plan)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
-    def sum_visits(self) -> list[tuple[Visit, VisitOperands]]:
-        """Returns the visits that make the next sums over what is on disk."""
-        ready: dict[int, list[int]] = {}
-        for i in self.pending:
-            eqn = self.split.jaxpr.eqns[i]
-            if i in self.disk_sums and all(map(self._is_known, eqn.invars)):
-                read = next(v for v in self._kernel(eqn.invars).reads if v in self.fields)
-                ready.setdefault(self.fields[read].number, []).append(i)
-        found = []
-        for param, members in sorted(ready.items()):
-            eqns = [self.split.jaxpr.eqns[i] for i in members]
-            targets = [
-                SumTarget(self.disk_sums[i], x.primitive.name, len(x.invars), x.outvars[0].aval.dtype)
-                for i, x in zip(members, eqns, strict=True)
-            ]
-            found.append(self.visit(param, [v for x in eqns for v in x.invars], targets))
-        return found
-
-    def visit(self, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
-        """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
-        place = {leaf.path: k for k, leaf in enumerate(self.plan.disk_fields[i])}
-        leaf, kernel, operands = self.plan.leaves[i].grad, self._kernel(wanted), VisitOperands([], [])
-
-        def source(v: Any) -> Source:
-            field = self.fields.get(v)
-            if field is not None and field.given:
-                return Source(field.given)
-            x = self._stored(v, leaf)
-            if x is None:
-                return Source("positions")
-            if isinstance(x, OnDisk):
-                return Source("disk", place[x.path])
-            kind, values = ("near", operands.near) if x.ndim else ("number", operands.numbers)
-            values.append(x)
-            return Source(kind, len(values) - 1)
-
-        sources = tuple(map(source, kernel.reads))
-        return Visit(i, kernel, sources, tuple(targets), self.number_of(kernel.piece())), operands
-
-    def _stored(self, v: Any, leaf: StateLeaf) -> Any:
+    def stored(self, v: Any, leaf: StateLeaf) -> Any:
         """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
         if v in self.fields:
             return self.fields[v].array
@@ -345,10 +265,10 @@ class _Run:
 
     def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
-        leaf, kernel = self.plan.leaves[i].grad, self._kernel(wanted)
+        leaf, kernel = self.plan.leaves[i].grad, self.kernel(wanted)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
-        reads = [self._stored(v, leaf) for v in kernel.reads]
+        reads = [self.stored(v, leaf) for v in kernel.reads]
         known = {id(x): x for x in (*reads, *targets) if isinstance(x, jax.Array)}
         arrays, numbers = ([x for x in known.values() if bool(x.ndim) == has_dims] for has_dims in (True, False))
 

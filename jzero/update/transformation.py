@@ -28,11 +28,12 @@ from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import own_opt_state, zero_grads
+from jzero.plan.planner import own_opt_state
 from jzero.plan.platform import platform_facts
 from jzero.update.extra_args import check_grads, check_params_stored
-from jzero.update.run import find_visits, run_update
-from jzero.update.visits import NO_DISK, FromDisk, Visit, VisitOperands
+from jzero.update.find_visits import NextPass, find_visits
+from jzero.update.run import run_update
+from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import NOTHING, After, Before, Grad, WholeUpdate, optimizer_view
 
 __all__ = ["NO_ELEMENTS", "ZeroTransformation"]
@@ -65,6 +66,7 @@ class ZeroTransformation:
 
     def init(self, params: PyTree) -> PyTree:
         """Returns the initial optimizer state for stored `params`, laid out as planned."""
+        self._check_in_programs()
         return _init(self, params)
 
     def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
@@ -87,11 +89,7 @@ class ZeroTransformation:
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
             )
-        if self.plan.has_files:
-            raise ValueError(
-                "Optimizer state on disk (`Offload(optimizer='disk')`) is updated by steps of `make_train_step` alone, "
-                "outside of `jax.jit`. Use one, or keep the state in memory (`Offload(optimizer='host')`)."
-            )
+        self._check_in_programs()
         check_grads(self.plan, updates)
         check_params_stored(self.plan, params)
         in_trace = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((updates, state, params)))
@@ -99,6 +97,15 @@ class ZeroTransformation:
         functions = tuple((k, v) for k, v in sorted(extra_args.items()) if callable(v))
         update = _update if in_trace else _update_jit
         return update(self, updates, state, params, arrays, functions)
+
+    def _check_in_programs(self) -> None:
+        if self.plan.has_files:
+            option = "delay=1" if self.plan.config.offload.delay else "optimizer='disk'"
+            raise ValueError(
+                f"Optimizer state outside of programs (`Offload({option})`) is made by `shard_train_state` and updated "
+                "by steps of `make_train_step` alone, outside of `jax.jit`. Use them, or keep the state where programs "
+                "see it (`Offload(optimizer='host')`)."
+            )
 
     def apply(
         self,
@@ -138,7 +145,7 @@ class ZeroTransformation:
         applied: jax.Array | None,
         value: jax.Array | None,
         sums: Mapping[int, jax.Array],
-    ) -> tuple[list[Visit], list[VisitOperands]]:
+    ) -> NextPass:
         """Returns the next pass over records that `apply` needs, see `find_visits`; call it inside `jit`."""
         return find_visits(*self._of_step(grads, state, params, applied, value), sums)
 
@@ -190,11 +197,7 @@ def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
         None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
         for x, leaf in zip(seen, plan.leaves, strict=True)
     ]
-    waiting = [None] * len(masters) if plan.waiting is None else plan.flat_params(plan.waiting.grads)
-    zeros = [
-        x if leaf is None else stored_leaf(x, leaf, plan) for x, leaf in zip(zero_grads(plan), waiting, strict=True)
-    ]
-    own = own_opt_state(plan, masters, zeros)
+    own = own_opt_state(plan, masters)
     own = ZeroOptState(inner, None, None, None) if own is None else dataclasses.replace(own, inner=inner)
     return _to_opt_state(plan, jax.tree.map(jnp.asarray, own))
 

@@ -1,0 +1,131 @@
+"""The update of a state in records, outside of `jit`: programs of numbers and of the rest, around the passes.
+
+In: a state and the gradients of a step. Out: the state after it. See [Note: Records outside of a program].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jzero import _compat
+from jzero.arrays.disk_files import StateFiles
+from jzero.plan.plan import ZeroPlan
+from jzero.state.next_state import StepGrads, next_state, settled_state
+from jzero.state.train_state import map_state
+from jzero.update.find_visits import NextPass
+from jzero.update.records import GivenArrays, Programs, RecordRun
+from jzero.update.visits import FromDisk, Visit
+
+__all__ = ["Prepared", "RecordUpdate", "record_update"]
+
+State = Any
+
+
+class Prepared(NamedTuple):
+    """An update whose last pass is ready to run.
+
+    Attributes:
+      run: The pass, which makes new records.
+      sums: Numbers over parameters in records.
+      found: The gradients that the rest of the update needs.
+    """
+
+    run: RecordRun
+    sums: dict[int, jax.Array]
+    found: StepGrads
+
+
+class RecordUpdate:
+    """The programs of the update of all states of a plan.
+
+    Args:
+      plan: The plan.
+    """
+
+    def __init__(self, plan: ZeroPlan) -> None:
+        self.plan = plan
+        self.programs = Programs(plan)
+        self.rest: Any = jax.jit(self._rest, donate_argnums=0)
+        self.settled: Any = jax.jit(self._settled, donate_argnums=0)
+        self.settled_copy: Any = jax.jit(self._settled)
+        self._numbers: Any = jax.jit(self._find, static_argnums=0)
+        self._visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether one pass over all records is known to be enough."""
+        return list(self._visits) == [0]
+
+    def prepare(self, files: StateFiles, state: State, found: StepGrads) -> Prepared:
+        """Runs the passes that only read, and everything that the last one reads beside records.
+
+        Args:
+          files: The files of the state.
+          state: The state, detached.
+          found: The gradients, which are to be applied.
+        """
+        near = [g._replace(reduced=None) if i in self.plan.disk_fields else g for i, g in enumerate(found.grads)]
+        params = self.plan.flat_params(state.params)
+        given = GivenArrays(
+            {i: found.grads[i].reduced for i in self.plan.disk_fields}, {i: params[i] for i in self.plan.disk_fields}
+        )
+        sums: dict[int, jax.Array] = {}
+        level = 0
+        while True:
+            operands, sums = self._numbers(level, state, found, sums)
+            self.wait((operands, sums))
+            visits, needs_grads = self._visits[level]
+            run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, given)
+            if run.writes:
+                return Prepared(run, sums, found if needs_grads else found._replace(grads=near))
+            run.run()
+            sums, level = sums | run.sums(), level + 1
+
+    def wait(self, x: Any) -> None:
+        """Waits for arrays where programs in flight could wait for each other for ever."""
+        if _compat.starves_steps(self.plan.mesh):
+            jax.block_until_ready(x)
+
+    def clear_cache(self) -> None:
+        """Forgets all compiled programs."""
+        for program in (self.rest, self.settled, self.settled_copy, self._numbers):
+            program.clear_cache()
+        self.programs = Programs(self.plan)
+        self._visits.clear()
+
+    def _find(self, level: int, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> Any:
+        with jax.named_scope("zero_update"):
+            made = state.tx.visits(found.grads, state.opt_state, state.params, found.applied, found.value, sums)
+        self._visits[level] = made.visits, made.needs_grads
+        return made.operands, made.sums
+
+    @jax.named_scope("zero_update")
+    def _rest(self, state: State, found: StepGrads, changed: Any, update: StepGrads | None, disk: FromDisk) -> State:
+        return self._laid_out(next_state(state, found, changed, update and self._with_zeros(update), disk))
+
+    @jax.named_scope("zero_update")
+    def _settled(self, state: State, update: StepGrads, disk: FromDisk) -> State:
+        return self._laid_out(settled_state(state, self._with_zeros(update), disk))
+
+    def _laid_out(self, new: State) -> State:
+        return map_state(lambda x, leaf: jax.lax.with_sharding_constraint(x, self.plan.sharding(leaf)), self.plan, new)
+
+    def _with_zeros(self, update: StepGrads) -> StepGrads:
+        """Returns gradients with zeros in place of those that nothing needs."""
+        pairs = zip(update.grads, self.plan.leaves, strict=True)
+        grads = [g if g.reduced is not None else _zeros(g, leaf.grad) for g, leaf in pairs]
+        return update._replace(grads=grads)
+
+
+def _zeros(grad: Any, leaf: Any) -> Any:
+    return grad._replace(reduced=jnp.zeros(leaf.stored_shape, leaf.dtype))
+
+
+@functools.lru_cache(maxsize=8)
+def record_update(plan: ZeroPlan) -> RecordUpdate:
+    """Returns the programs of the update of all states of a plan."""
+    return RecordUpdate(plan)

@@ -1,0 +1,146 @@
+"""Finds what passes over records compute: the part of an update that is elementwise in what is on disk.
+
+In: an update and its inputs, some of them on disk. Out: visits, one per parameter, and what they read beside records.
+First come passes that only read, for sums over what is on disk that the update needs (LAMB's norms), then the pass that
+makes new records and parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero import _compat
+from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.products import mixes
+from jzero.plan.on_disk import OnDisk
+from jzero.update.fields import far_params, owners_of_inputs, placed_fields
+from jzero.update.run import Run, numbers_of, traced
+from jzero.update.split import Kind
+from jzero.update.visits import Source, SumTarget, Visit, VisitOperands
+from jzero.update.whole import Before, WholeUpdate
+
+__all__ = ["NextPass", "find_visits"]
+
+
+class NextPass(NamedTuple):
+    """The next pass over records.
+
+    Attributes:
+      visits: What it computes, by parameter.
+      operands: What each visit reads beside records.
+      sums: All numbers over parameters in records that are known, by number.
+      needs_grads: Whether the rest of the update needs gradients of these parameters, too, other than their sums.
+    """
+
+    visits: list[Visit]
+    operands: list[VisitOperands]
+    sums: dict[int, jax.Array]
+    needs_grads: bool
+
+
+def find_visits(update: WholeUpdate, stored: Before, sums: Mapping[int, jax.Array]) -> NextPass:
+    """Returns the next pass over records that an update needs; call it inside `jit`.
+
+    Args:
+      update: The update.
+      stored: Its inputs as stored.
+      sums: Numbers over parameters in records, as far as they are known.
+
+    Raises:
+      ValueError: The optimizer needs whole arrays of what is on disk.
+    """
+    plan, far = update.plan, far_params(update.plan)
+    given = placed_fields(plan, stored, far)
+    leaves, jaxpr, out = traced(update, given)
+    run = Run(plan, flattened(jaxpr, chooses=True), leaves, sums)
+    _check_elementwise(run)
+    has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
+    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
+    outs, numbers = run.split.jaxpr.outvars, numbers_of(out)
+    wanted = {i: run.targets(i, given, numbers) for i in plan.disk_fields}
+    if run.pending:
+        found = _sum_visits(run)
+    else:
+        found = [_visit(run, i, [outs[k] for k in x], _targets(run, i, x)) for i, x in wanted.items() if x]
+    made = {k for targets in wanted.values() for k in targets}
+    needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in made])
+    return NextPass([x for x, _ in found], [x for _, x in found], run.sums, needs)
+
+
+def _check_elementwise(run: Run) -> None:
+    """Raises if an equation needs whole arrays of what is on disk."""
+    for i, kind in enumerate(run.split.kinds):
+        path = run.reads_disk(run.split.jaxpr.eqns[i].invars) if kind in (Kind.WHOLE, Kind.MIXED) else ""
+        if path:
+            raise ValueError(
+                f"`{run.split.maker(i)}` needs all of {path!r} at once, and its state is on disk, of which a step "
+                "reads one record after another: keep the state in memory (`Offload(optimizer='host')`), or that of "
+                f"this leaf on the devices (`rules={{{path!r}: jzero.LeafRule(offload=False)}}`)."
+            )
+
+
+def _needs_grads(run: Run, wanted: Sequence[Any]) -> bool:
+    """Whether results need gradients of parameters in records, other than by numbers over them."""
+    waiting, seen = [v for v in wanted if not _compat.is_literal(v)], set[Any]()
+    while waiting:
+        v = waiting.pop()
+        field, i = run.fields.get(v), run.split.made_by.get(v)
+        if field is not None and field.given == "grads":
+            return True
+        if v not in seen and i is not None and i not in run.record_sums:
+            waiting += [x for x in run.split.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
+        seen.add(v)
+    return False
+
+
+def _targets(run: Run, i: int, targets: Mapping[int, Any]) -> list[Any]:
+    """Returns the targets of a visit: fields on disk by number, and dtypes."""
+    place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
+    dtypes = (x.dtype if hasattr(x, "aval") else x for x in targets.values())
+    return [
+        place[x.path] if isinstance(x, OnDisk) else dtype for x, dtype in zip(targets.values(), dtypes, strict=True)
+    ]
+
+
+def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
+    """Returns the visits that make the next sums over what is on disk."""
+    ready: dict[int, list[int]] = {}
+    for i in run.pending:
+        eqn = run.split.jaxpr.eqns[i]
+        if i in run.record_sums and all(map(run.is_known, eqn.invars)):
+            read = next(v for v in run.kernel(eqn.invars).reads if v in run.fields)
+            ready.setdefault(run.fields[read].number, []).append(i)
+    found = []
+    for param, members in sorted(ready.items()):
+        eqns = [run.split.jaxpr.eqns[i] for i in members]
+        targets = [
+            SumTarget(run.record_sums[i], x.primitive.name, len(x.invars), x.outvars[0].aval.dtype)
+            for i, x in zip(members, eqns, strict=True)
+        ]
+        found.append(_visit(run, param, [v for x in eqns for v in x.invars], targets))
+    return found
+
+
+def _visit(run: Run, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
+    """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
+    place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
+    leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(wanted), VisitOperands([], [])
+
+    def source(v: Any) -> Source:
+        field = run.fields.get(v)
+        if field is not None and field.given:
+            return Source(field.given)
+        x = run.stored(v, leaf)
+        if x is None:
+            return Source("positions")
+        if isinstance(x, OnDisk):
+            return Source("disk", place[x.path])
+        kind, values = ("near", operands.near) if x.ndim else ("number", operands.numbers)
+        values.append(x)
+        return Source(kind, len(values) - 1)
+
+    sources = tuple(map(source, kernel.reads))
+    return Visit(i, kernel, sources, tuple(targets), run.number_of(kernel.piece())), operands
