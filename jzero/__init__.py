@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
     from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
+    from jzero.config.offload import Offload as Offload
     from jzero.config.precision import DynamicLossScale as DynamicLossScale
     from jzero.config.precision import Precision as Precision
     from jzero.config.quantization import Quantization as Quantization
     from jzero.config.zero import LeafRule as LeafRule
-    from jzero.config.zero import Offload as Offload
     from jzero.config.zero import ZeroConfig as ZeroConfig
     from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
     from jzero.deepspeed.estimator import (
@@ -162,7 +162,8 @@ __all__ = [
 
 _HOMES = {
     "jzero.engine.outputs": ("PerExample", "Summed", "Weighted"),
-    "jzero.config.zero": ("LeafRule", "Offload", "ZeroConfig"),
+    "jzero.config.offload": ("Offload",),
+    "jzero.config.zero": ("LeafRule", "ZeroConfig"),
     "jzero.step.equivalence": ("EquivalenceReport", "check_equivalence"),
     "jzero.state.init": ("init_train_state",),
     "jzero.state.inspect": (

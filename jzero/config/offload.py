@@ -1,0 +1,138 @@
+"""What lives in host memory or on a disk, and how it is updated; validated on construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any, Literal
+
+from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
+
+__all__ = ["Offload", "num_bytes"]
+
+
+def num_bytes(least: int) -> Setting:
+    """A number of bytes of at least `least`."""
+    return whole(least, says=f"a number of bytes, an integer >= {least}")
+
+
+def _path(value: Any) -> str:
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path:
+        raise ValueError
+    return path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offload:
+    """The parts of a train state that live in host memory or on a disk, and how they are updated.
+
+    With `optimizer="host"`, master copies and the optimizer state of a parameter's shape (moments) live in pinned
+    memory of each device's host, cut as before. The update moves them in chunks: to the device, update, back to the
+    host. At stage 3 of a 16-bit precision, the devices then hold 16-bit parameters, and masters are on the host.
+
+    With `params="host"`, at stage 3, the shards of parameters are on the host, too. Each moves to its device just
+    before its gather, inside the loop for scanned layers, and again for the backward pass; the update writes it back.
+    Gradients move to the host as they are reduced, if all optimizer state is there and there are no micro-batches to
+    sum. Only `make_train_step` trains such a state.
+
+    With `compute="host"`, the update runs on the host's CPU: gradients and parameters move to the host, and new
+    parameters come back (for fp32 parameters, their updates). That is for slow links, and for elementwise optimizers
+    (sums over a leaf, such as LAMB's norms, are fine); others raise an error when a step is traced. It saves traffic (6
+    bytes instead of 24 per 16-bit parameter with AdamW) and costs CPU time.
+
+    With `optimizer="disk"`, masters and moments live in files on a fast local disk, and take no memory. A step of
+    `make_train_step`, not inside another `jit`, computes loss and gradients, then reads, updates and writes one record
+    after another, several at a time. Until all are written, the state is as before: after an error repeat the step, or
+    save the state. A model with Adam in 16 bits takes 24 bytes of disk per parameter; 12 are read, and 12 written, per
+    step. Give a step more micro-batches (`accumulate_steps`) to make the disk's share of its time small.
+
+    With `delay=1`, a train step applies the gradients of the step before, so that the update on the host does not wait
+    for the step's own gradients, and can overlap with them if the compiler schedules it so. jax 0.12's does for GPUs
+    with `make_train_step(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True})`, but not for TPUs. The
+    numbers differ from training without delay: each gradient is taken at parameters that lack the latest update. See
+    `apply_pending`.
+
+    Attributes:
+      optimizer: "host", "disk" or "none".
+      params: "host" or "none". Vectors, and parameters that stage 3 keeps whole, stay on the device.
+      ratio: Minimum share of the trained parameters, in elements, whose optimizer state goes to the host, the largest
+        leaves first, as far as rules allow (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
+      chunk_bytes: Most bytes of masters and optimizer state in one transfer, and in one record on disk; the largest
+        leaves are split. Each device holds up to about four chunks at a time.
+      device_budget_bytes: Most bytes of parameters and optimizer state on one device between steps; the largest leaves'
+        optimizer state goes to the host until the rest fits. Replaces `ratio`.
+      compute: "device" or "host": where the update of offloaded state runs.
+      delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They are kept in fp32,
+        4 bytes per parameter over the devices that share it, in the memory of its optimizer state. Saving a checkpoint
+        applies them to a second copy of the state.
+      path: With "disk", a folder on a fast local disk, which must exist. Each process keeps unnamed files there, which
+        vanish however it ends; jobs may share a folder.
+      disk_threads: Records that are read at a time, and as many that are written: `2 * disk_threads + 1` of
+        `chunk_bytes` are in memory.
+      disk_checksum: Whether each record that is read is compared with the checksum of what was written.
+
+    Raises:
+      ValueError: A field has an impossible value, or two contradict each other.
+
+    Example:
+      >>> config = jzero.ZeroConfig(stage=3, offload=jzero.Offload(optimizer="host"))
+      >>> jzero.shard_train_state(plain_state, config=config).opt_state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+
+    References:
+      Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021 (the delay in section 5.2).
+      Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning, 2021.
+      DeepSpeed's `offload_optimizer` and `DeepSpeedCPUAdam`.
+    """
+
+    optimizer: Literal["none", "host", "disk"] = "none"
+    params: Literal["none", "host"] = "none"
+    ratio: float = 1.0
+    chunk_bytes: int = 16 * 2**20
+    device_budget_bytes: int | None = None
+    compute: Literal["device", "host"] = "device"
+    delay: Literal[0, 1] = 0
+    path: str | os.PathLike[str] | None = None
+    disk_threads: int = 2
+    disk_checksum: bool = True
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "optimizer": one_of("none", "host", "disk"),
+            "params": one_of("none", "host"),
+            "ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
+            "chunk_bytes": num_bytes(1),
+            "device_budget_bytes": optional(num_bytes(0)),
+            "compute": one_of("device", "host"),
+            "delay": one_of(0, 1, says="0 or 1"),
+            "path": optional(Setting("a folder, as text or as a `pathlib.Path`", _path)),
+            "disk_threads": whole(1),
+            "disk_checksum": FLAG,
+        }
+        check_fields(self, allowed, prefix="Offload.")
+        if (self.optimizer == "disk") != (self.path is not None):
+            raise ValueError(
+                "`Offload.path` is the folder for `optimizer='disk'`: got "
+                f"optimizer={self.optimizer!r}, path={self.path!r}. Set both, or neither."
+            )
+        if self.optimizer == "none" and (self.ratio != 1 or self.device_budget_bytes is not None):
+            raise ValueError(
+                "`Offload.ratio` and `Offload.device_budget_bytes` say how much of the optimizer state goes to the "
+                f"host, but `optimizer` is 'none': got {self.ratio!r} and {self.device_budget_bytes!r}."
+            )
+        if self.compute == "host" and self.optimizer == "none":
+            raise ValueError(
+                "`Offload.compute='host'` updates optimizer state where it is, but `optimizer` is 'none': set "
+                "`optimizer='host'` too."
+            )
+        if self.delay and self.compute == "device":
+            raise ValueError(
+                "`Offload.delay=1` lets the host's CPU update beside the devices, but `compute` is 'device': set "
+                "`compute='host'` too, or `delay=0`."
+            )
+        if self.ratio != 1 and self.device_budget_bytes is not None:
+            raise ValueError(
+                f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
+                "both say how much goes to the host: set one of them."
+            )
