@@ -1,6 +1,10 @@
 """Optimizer state on disk: the same numbers as in memory, for every optimizer, stage and precision; errors that lose
 nothing."""
 
+import gc
+import os
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +12,11 @@ import optax
 import pytest
 
 import jzero
+from jzero.disk.files import DiskError, UnnamedFile
+from jzero.state.disk import files_of
+from jzero.update.records import RecordRun
 from tests import models
-from tests.checkpoint_states import arrays
+from tests.checkpoint_states import arrays, assert_same_bits
 from tests.tiers import default_for
 
 
@@ -81,3 +88,196 @@ def test_state_on_disk_trains_like_state_in_memory(tmp_path, name, stage, precis
     # Chunks in a program and records fuse other multiply-adds; fp16 rounds a last bit of the master to 2^-11.
     np.testing.assert_allclose(found, losses, rtol=1e-6 if precision != "fp16" else 1e-5)
     assert_near(whole(state), whole(near), atol=1e-6 if precision != "fp16" else 2e-4)
+
+
+MESHES = {
+    "replicas": ({"data": 4, "replica": 2}, {"replica_axis": "replica"}),
+    "nodes": ({"data": 4, "node": 2}, {"node_axis": "node"}),
+    "a tensor axis": ({"data": 4, "model": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ["lamb"])
+@pytest.mark.parametrize("mesh", default_for(["replicas"], MESHES))
+def test_each_part_is_kept_once_on_other_meshes(tmp_path, mesh, name):
+    axes, options = MESHES[mesh]
+    found = []
+    for offload in (jzero.Offload(optimizer="host"), jzero.Offload(optimizer="disk", path=tmp_path, chunk_bytes=2048)):
+        config = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, offload=offload, **options)
+        state = jzero.TrainState.create(params=models.mlp_params(), tx=OPTIMIZERS[name]())
+        state, _ = train(jzero.shard_train_state(state, config=config, mesh=jzero.make_mesh(**axes)), steps=2)
+        found.append(whole(state))
+    assert_near(found[1], found[0])
+    files = files_of(state)
+    parts = {(r.param, r.stored) for r in files.records}
+    assert len(parts) == len(files.records)
+
+
+def test_parameters_may_be_on_the_host(tmp_path):
+    near, losses = train(in_memory(precision="bf16"), accumulate_steps=2)
+    state, found = train(state_on_disk(tmp_path, precision="bf16", params="host"), accumulate_steps=2)
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"pinned_host", "device"}
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    assert_near(whole(state), whole(near))
+
+
+def test_born_on_disk(tmp_path):
+    def make_state(key):
+        params = jax.tree.map(lambda x: jax.random.normal(key, x.shape), models.mlp_params())
+        return jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
+
+    offload = jzero.Offload(optimizer="disk", path=tmp_path, chunk_bytes=2048)
+    config = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, offload=offload)
+    born = jzero.init_train_state(make_state, jax.random.key(0), config=config)
+    expected = arrays(make_state(jax.random.key(0)).params)
+    assert_same_bits(arrays(jzero.unshard_train_state(born).params), expected)
+    assert_same_bits(
+        whole(train(born)[0]), whole(train(jzero.shard_train_state(make_state(jax.random.key(0)), config=config))[0])
+    )
+
+
+def test_reading_editing_and_moving_what_is_on_disk(tmp_path):
+    state, _ = train(state_on_disk(tmp_path, precision="bf16"))
+    expected, copy = whole(state), jax.tree.map(jnp.copy, state)
+    for other in (
+        jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=1)),
+        jzero.shard_train_state(state, mesh=jzero.make_mesh(devices=jax.devices()[:3])),
+        jzero.reload_train_state(jzero.offload_train_state(jzero.shard_train_state(state))),
+    ):
+        assert_same_bits(whole(other), expected)
+    mu = np.asarray(jzero.get_full_opt_state(state, "layer_0/kernel", name="mu"))
+    np.testing.assert_array_equal(mu, expected["[0].mu['layer_0']['kernel']"])
+    edited = jzero.set_full_opt_state(state, "layer_0/kernel", name="mu", value=2 * mu)
+    edited = jzero.set_full_param(edited, "layer_1/kernel", value=np.full((127, 61), 1 / 3))
+    edited = jzero.update_params(edited, lambda p: jax.tree.map(lambda x: x + 1, p), paths="layer_2/.*")
+    found = whole(edited)
+    np.testing.assert_array_equal(found["[0].mu['layer_0']['kernel']"], 2 * mu)
+    np.testing.assert_array_equal(found["['layer_1']['kernel']"], np.float32(1 / 3))
+    np.testing.assert_array_equal(found["['layer_2']['kernel']"], expected["['layer_2']['kernel']"] + 1)
+    np.testing.assert_array_equal(found["[0].nu['layer_1']['kernel']"], expected["[0].nu['layer_1']['kernel']"])
+    train(edited, steps=1)
+    with pytest.raises(RuntimeError, match="A later step overwrote what this state has on disk"):
+        train(copy, steps=1)
+
+
+def test_a_user_edits_a_16_bit_parameter(tmp_path):
+    """The master on disk takes over the edit, as one in memory does."""
+    found = []
+    for start in (in_memory(precision="bf16"), state_on_disk(tmp_path, precision="bf16")):
+        state, _ = train(start, steps=1)
+        state = state.replace(params=jax.tree.map(lambda x: x.at[:1].set(2), state.params))
+        found.append(whole(train(state, steps=1, seed=5)[0]))
+    assert_near(found[1], found[0])
+
+
+def test_a_skipped_step_writes_nothing(tmp_path):
+    state, _ = train(state_on_disk(tmp_path, 2, "fp16"), steps=1)
+    before, stats, number = whole(state), files_of(state).pipeline.store.stats, files_of(state).generation
+    batch = models.mlp_batch(48, seed=1)
+    batch["x"][5] = np.inf
+    state, metrics = jzero.make_train_step(models.mlp_loss)(state, batch)
+    assert not bool(metrics["step_applied"])
+    assert files_of(state).pipeline.store.stats.written_bytes == stats.written_bytes
+    assert files_of(state).generation == number
+    assert metrics["perf"] == {"disk_read_bytes_per_s": 0, "disk_write_bytes_per_s": 0, "disk_wait_share": 0}
+    assert_same_bits(whole(state), before)
+
+
+class Failing:
+    """Makes one read, write or computation of a pass fail; `with` puts everything back."""
+
+    def __init__(self, monkeypatch, where, error, after):
+        self.monkeypatch, self.where, self.error, self.left = monkeypatch, where, error, after
+
+    def __enter__(self):
+        owner, name = {
+            "read": (UnnamedFile, "read"),
+            "write": (UnnamedFile, "write"),
+            "update": (RecordRun, "_visit"),
+        }[self.where]
+        real = getattr(owner, name)
+
+        def fails(*args):
+            self.left -= 1
+            if self.left == 0:
+                raise self.error
+            return real(*args)
+
+        self.monkeypatch.setattr(owner, name, fails)
+
+    def __exit__(self, *_):
+        self.monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "delay"),
+    [
+        ("read", DiskError("Reading failed: EIO."), 0),
+        ("write", DiskError("Writing failed: ENOSPC."), 0),
+        ("update", KeyboardInterrupt(), 0),
+        ("write", DiskError("Writing failed: EIO."), 1),
+    ],
+)
+def test_a_failed_step_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch, where, error, delay):
+    options = {"compute": "host", "delay": 1} if delay else {}
+    make = lambda: state_on_disk(tmp_path, precision="bf16", **options)
+    expected, losses = train(make(), steps=4)
+    step, state = jzero.make_train_step(models.mlp_loss), make()
+    for i in range(4):
+        batch = models.mlp_batch(48, seed=i)
+        if i == 2:
+            before = arrays(jzero.gather_params(state))
+            with Failing(monkeypatch, where, error, after=20), pytest.raises(type(error)):
+                step(state, batch)
+            assert_same_bits(arrays(jzero.gather_params(state)), before)
+        state, metrics = step(state, batch)
+        assert float(metrics["loss"]) == losses[i]
+    assert_same_bits(whole(state), whole(expected))
+
+
+def test_errors_before_any_space_is_taken(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"`scale_by_muon` needs all of 'layer_0/kernel'.*LeafRule\(offload=False\)"):
+        state_on_disk(tmp_path, tx=optax.contrib.muon(1e-2))
+    with pytest.raises(ValueError, match=r"`Offload.path` must be a folder .*/nowhere.*does not exist"):
+        state_on_disk(tmp_path / "nowhere")
+    monkeypatch.setattr("jzero.disk.stores.free_bytes", lambda folder: 12345)
+    with pytest.raises(DiskError, match=r"two slots of [0-9,]+ bytes take [0-9,]+, and 12,345 are free"):
+        state_on_disk(tmp_path)
+    for options, message in (
+        ({"optimizer": "disk"}, r"`Offload.path` is the folder for `optimizer='disk'`.*path=None"),
+        ({"optimizer": "host", "path": "scratch"}, r"optimizer='host', path='scratch'. Set both, or neither"),
+        ({"optimizer": "disk", "path": 3}, r"`Offload.path` must be .* a folder"),
+        ({"optimizer": "disk", "path": "x", "disk_threads": 0}, r"`Offload.disk_threads` must be an integer >= 1"),
+        ({"optimizer": "disk", "path": "x", "disk_checksum": 1}, r"`Offload.disk_checksum` must be True or False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.Offload(**options)
+
+
+def test_what_programs_cannot_do_is_told(tmp_path):
+    state = state_on_disk(tmp_path)
+    step = jzero.make_train_step(models.mlp_loss)
+    with pytest.raises(ValueError, match=r"outside of programs \(`Offload\(optimizer='disk'\)`\) is trained by calls"):
+        jax.jit(lambda s: step(s, models.mlp_batch(48)))(state)
+    loss, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(48))
+    assert np.isfinite(loss)
+    with pytest.raises(ValueError, match=r"updated by steps of `make_train_step` alone"):
+        state.apply_gradients(grads=grads)
+    with pytest.raises(TypeError, match=r"'0/mu/layer_0/kernel' is on disk: it is no array"):
+        jnp.sum(state.opt_state.inner[0].mu["layer_0"]["kernel"])
+    with pytest.raises(ValueError, match="This state has shapes in place of what is on disk"):
+        step(jzero.abstract_train_state(state), models.mlp_batch(48))
+
+
+def test_files_close_with_the_last_state(tmp_path):
+    step = jzero.make_train_step(models.mlp_loss)
+    state, _ = step(state_on_disk(tmp_path), models.mlp_batch(48))
+    files = weakref.ref(files_of(state))
+    other = state.replace(step=state.step)
+    del state
+    gc.collect()
+    assert files() is not None
+    del other
+    gc.collect()
+    assert files() is None, "a cache keeps the files open"
+    assert os.listdir(tmp_path) == []

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles, layout
@@ -13,13 +14,44 @@ from jzero.arrays.placement import place_array
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import DiskStore, RamStore, Store
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import field_offsets
+from jzero.update.transformation import ZeroTransformation
+from jzero.update.whole import Grad
 
 __all__ = ["attached", "check_newest", "detached", "files_of", "kept_on_disk", "open_files"]
 
 State = Any
+
+
+def check_update(tx: ZeroTransformation) -> None:
+    """Raises unless the update of a state can run on its records, if it has any; traces it, and touches no device."""
+    plan = tx.plan
+    if not plan.has_files:
+        return
+
+    def shape(leaf: StateLeaf) -> Any:
+        if leaf.in_records:
+            return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
+
+    params = plan.stored_params([shape(leaf.param) for leaf in plan.leaves])
+    opt_state = plan.stored_opt_state(list(map(shape, plan.opt_leaves)))
+    grads = [Grad(shape(leaf.grad)) for leaf in plan.leaves]
+    value = jax.ShapeDtypeStruct((), np.float32)
+
+    def operands(grads: list[Grad], opt_state: Any, params: Any, value: Any) -> Any:
+        return tx.visits(grads, opt_state, params, None, value, {}).operands
+
+    jax.eval_shape(operands, grads, opt_state, params, value)
+
+
+def checked_files(tx: ZeroTransformation) -> StateFiles | None:
+    """Returns the space for the records of a state, as `check_update` and `open_files` say; `None` if it has none."""
+    check_update(tx)
+    return open_files(tx.plan) if tx.plan.has_files else None
 
 
 def open_files(plan: ZeroPlan) -> StateFiles:
@@ -88,7 +120,7 @@ def kept_on_disk(state: State, files: StateFiles | None) -> State:
 
 def check_newest(state: State) -> None:
     """Raises if a later step overwrote what a state has in records."""
-    mine, newest = int(state.opt_state.disk.generation), files_of(state).generation
+    newest, mine = files_of(state).generation, int(state.opt_state.disk.generation)
     if mine != newest:
         raise RuntimeError(
             f"A later step overwrote what this state has on disk: it is number {mine}, the files are at {newest}. Go "

@@ -37,7 +37,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import check_arrays, make_plan
 from jzero.plan.trainable import restrict_opt_state
-from jzero.state.disk import open_files
+from jzero.state.disk import check_update, open_files
 from jzero.state.shard import resolve_config, resolve_mesh, restrict
 from jzero.state.train_state import AdaptedState, adapt, map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
@@ -146,6 +146,7 @@ def lower_init(
     natural, tx = restrict(shapes, shapes.tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
     check_names_host_memory(plan)
+    check_update(ZeroTransformation(tx, plan))
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
 

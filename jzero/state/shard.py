@@ -22,7 +22,7 @@ from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
-from jzero.state.disk import open_files
+from jzero.state.disk import checked_files
 from jzero.state.gather import note_value
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
@@ -157,7 +157,7 @@ def _place(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
-    files = open_files(plan) if plan.has_files else None
+    files = checked_files(ZeroTransformation(tx, plan))
     arrays = _arrange(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
     for_disk: dict[str, Any] = {}

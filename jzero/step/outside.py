@@ -63,7 +63,8 @@ class OutsideStep:
         if self.update.is_one_pass:
             files.pipeline.start_reading()
         if not self._are_applied(found):
-            return attached(self.update.rest(state, found, changed, found, NO_DISK), files), metrics
+            new = self.update.rest(state, found, changed, found, NO_DISK)
+            return attached(new, files), metrics | _rates(files, NOTHING, 0)
 
         def passes() -> tuple[Prepared, RunStats]:
             ready = self.update.prepare(files, state, found)
@@ -73,11 +74,11 @@ class OutsideStep:
         disk = FromDisk(ready.sums, ready.run.results())
         new = self.update.rest(state, ready.found, changed, ready.found, disk)
         files.pipeline.store.commit()
-        return attached(new, files), metrics | {"perf": _rates(stats, stats.waited_seconds)}
+        return attached(new, files), metrics | _rates(files, stats, stats.waited_seconds)
 
     def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
-        ready = None
+        ready, waited = None, 0.0
         if bool(state.opt_state.disk.waiting):
             ready = succeed_together(lambda: self._begin(files, state))
         try:
@@ -91,15 +92,15 @@ class OutsideStep:
                 concurrent.futures.wait([done])
                 waited = time.perf_counter() - begun
         light = found._replace(grads=[])  # those that are applied are others
+        stats = NOTHING
         if ready is None or done is None:
             new = self.update.rest(state, light, changed, None, NO_DISK)
         else:
             stats = succeed_together(lambda: self._result_of(files, done))
             new = self.update.rest(state, light, changed, ready.found, FromDisk(ready.sums, ready.run.results()))
             files.pipeline.store.commit()
-            metrics |= {"perf": _rates(stats, waited)}
         files.waiting = Waiting(found) if is_applied else None
-        return attached(new, files), metrics
+        return attached(new, files), metrics | _rates(files, stats, waited)
 
     def _begin(self, files: StateFiles, state: State) -> Prepared:
         """Starts the update that waits, in a thread; goes on with one that an interrupted step started."""
@@ -137,10 +138,16 @@ class OutsideStep:
         self.update.clear_cache()
 
 
-def _rates(stats: RunStats, waited: float) -> dict[str, float]:
+NOTHING = RunStats(0, 0, 0, 0)
+
+
+def _rates(files: StateFiles, stats: RunStats, waited: float) -> dict[str, dict[str, float]]:
     """Returns what a monitor shows of a pass over records, for which the step waited some seconds."""
-    return {
-        "disk_read_bytes_per_s": stats.read_bytes / stats.seconds,
-        "disk_write_bytes_per_s": stats.written_bytes / stats.seconds,
-        "disk_wait_share": waited / stats.seconds,
+    where = "host" if files.plan.config.offload.path is None else "disk"
+    seconds = stats.seconds or 1.0
+    rates = {
+        f"{where}_read_bytes_per_s": stats.read_bytes / seconds,
+        f"{where}_write_bytes_per_s": stats.written_bytes / seconds,
+        f"{where}_wait_share": waited / seconds,
     }
+    return {"perf": rates}

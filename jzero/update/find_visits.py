@@ -75,10 +75,11 @@ def _check_elementwise(run: Run) -> None:
     for i, kind in enumerate(run.split.kinds):
         path = run.reads_disk(run.split.jaxpr.eqns[i].invars) if kind in (Kind.WHOLE, Kind.MIXED) else ""
         if path:
+            rule = f"rules={{{path!r}: jzero.LeafRule(offload=False)}}"
             raise ValueError(
-                f"`{run.split.maker(i)}` needs all of {path!r} at once, and its state is on disk, of which a step "
-                "reads one record after another: keep the state in memory (`Offload(optimizer='host')`), or that of "
-                f"this leaf on the devices (`rules={{{path!r}: jzero.LeafRule(offload=False)}}`)."
+                f"`{run.split.maker(i)}` needs all of {path!r} at once, and its state is in records, on disk or by "
+                "`delay=1`, of which a step reads one after another: keep the state in memory, without delay "
+                f"(`Offload(optimizer='host')`), or that of this leaf on the devices (`{rule}`)."
             )
 
 
