@@ -103,12 +103,20 @@ class _Run:
         self.masters = masters_on_disk(files.plan)
         self.sums = {path: np.zeros(1, np.uint32) for path, leaf in found.items() if _is_comparable(leaf)}
         self.rounded: dict[int, jax.Array] = {}
+        how = {
+            found[x.path].keys: Opened(piece=self._piece(i))
+            for i, fields in self.plan.disk_fields.items()
+            for x in fields
+            if x.path in found
+        }
+        self._opened = contents.read(how) if how else {}
 
     def restore(self, i: int) -> None:
         """Writes the records of a parameter."""
         fields, leaf = self.plan.disk_fields[i], self.plan.leaves[i]
         numbers = sorted(self.files.of_param[i], key=lambda n: self.files.records[n].stored.start)
-        arrays = self._open(i, in_natural(self.files.records[numbers[0]].stored, leaf.grad))
+        wanted = {k: self.found[x.path].keys for k, x in enumerate(fields) if x.path in self.found}
+        arrays = {k: self._opened.pop(keys) for k, keys in wanted.items()}  # with the chunks that they keep
         rounds = self.masters.get(i) in arrays
         devices = dict.fromkeys(self.files.records[n].device for n in numbers)
         shape = self.plan.part_shape(leaf.grad)
@@ -131,12 +139,11 @@ class _Run:
             stored = dataclasses.replace(leaf.grad, dtype=leaf.param.dtype)
             self.rounded[i] = self.files.assembled(stored, parts, on_host=leaf.param.on_host)
 
-    def _open(self, i: int, pieces: Sequence[Piece]) -> dict[int, Any]:
-        """Returns the arrays of a parameter's fields that are restored."""
-        wanted = {k: self.found[x.path] for k, x in enumerate(self.plan.disk_fields[i]) if x.path in self.found}
-        piece = max((x.natural.shape for x in pieces), key=math.prod, default=self.plan.leaves[i].grad.shape)
-        opened = self.contents.read({leaf.keys: Opened(piece=piece) for leaf in wanted.values()}) if wanted else {}
-        return {k: opened[leaf.keys] for k, leaf in wanted.items()}
+    def _piece(self, i: int) -> tuple[int, ...]:
+        """Returns the largest shape that is read at once for a record of a parameter."""
+        leaf = self.plan.leaves[i].grad
+        pieces = in_natural(self.files.records[self.files.of_param[i][0]].stored, leaf)
+        return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
 
     def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
         """Returns a record of each array, as the checkpoint has it, zero where it has nothing."""
