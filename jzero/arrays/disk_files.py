@@ -175,6 +175,11 @@ class StateFiles:
         ]
         return jax.make_array_from_single_device_arrays(leaf.stored_shape, sharding, arrays)
 
+    def close(self) -> None:
+        """Gives the space back. Nothing may be under way."""
+        self.pipeline.close()
+        self.pipeline.store.close()
+
     def node(self, leaf: StateLeaf) -> OnDisk:
         """Returns what stands for a leaf in the state."""
         return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype, self)

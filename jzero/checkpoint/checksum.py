@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.arrays.placement import on_device
 from jzero.plan.layout import Cut
 
-__all__ = ["checksums", "host_checksum"]
+__all__ = ["checksums", "host_checksum", "natural_sizes", "over_processes", "sum_of_part"]
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 18
@@ -51,7 +51,12 @@ def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[i
     for i, x in enumerate(partial):
         for shard in x.addressable_shards:
             sums[i : i + 1] += np.asarray(shard.data)  # arrays wrap around silently; NumPy's scalars warn
-    if jax.process_count() > 1:
+    return over_processes(sums)
+
+
+def over_processes(sums: np.ndarray) -> list[int]:
+    """Returns checksums from the shares of all processes, each of which must call it: uint32 `[leaves]`."""
+    if jax.process_count() > 1 and len(sums):
         sums = np.asarray(multihost_utils.process_allgather(sums)).sum(axis=0, dtype=np.uint32)
     return [int(x) for x in sums]
 
@@ -65,24 +70,12 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     """Returns one sum per device, of its part; of devices with the same part, all but one return zero."""
     mesh, names = sharding.mesh, tuple(sharding.mesh.axis_names)
     spec = (*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
-    natural = x.shape if cut is None else _natural_sizes(cut)
+    natural = natural_sizes(x.shape, cut)
     used = set(jax.tree.leaves(tuple(spec)))
 
     def local(part: jax.Array) -> jax.Array:
-        words = _words(part)
-        positions = jnp.zeros((), jnp.uint32)
-        inside = jnp.ones((), jnp.bool_)
-        for dim, entry in enumerate(spec):
-            start = 0 if entry is None else lax.axis_index(entry) * part.shape[dim]
-            index = start + lax.broadcasted_iota(jnp.int32, part.shape, dim)
-            stride = math.prod(natural[dim + 1 :]) % (1 << 32)
-            positions = positions + index.astype(jnp.uint32) * jnp.uint32(stride)
-            inside = inside & (index < natural[dim])
-        per_item = math.prod(words.shape[part.ndim :])
-        words = words.reshape(*part.shape, per_item)
-        item = lax.broadcasted_iota(jnp.uint32, words.shape, part.ndim)
-        mixed = _mix(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
-        total = jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(dtype=jnp.uint32)
+        start = [0 if entry is None else lax.axis_index(entry) * part.shape[d] for d, entry in enumerate(spec)]
+        total = sum_of_part(part, start, natural)
         is_first = jnp.ones((), jnp.bool_)
         for name in names:
             is_first = is_first if name in used else is_first & (lax.axis_index(name) == 0)
@@ -93,6 +86,29 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     )(x)
 
 
+def sum_of_part(part: jax.Array, start: Any, natural: Sequence[int]) -> jax.Array:
+    """Returns the share of a rectangle of a stored array in its checksum, a uint32. Inside `jit`.
+
+    Args:
+      part: The rectangle.
+      start: The index of its first element, per dimension.
+      natural: The sizes of the stored array without padding, see `natural_sizes`.
+    """
+    words = _words(part)
+    positions = jnp.zeros((), jnp.uint32)
+    inside = jnp.ones((), jnp.bool_)
+    for dim in range(part.ndim):
+        index = start[dim] + lax.broadcasted_iota(jnp.int32, part.shape, dim)
+        stride = math.prod(natural[dim + 1 :]) % (1 << 32)
+        positions = positions + index.astype(jnp.uint32) * jnp.uint32(stride)
+        inside = inside & (index < natural[dim])
+    per_item = math.prod(words.shape[part.ndim :])
+    words = words.reshape(*part.shape, per_item)
+    item = lax.broadcasted_iota(jnp.uint32, words.shape, part.ndim)
+    mixed = _mix(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
+    return jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(dtype=jnp.uint32)
+
+
 def _mix(words: Any) -> Any:
     """Returns 32-bit words, of NumPy or jax, after the finalizer of MurmurHash3 (A. Appleby)."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
@@ -100,9 +116,16 @@ def _mix(words: Any) -> Any:
     return words ^ (words >> 16)
 
 
-def _natural_sizes(cut: Cut) -> tuple[int, ...]:
-    """Returns the sizes of the stored array's dimensions without padding."""
-    sizes = list(cut.stored_shape)
+def natural_sizes(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """Returns the sizes of a stored array's dimensions without padding.
+
+    Args:
+      shape: Its shape.
+      cut: How it is cut and padded; `None` if it has its natural shape.
+    """
+    if cut is None:
+        return tuple(shape)
+    sizes = list(shape)
     sizes[cut.dim] = cut.natural_size
     return tuple(sizes)
 

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from jzero.arrays.placement import (
 )
 from jzero.plan.layout import Cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.on_disk import ChangedFiles, OnDisk
 from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
@@ -84,7 +85,7 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
     """
     layout = plan.plain
     found: list[StateLeaf] = []
-    map_state(lambda x, leaf: found.append(leaf), layout, plain)
+    map_state(lambda x, leaf: found.append(leaf), layout, plain, with_disk=True)
     keys: dict[int, Keys] = {}
     for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
@@ -103,7 +104,7 @@ class Number:
 def number_leaves(plain: Any, plan: ZeroPlan) -> Any:
     """Returns a plain state with numbers instead of leaves, in the order of `map_state`."""
     numbers = itertools.count()
-    return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain)
+    return map_state(lambda x, leaf: Number(next(numbers)), plan.plain, plain, with_disk=True)
 
 
 def _check_paths(leaves: Sequence[WantedLeaf]) -> None:
@@ -132,10 +133,11 @@ def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
     return min((Cut(d, cut.shape, cut.num_shards) for d in free), key=lambda c: c.padding)
 
 
-def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], list[jax.Array]]:
+def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], list[Any]]:
     """Returns the plain state, a description of its leaves, and the arrays to write.
 
-    Copies edits of 16-bit parameters to the masters, as the optimizer would.
+    Copies edits of 16-bit parameters to the masters, as the optimizer would. What is on disk stays there until it is
+    read.
 
     Args:
       state: A sharded train state.
@@ -144,11 +146,14 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
     state = map_state(functools.partial(_move_to_plan, plan=plan), plan, state)
     plain, layout = plain_state(state, plan), plan.plain
     leaves = wanted_leaves(plain, plan)
-    arrays: list[jax.Array] = []
-    map_state(lambda x, leaf: arrays.append(x), layout, plain)
+    arrays: list[Any] = []
+    map_state(lambda x, leaf: arrays.append(x), layout, plain, with_disk=True)
     params = plan.flat_params(state.params)
     edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
+        if isinstance(arrays[i], OnDisk):
+            arrays[i] = _changed(arrays[i], functools.partial(edit_master, plan.leaves[i], plan, params[i]))
+            continue
         near = on_device(arrays[i]), on_device(params[i])
         if bool(_is_edited(*near, plan.leaves[i], plan)):
             arrays[i] = edit_master(plan.leaves[i], plan, params[i], arrays[i])
@@ -170,9 +175,17 @@ def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
-def _relayout(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
+def _changed(x: OnDisk, change: Callable[[jax.Array], Any]) -> OnDisk:
+    """Returns a leaf on disk that is changed once it is read."""
+    assert x.files is not None
+    return dataclasses.replace(x, files=ChangedFiles(x.files, change))
+
+
+def _relayout(x: Any, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> Any:
     """Returns a stored array in another stored shape of the same leaf; itself if the shapes are equal."""
     same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
+    if isinstance(x, OnDisk) and not same:
+        return _changed(x, functools.partial(_relayout, cut=cut, new=new, sharding=sharding))
     return x if same else _back(_relaid(on_device(x), cut, new, device_sharding(sharding)), sharding)
 
 

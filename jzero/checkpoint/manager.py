@@ -128,7 +128,8 @@ class CheckpointManager:
     ) -> bool:
         """Saves the state if its step is due, and returns once it is copied to the host.
 
-        With several processes, each must call it, at every step. They must share the directory.
+        What is on disk is not copied: one later step may run before it is written, the next waits for that. With
+        several processes, each must call it, at every step. They must share the directory.
 
         Args:
           state: A sharded train state, after a step.
@@ -149,6 +150,8 @@ class CheckpointManager:
           ValueError: `step` is not an integer, or negative; `metrics` lacks `best_metric`, except at a SIGTERM; a
             process did not call it.
           TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
+          RuntimeError: A step consumed the state, or a later one overwrote what it has on disk.
+          DiskError: What is on disk cannot be read, or is not what was written there.
           SystemExit: A SIGTERM arrived, and the state is saved.
         """
         step = _whole_step(settled_step(adapt_sharded(state).state) if step is None else step)

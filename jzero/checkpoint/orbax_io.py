@@ -1,13 +1,17 @@
-"""Orbax's handlers for a checkpoint, and the writer of padded arrays.
+"""Orbax's handlers for a checkpoint, and the writers of padded arrays and of those on disk.
 
-Orbax reads and writes everything, with one exception: arrays whose parts differ in size are written here, since no
-`jax.Array` has such parts. Orbax reads them like any other array.
+Orbax reads and writes everything, with two exceptions. Arrays whose parts differ in size are written here, since no
+`jax.Array` has such parts; and what is on disk never is an array. Orbax reads both like any other array.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import dataclasses
+import math
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.plan.layout import Cut
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "NOTES",
     "STATE",
     "CutArray",
+    "Opened",
     "can_store",
     "handler_registry",
     "state_handler",
@@ -110,22 +116,99 @@ class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
+    # No two processes share a chunk.
+    opened = await _create(x, x.array.sharding.shard_shape(x.cut.stored_shape), info, arg)
+    # The host's copy does not change: a step that is given the array for donation finds it in use.
+    writing = (opened[place].write(part, can_reference_source_data_indefinitely=True) for place, part in parts)
+    await asyncio.gather(*writing)
+
+
+async def _create(x: CutArray | DiskArray, chunk: tuple[int, ...], info: Any, arg: Any) -> Any:
+    """Returns a new array of a checkpoint, to be written in chunks."""
     await info.await_path_creation()
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
         global_shape=x.shape,
-        local_shape=x.array.sharding.shard_shape(x.cut.stored_shape),  # so that no two processes share a chunk
+        local_shape=chunk,
         dtype=x.dtype,
         process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
         arg=arg,
     )
     if jax.process_index() == 0:
         await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
-    opened = await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
-    # The host's copy does not change: a step that is given the array for donation finds it in use.
-    writing = (opened[place].write(part, can_reference_source_data_indefinitely=True) for place, part in parts)
-    await asyncio.gather(*writing)
+    return await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
+
+
+class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Writes `DiskArray`s, all of one snapshot, as ordinary arrays on disk; then releases the snapshot."""
+
+    def typestr(self) -> str:
+        """The kind for readers, as for a `CutArray`."""
+        return "np.ndarray"
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
+        """Returns a future that reads and writes in the background."""
+        args = args or [None] * len(values)
+        by_param: dict[int, list[Any]] = {}
+        for x, info, arg in zip(values, infos, args, strict=True):
+            by_param.setdefault(x.param, []).append((x, info, arg))
+
+        async def write_all() -> None:
+            for fields in by_param.values():
+                await _write_from_disk(fields)
+
+        future = ocp.future.CommitFutureAwaitingContractedSignals(write_all(), name="disk_array_handler")
+        # Not in `write_all`, which never begins if Orbax cannot make its folders: steps wait for the release.
+        threading.Thread(target=_release_after, args=(future, values[0].snapshot), daemon=True).start()
+        return [future]
+
+
+def _release_after(future: Any, snapshot: Snapshot) -> None:
+    with contextlib.suppress(BaseException):  # Orbax raises it, too
+        future.result()
+    snapshot.release()
+
+
+async def _write_from_disk(fields: Sequence[tuple[DiskArray, Any, Any]]) -> None:
+    """Writes all that is on disk of a parameter, chunk by chunk, each record read once."""
+    snapshot, i = fields[0][0].snapshot, fields[0][0].param
+    opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
+    under_way: collections.deque[tuple[int, Any]] = collections.deque()
+    # Many small chunks at once: each commit to Orbax's database writes the list of all chunks.
+    most = 2 * snapshot.files.plan.config.offload.chunk_bytes
+    for chunk, arrays in snapshot.chunks(i):
+        here = [arrays[x.field] for x, _, _ in fields]
+        while under_way and sum(size for size, _ in under_way) + sum(x.nbytes for x in here) > most:
+            await under_way.popleft()[1]
+        writing = [
+            array[chunk.slices].write(x, can_reference_source_data_indefinitely=True)
+            for array, x in zip(opened, here, strict=True)
+        ]
+        under_way.append((sum(x.nbytes for x in here), asyncio.gather(*writing)))
+    for _, writing in under_way:
+        await writing
+
+
+@dataclasses.dataclass
+class Opened(ocp.RestoreArgs):
+    """Asks for an open TensorStore in place of an array.
+
+    Attributes:
+      piece: The shape of what will be read at a time, in order: chunks that two reads share stay in memory.
+    """
+
+    piece: tuple[int, ...] = ()
+
+
+async def _open_to_read(info: Any, piece: Sequence[int]) -> Any:
+    spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint))
+    array = await ts.open(spec, open=True, context=info.ts_context)
+    chunk: Any = array.chunk_layout.read_chunk.shape
+    counts = [min(-(-(n + c - 1) // c), -(-size // c)) for n, c, size in zip(piece, chunk, array.shape, strict=True)]
+    kept = math.prod(counts) * math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+    context = ts.Context({"cache_pool": {"total_bytes_limit": kept}}, info.ts_context)
+    return await ts.open(spec, open=True, context=context)
 
 
 class _PatientHandler(ocp.type_handlers.TypeHandler):
@@ -148,7 +231,18 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
         return await self._handler.serialize(values, infos, args)
 
     async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Any:
-        return await _patiently(self._handler.deserialize(infos, args))
+        return await _patiently(self._deserialize(infos, args or [None] * len(infos)))
+
+    async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        opened = [await _open_to_read(x, arg.piece) for x, arg in zip(infos, args, strict=True) if _opens(arg)]
+        rest = [(x, arg) for x, arg in zip(infos, args, strict=True) if not _opens(arg)]
+        found = iter(opened)
+        read = iter(await self._handler.deserialize(*map(list, zip(*rest, strict=True))) if rest else ())
+        return [next(found if _opens(arg) else read) for arg in args]
+
+
+def _opens(arg: Any) -> bool:
+    return isinstance(arg, Opened)
 
 
 _READING: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
@@ -174,14 +268,17 @@ async def _patiently(reading: Any) -> Any:
 
 
 def state_handler(*, reads: bool = False) -> ocp.PyTreeCheckpointHandler:
-    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s."""
+    """Returns the handler of a tree of arrays; trees to write may have `CutArray`s and `DiskArray`s."""
     handlers = ocp.type_handlers
     kinds = {kind: handlers.get_type_handler(kind) for kind in (int, float, np.number, np.ndarray, jax.Array, str)}
     if reads:
         kinds |= {kind: _PatientHandler(kinds[kind]) for kind in (np.ndarray, jax.Array)}
     placeholder = type(ocp.PLACEHOLDER)
     registry = handlers.create_type_handler_registry(
-        (CutArray, _CutArrayHandler()), *kinds.items(), (placeholder, handlers.get_type_handler(placeholder))
+        (CutArray, _CutArrayHandler()),
+        (DiskArray, _DiskArrayHandler()),
+        *kinds.items(),
+        (placeholder, handlers.get_type_handler(placeholder)),
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 

@@ -27,6 +27,7 @@ from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
+from jzero.checkpoint.disk_restoring import RestoredFiles, restore_files
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
 from jzero.checkpoint.leaves import Keys, Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
@@ -34,8 +35,10 @@ from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handl
 from jzero.config.settings import FLAG, check_fields
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
+from jzero.state.disk import check_newest, files_of, kept_on_disk
 from jzero.state.train_state import AdaptedState, adapt_sharded, check_alive, map_state, plain_state, stored_state
 
 __all__ = [
@@ -115,7 +118,7 @@ def restore_checkpoint(
       rename: Regular expressions over whole paths in the checkpoint, with their replacements, as for `re.sub`:
         `{r"(.*)/encoder/(.*)": r"\1/backbone/\2"}` renames parameters and the optimizer state that follows them.
       data_iterator: An iterator to move to the saved position: anything with `set_state` or `load_state_dict`.
-      donate: Free the arrays of `like` before anything is read. If reading fails, they are lost.
+      donate: Free the arrays of `like`, and its files, before anything is read. If reading fails, they are lost.
 
     Returns:
       A state of the class of `like`, laid out by its plan. It shares no arrays, and can be donated.
@@ -125,6 +128,7 @@ def restore_checkpoint(
       ValueError: It is of another model or holds numbers that do not fit, or `like` lacks values for leaves that are
         not restored.
       TypeError: `like` was not sharded by jzero.
+      DiskError: There is no space for what the state has on disk (beside that of `like`, unless `donate`).
 
     Example:
       >>> path = f"{tmp}/elastic"
@@ -161,9 +165,14 @@ def restore_from(
     if choice.donate:
         target.free(found)
     wanted = target.wanted
-    read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in found.items()}))
-    _verify(contents, read, wanted, found)
-    state = target.fill(read, _own_state(contents, target) if target.takes_opt_state(choice) else None, choice)
+    near = {i: leaf for i, leaf in found.items() if i not in target.on_disk}
+    read = everywhere(lambda: _read(contents, {i: (wanted[i], leaf) for i, leaf in near.items()}))
+    _verify(contents, read, wanted, near)
+    disk = target.restore_files(contents, found) if target.on_disk else None
+    own = _own_state(contents, target) if target.takes_opt_state(choice) else None
+    state = target.fill(read, own, choice, disk)
+    if disk is not None and choice.donate:
+        target.close_files()
     if move is not None:
         everywhere(move)
     return state, report
@@ -178,15 +187,23 @@ def _mover(contents: Contents, data_iterator: Any) -> Callable[[], None]:
 
 
 class Target:
-    """A state to restore into: its leaves on disk, and their way to the stored arrays in memory."""
+    """A state to restore into: its leaves in a checkpoint, and their way to the stored arrays.
+
+    Attributes:
+      wanted: The leaves in a checkpoint.
+      on_disk: Of those that the state has on disk, the path in its optimizer state, by number.
+    """
 
     def __init__(self, adapted: AdaptedState) -> None:
         self.adapted = adapted
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)
         self.wanted = wanted_leaves(self._plain, self.plan)
+        plain: list[Any] = []
+        map_state(lambda x, leaf: plain.append(x), self.plan.plain, self._plain, with_disk=True)
+        self.on_disk = {i: x.path for i, x in enumerate(plain) if isinstance(x, OnDisk)}
         self._values: list[Any] = []
-        map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state)
+        map_state(lambda x, leaf: self._values.append(x), self.plan, adapted.state, with_disk=True)
 
     def match(self, contents: Contents, choice: Choice) -> tuple[dict[int, StoredLeaf], RestoreReport]:
         """Returns the stored leaf for each leaf, by its index in `wanted`, and a report."""
@@ -212,7 +229,7 @@ class Target:
             for x, (source, _) in zip(self._values, self._sources(None)[1], strict=True)
             if isinstance(source, Number) and source.index not in found
         ]
-        abstract = list(dict.fromkeys(path for path, x in left if not isinstance(x, jax.Array)))
+        abstract = list(dict.fromkeys(path for path, x in left if not _has_values(x)))
         if abstract:
             raise ValueError(
                 f"These leaves are not restored, and `like` has shapes but no values for them: {abstract[:10]}"
@@ -220,6 +237,19 @@ class Target:
                 + ". Pass a state with values, such as the one to start from, as `like`."
             )
         check_alive([x for _, x in left])
+        if any(isinstance(x, OnDisk) for _, x in left):
+            check_newest(self.adapted.state)
+
+    def restore_files(self, contents: Contents, found: Mapping[int, StoredLeaf]) -> RestoredFiles:
+        """Returns new files with the leaves on disk: those that were found, and the others as they are."""
+        keeps = any(i not in found for i in self.on_disk)
+        there = {path: found[i] for i, path in self.on_disk.items() if i in found}
+        return restore_files(contents, self.plan, there, files_of(self.adapted.state) if keeps else None)
+
+    def close_files(self) -> None:
+        """Frees the files of the state, if it has any."""
+        if any(_has_values(x) for x in self._values if isinstance(x, OnDisk)):
+            files_of(self.adapted.state).close()
 
     def free(self, found: Mapping[int, Any]) -> None:
         """Frees the arrays whose values will be replaced."""
@@ -229,8 +259,12 @@ class Target:
         for x, go in zip(self._values, goes, strict=True):
             if go and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
                 x.delete()
+        if self.on_disk and all(i in found for i in self.on_disk):
+            self.close_files()
 
-    def fill(self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice) -> Any:
+    def fill(
+        self, read: dict[int, jax.Array], own: ZeroOptState | None, choice: Choice, disk: RestoredFiles | None = None
+    ) -> Any:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
@@ -238,24 +272,45 @@ class Target:
           own: The loss scale and counter to continue with; `None` to keep those of the state, or to start over. Pending
             gradients belong to other parameters, and are dropped.
           choice: The user's choice.
+          disk: What was restored on disk. Without it, leaves on disk stay there, and those that were read are written
+            to the state's own files.
         """
         _check_fit(read, self.wanted)
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
+        fresh = {"disk/waiting", *(["disk/generation"] if disk is not None else [])}
         values = []
         for i, (x, (source, leaf)) in enumerate(zip(self._values, sources, strict=True)):
-            if isinstance(source, Number) and source.index in read:
+            if disk is not None and isinstance(source, Number) and source.index in self.on_disk:
+                values.append(self._from_disk(x, source.index, leaf, disk, choice))
+            elif isinstance(source, Number) and source.index in read:
                 values.append(_finish(read[source.index], self.wanted[source.index], leaf, self.plan))
                 if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
-            elif isinstance(source, Number) or (own is None and not leaf.path.startswith("disk/") and _is_alive(x)):
-                values.append(x if choice.donate else x.copy())
+            elif isinstance(source, Number) or (own is None and leaf.path not in fresh and _is_alive(x)):
+                values.append(x if choice.donate or isinstance(x, OnDisk) else x.copy())
             else:
                 values.append(place_leaf(source, leaf, self.plan))
         finished = iter(values)
         state = map_state(lambda source, leaf: next(finished), self.plan, tree)
-        return self.adapted.rebuild(state.replace(tx=self.adapted.state.tx))
+        state = state.replace(tx=self.adapted.state.tx)
+        if self.on_disk and disk is None:
+            state = kept_on_disk(state, files_of(self.adapted.state))
+        return self.adapted.rebuild(state)
+
+    def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredFiles, choice: Choice) -> Any:
+        """Returns a leaf that is on disk now, or the 16-bit parameter of a master that is."""
+        if leaf.memory == "disk":
+            return disk.files.node(leaf)
+        if index not in disk.rounded:
+            return x if choice.donate else x.copy()
+        cut = self.plan.leaves[index].grad.cut
+        return stored_from(disk.rounded.pop(index), cut, leaf, self.plan.sharding(leaf))
+
+
+def _has_values(x: Any) -> bool:
+    return isinstance(x, jax.Array) or (isinstance(x, OnDisk) and x.files is not None)
 
 
 def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf]) -> None:

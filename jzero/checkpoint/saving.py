@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,23 +16,27 @@ from etils import epath
 from jzero._version import __version__
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import MEET_S, agree, are_several, check_wait
-from jzero.checkpoint.checksum import checksums
+from jzero.checkpoint.checksum import checksums, over_processes
 from jzero.checkpoint.contents import FORMAT, absolute, digest, sign
 from jzero.checkpoint.damage import CheckpointError, causes_of, is_passing, is_there
+from jzero.checkpoint.disk_places import is_streamed
+from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import WantedLeaf, natural_state
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
+from jzero.plan.on_disk import ChangedFiles, OnDisk
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
+from jzero.state.disk import check_newest, files_of
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
 
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
 
-__all__ = ["checkpoint_items", "meet", "save_checkpoint", "save_error"]
+__all__ = ["Items", "checkpoint_items", "meet", "save_checkpoint", "save_error"]
 
 _THREAD = Uninterrupted()
 
@@ -50,8 +55,8 @@ def save_checkpoint(
     the optimizer's own state. It can be restored at any stage, on any mesh, and by plain Orbax. Until it is complete it
     has another name, so a crash leaves no half of a checkpoint; Ctrl-C waits until what was written is removed, a
     second Ctrl-C does not. Host memory: this process's part of the state, once, and once more if gradients are pending
-    (`Offload(delay=1)`), which are applied to a copy. With several processes, each must call it, with a directory that
-    all of them share.
+    (`Offload(delay=1)`), which are applied to a copy; of what is on disk, a few records. With several processes, each
+    must call it, with a directory that all of them share.
 
     Args:
       path: The directory; must not exist.
@@ -66,6 +71,8 @@ def save_checkpoint(
         or a process did not call it.
       TypeError: The state was not sharded by jzero, or `extra` holds something that cannot be saved.
       CheckpointError: It could not be written, or the processes do not share its directory.
+      RuntimeError: A step consumed the state, or a later one overwrote what it has on disk.
+      DiskError: What is on disk cannot be read, or is not what was written there.
 
     Example:
       >>> path = f"{tmp}/checkpoint"
@@ -93,15 +100,17 @@ def save_checkpoint(
         raise
 
 
-def _write(directory: epath.Path, items: ocp.args.Composite, written: list[Any]) -> None:
+def _write(directory: epath.Path, items: Items, written: list[Any]) -> None:
     """Writes a checkpoint, whose directory is then in `written`; leaves nothing behind if that fails."""
-    check_shared(directory.parent)
     try:
+        check_shared(directory.parent)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=handler_registry())) as checkpointer:
-            checkpointer.save(directory, args=items)
+            checkpointer.save(directory, args=items.args)
     except Exception:
         _remove_unfinished(directory)
         raise
+    finally:
+        items.release()
     written.append(directory)
 
 
@@ -155,21 +164,53 @@ def meet(where: str, state: Any, wait_s: float | None) -> None:
     agree(f"{where}, which each must call", plan.mesh, lambda: None, lambda _: same, wait_s=wait_s)
 
 
-def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> ocp.args.Composite:
+class Items(NamedTuple):
+    """What to write.
+
+    Attributes:
+      args: The items of a checkpoint.
+      release: Lets steps overwrite what is on disk of the state. Call it if the items are not written.
+    """
+
+    args: ocp.args.Composite
+    release: Callable[[], None]
+
+
+def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any] | None) -> Items:
     """Returns the items of a checkpoint of a sharded train state. All processes must be here, see `meet`.
 
     Most arrays are those of the state itself, so they must not be donated before Orbax has copied them.
     """
+    train_state = adapt_sharded(state).state
+    check_alive(train_state)
+    if not train_state.tx.plan.has_files:
+        return Items(_make_items(state, None, data_iterator, extra), lambda: None)
+    check_newest(train_state)
+    snapshot = Snapshot(files_of(train_state))
+    try:
+        return Items(_make_items(state, snapshot, data_iterator, extra), snapshot.release)
+    except BaseException:
+        snapshot.release()
+        raise
+
+
+def _make_items(
+    state: Any, snapshot: Snapshot | None, data_iterator: Any, extra: Mapping[str, Any] | None
+) -> ocp.args.Composite:
     adapted = adapt_sharded(state)
     train_state = adapted.state
     plan = train_state.tx.plan
-    check_alive(train_state)
     items: dict[str, Any] = everywhere(lambda: _extra_items(data_iterator, extra))
     if ITERATOR in items:
         items[ITERATOR] = {"positions": positions_of_all(items[ITERATOR])}
     plain, leaves, arrays = natural_state(train_state, plan)
     _check_storable(leaves)
-    sums = checksums(arrays, [leaf.cut for leaf in leaves])
+    arrays = [_near_unless_streamed(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+    sums = _checksums(arrays, leaves)
+    if snapshot is not None:
+        shares = everywhere(lambda: snapshot.examine(plan.flat_params(train_state.params)))
+        far = dict(zip(shares, over_processes(np.array(list(shares.values()), np.uint32)), strict=True))
+        sums = [far[x.path] if isinstance(x, OnDisk) else value for x, value in zip(arrays, sums, strict=True)]
     digests = {name: digest(x) for name, x in items.items() if name != EXTRA_ARRAYS}
     digests |= {f"{EXTRA_ARRAYS}/{name}": digest(x) for name, x in items.get(EXTRA_ARRAYS, {}).items()}
     notes = {
@@ -180,12 +221,39 @@ def checkpoint_items(state: Any, *, data_iterator: Any, extra: Mapping[str, Any]
         "param_fields": ["params", *getattr(train_state, "frozen_fields", ())],
     }
     items[NOTES] = sign(notes)
-    written = iter(x if leaf.cut is None else CutArray(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True))
-    items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain)
+    written = iter(_to_write(x, leaf, snapshot) for x, leaf in zip(arrays, leaves, strict=True))
+    items[STATE] = map_state(lambda x, leaf: next(written), plan.plain, plain, with_disk=True)
     trees = (STATE, EXTRA_ARRAYS)
     return ocp.args.Composite(
         **{name: (ocp.args.PyTreeSave if name in trees else ocp.args.JsonSave)(x) for name, x in items.items()}
     )
+
+
+def _checksums(arrays: Sequence[Any], leaves: Sequence[WantedLeaf]) -> list[int]:
+    """Returns the checksum of each array in memory, and 0 for what is on disk."""
+    near = [(x, leaf.cut) for x, leaf in zip(arrays, leaves, strict=True) if not isinstance(x, OnDisk)]
+    sums = iter(checksums([x for x, _ in near], [cut for _, cut in near]))
+    return [0 if isinstance(x, OnDisk) else next(sums) for x in arrays]
+
+
+def _near_unless_streamed(x: Any, leaf: WantedLeaf) -> Any:
+    """Returns an array; what is on disk stays there if its records can be written, else it is brought to memory."""
+    if not isinstance(x, OnDisk) or is_streamed(leaf.leaf):
+        return x
+    changes: list[Any] = []
+    files: Any = x.files
+    while isinstance(files, ChangedFiles):
+        changes, files = [files.change, *changes], files.files
+    near = everywhere(lambda: files.read_leaf(x.path))  # what follows are collectives, which must find all processes
+    return functools.reduce(lambda y, change: change(y), changes, near)
+
+
+def _to_write(x: Any, leaf: WantedLeaf, snapshot: Snapshot | None) -> Any:
+    """Returns an array as a leaf of the tree for Orbax."""
+    if isinstance(x, OnDisk):
+        assert snapshot is not None
+        return DiskArray(snapshot, *snapshot.files.place_of(x.path))
+    return x if leaf.cut is None else CutArray(x, leaf.cut)
 
 
 def _check_storable(leaves: Sequence[WantedLeaf]) -> None:

@@ -20,7 +20,7 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import DirectoryLock
 from jzero.checkpoint.orbax_io import handler_registry
 from jzero.checkpoint.retention import Retention
-from jzero.checkpoint.saving import save_error
+from jzero.checkpoint.saving import Items, save_error
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 
@@ -64,7 +64,7 @@ class Writer:
         """
         self._thread.run(self._forget_deleted, there)
 
-    def save(self, step: int, items: Any, metrics: Mapping[str, Any] | None, *, restored: int | None) -> None:
+    def save(self, step: int, items: Items, metrics: Mapping[str, Any] | None, *, restored: int | None) -> None:
         """Saves a step once `wait` has returned for the one before; returns when it is copied to the host.
 
         Args:
@@ -76,8 +76,12 @@ class Writer:
         Raises:
           CheckpointError: It could not be written, or another program writes to the directory.
         """
-        numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
-        moved = self._thread.run(self._save, step, items, numbers, restored)
+        try:
+            numbers = None if metrics is None else {name: float(x) for name, x in metrics.items()}
+            moved = self._thread.run(self._save, step, items.args, numbers, restored)
+        except Exception:  # Ctrl-C does not end the save
+            items.release()
+            raise
         if moved:
             away = self._directory / SUPERSEDED
             warnings.warn(

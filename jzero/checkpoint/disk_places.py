@@ -1,0 +1,127 @@
+"""Where records on disk lie in the arrays of a checkpoint.
+
+In: rectangles of an array as it is stored, with padding and perhaps flattened. Out: rectangles of the natural array,
+and back; and the chunks in which a natural array is written, so that each takes few records.
+
+[Note: Chunks of records]
+A chunk of a checkpoint is what one write makes, and what a reader must decode at once. So it should be a record, or as
+large, and no two processes may write to one. Chunks form a regular grid from the array's first element; records begin
+anew in each device's part, and the part of a flattened leaf may begin in the middle of a row. With one process, chunks
+have the shape of a record (for a flattened leaf: as many whole rows of the natural array as a record has elements for),
+and one that crosses the border of two records is put together from both. With several, the length of a chunk divides
+that of a part. The part of a flattened leaf has no such chunks: the leaf is then brought to memory and cut along one
+dimension, as in a state that has all in memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.records import Rectangle, rectangles
+
+__all__ = ["Piece", "chunk_shape", "chunks_of", "in_natural", "in_stored", "is_streamed", "overlap"]
+
+
+class Piece(NamedTuple):
+    """A rectangle of a natural array, and its place in a rectangle of the stored one."""
+
+    natural: Rectangle
+    inside: tuple[slice, ...]
+
+
+def is_streamed(leaf: StateLeaf) -> bool:
+    """Whether records of a leaf are written as they are, see [Note: Chunks of records]."""
+    return jax.process_count() == 1 or leaf.cut is None or not leaf.cut.flat
+
+
+def chunk_shape(plan: ZeroPlan, i: int) -> tuple[int, ...]:
+    """Returns the shape of the chunks of all that is on disk of a parameter, see [Note: Chunks of records]."""
+    leaf = plan.leaves[i].grad
+    part, record = plan.part_shape(leaf), plan.records_of(i)[0].shape
+    if leaf.cut is not None and leaf.cut.flat:
+        dim = leaf.cut.dim
+        return (*record[:dim], *rectangles(leaf.shape[dim:], 1, record[dim])[0].shape)
+    several = jax.process_count() > 1
+    return tuple(
+        _largest_divisor(rows, most) if several and rows < stored else min(most, natural)
+        for rows, most, stored, natural in zip(part, record, leaf.stored_shape, leaf.shape, strict=True)
+    )
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(most, 0, -1) if number % n == 0)
+
+
+def chunks_of(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[Rectangle]:
+    """Yields the chunks of an array in their order, those at its end cut off."""
+    for start in itertools.product(*(range(0, n, step) for n, step in zip(shape, chunk, strict=True))):
+        yield Rectangle(start, tuple(min(step, n - a) for a, step, n in zip(start, chunk, shape, strict=True)))
+
+
+def in_stored(place: Rectangle, leaf: StateLeaf) -> Rectangle:
+    """Returns the rectangle of the stored array that holds a chunk of the natural one."""
+    if leaf.cut is None or not leaf.cut.flat:
+        return place
+    dim, inner = leaf.cut.dim, leaf.shape[leaf.cut.dim :]
+    first = sum(a * math.prod(inner[d + 1 :]) for d, a in enumerate(place.start[dim:]))
+    return Rectangle((*place.start[:dim], first), (*place.shape[:dim], math.prod(place.shape[dim:])))
+
+
+def in_natural(place: Rectangle, leaf: StateLeaf) -> list[Piece]:
+    """Returns the rectangles of the natural array that a rectangle of the stored one holds; padding has none."""
+    cut = leaf.cut
+    if cut is None:
+        return [Piece(place, tuple(slice(0, n) for n in place.shape))]
+    first = place.start[cut.dim]
+    stop = min(first + place.shape[cut.dim], cut.natural_size)
+    inner = leaf.shape[cut.dim :] if cut.flat else (cut.natural_size,)
+    tail = slice(cut.dim + 1, None)
+    pieces, done = [], 0
+    for found in _ranges(first, stop, inner):
+        start = (*place.start[: cut.dim], *found.start, *place.start[tail])
+        shape = (*place.shape[: cut.dim], *found.shape, *place.shape[tail])
+        inside = [slice(0, n) for n in place.shape]
+        inside[cut.dim] = slice(done, done + found.size)
+        pieces.append(Piece(Rectangle(start, shape), tuple(inside)))
+        done += found.size
+    return pieces
+
+
+def _ranges(first: int, stop: int, shape: Sequence[int]) -> list[Rectangle]:
+    """Returns the rectangles, in order, that a range of the elements of an array consists of."""
+    if first >= stop:
+        return []
+    per_row = math.prod(shape[1:])
+    if per_row == 1:
+        return [Rectangle((first, *(0 for _ in shape[1:])), (stop - first, *shape[1:]))]
+
+    def in_row(row: int, a: int, b: int) -> list[Rectangle]:
+        return [Rectangle((row, *x.start), (1, *x.shape)) for x in _ranges(a, b, shape[1:])]
+
+    (row, begin), (last, end) = divmod(first, per_row), divmod(stop, per_row)
+    if row == last:
+        return in_row(row, begin, end)
+    head = in_row(row, begin, per_row) if begin else []
+    whole = row + bool(begin)
+    rows = [Rectangle((whole, *(0 for _ in shape[1:])), (last - whole, *shape[1:]))] if whole < last else []
+    return [*head, *rows, *in_row(last, 0, end)]
+
+
+def overlap(a: Rectangle, b: Rectangle) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Returns where two rectangles overlap, seen from the first and from the second; `None` if nowhere."""
+    starts = [max(x, y) for x, y in zip(a.start, b.start, strict=True)]
+    stops = [min(x + m, y + n) for x, m, y, n in zip(a.start, a.shape, b.start, b.shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    seen = [
+        tuple(slice(p - origin, q - origin) for p, q, origin in zip(starts, stops, x.start, strict=True))
+        for x in (a, b)
+    ]
+    return seen[0], seen[1]

@@ -1,0 +1,192 @@
+"""From a checkpoint to records on disk: in go the stored arrays of a checkpoint, out come the files of a new state.
+
+[Note: Restoring records]
+The new state gets files of its own, which are committed once every checksum agrees; until then the state to restore
+into is as it was. Records are written in the order of the natural arrays, all fields of a parameter at once: what is
+restored comes from the checkpoint, cast as arrays in memory are, the rest from the other state's files. A 16-bit
+parameter whose master is on disk is rounded from the same numbers on the way. Memory: a few records, and of each field
+of one parameter the chunks that a record takes part in. Chunks that a state on disk has written are about as large as
+its records; those from a state in memory are as large as a device's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jzero.arrays.casts import round_to
+from jzero.arrays.disk_files import StateFiles
+from jzero.arrays.misfits import describe_misfit
+from jzero.checkpoint.checksum import natural_sizes, over_processes, sum_of_part
+from jzero.checkpoint.contents import Contents, StoredLeaf
+from jzero.checkpoint.damage import reading, wrong_checksums
+from jzero.checkpoint.disk_places import Piece, in_natural
+from jzero.checkpoint.disk_saving import masters_on_disk, owned_records
+from jzero.checkpoint.extras import everywhere
+from jzero.checkpoint.orbax_io import Opened
+from jzero.plan.plan import ZeroPlan
+from jzero.state.disk import open_files
+
+__all__ = ["RestoredFiles", "restore_files"]
+
+
+class RestoredFiles(NamedTuple):
+    """What is on disk of a restored state.
+
+    Attributes:
+      files: Its files, committed.
+      rounded: By number, the 16-bit parameters whose master was restored, laid out like their gradients.
+    """
+
+    files: StateFiles
+    rounded: dict[int, jax.Array]
+
+
+def restore_files(
+    contents: Contents, plan: ZeroPlan, found: Mapping[str, StoredLeaf], old: StateFiles | None
+) -> RestoredFiles:
+    """Returns new files with the leaves of a checkpoint. Each process must call it.
+
+    Args:
+      contents: The checkpoint.
+      plan: The plan of the state.
+      found: What to restore of the leaves on disk, by path.
+      old: Files of the same plan, for the other leaves.
+
+    Raises:
+      CheckpointError: The checkpoint cannot be read, or is damaged. The new files are gone again.
+      DiskError: There is no space for them, or the disk fails.
+      ValueError: Numbers do not fit the state's dtypes.
+    """
+    files = everywhere(lambda: open_files(plan))
+    try:
+        run = everywhere(lambda: _run(contents, files, found, old))
+        paths = list(run.sums)
+        sums = over_processes(np.array([run.sums[path] for path in paths], np.uint32).reshape(-1))
+        wrong = [found[path].path for path, value in zip(paths, sums, strict=True) if value != found[path].checksum]
+        if wrong:
+            raise wrong_checksums(contents.state_directory, wrong)
+        files.pipeline.store.commit()
+    except BaseException:
+        files.close()
+        raise
+    return RestoredFiles(files, run.rounded)
+
+
+def _run(contents: Contents, files: StateFiles, found: Mapping[str, StoredLeaf], old: StateFiles | None) -> _Run:
+    run = _Run(contents, files, found, old)
+    for i in files.plan.disk_fields:
+        run.restore(i)
+    return run
+
+
+class _Run:
+    """A pass over all records of new files.
+
+    Attributes:
+      sums: This process's share of the checksum of each leaf that has one, by path.
+      rounded: As for `RestoredFiles`.
+    """
+
+    def __init__(
+        self, contents: Contents, files: StateFiles, found: Mapping[str, StoredLeaf], old: StateFiles | None
+    ) -> None:
+        self.files, self.plan, self.found, self.old = files, files.plan, found, old
+        self.contents = contents
+        self.owned = {n for numbers in owned_records(files).values() for n in numbers}
+        self.masters = masters_on_disk(files.plan)
+        self.sums = {path: np.zeros(1, np.uint32) for path, leaf in found.items() if _is_comparable(leaf)}
+        self.rounded: dict[int, jax.Array] = {}
+        how = {
+            found[x.path].keys: Opened(piece=self._piece(i))
+            for i, fields in self.plan.disk_fields.items()
+            for x in fields
+            if x.path in found
+        }
+        self._opened = contents.read(how) if how else {}
+
+    def restore(self, i: int) -> None:
+        """Writes the records of a parameter."""
+        fields, leaf = self.plan.disk_fields[i], self.plan.leaves[i]
+        numbers = sorted(self.files.of_param[i], key=lambda n: self.files.records[n].stored.start)
+        wanted = {k: self.found[x.path].keys for k, x in enumerate(fields) if x.path in self.found}
+        arrays = {k: self._opened.pop(keys) for k, keys in wanted.items()}  # with the chunks that they keep
+        rounds = self.masters.get(i) in arrays
+        devices = dict.fromkeys(self.files.records[n].device for n in numbers)
+        shape = self.plan.part_shape(leaf.grad)
+        parts = {d: np.empty(shape, leaf.param.dtype) for d in devices} if rounds else {}
+
+        def visit(number: int, buffer: np.ndarray) -> None:
+            record = self.files.records[number]
+            read = self._read(arrays, in_natural(record.stored, leaf.grad), record.place.shape)
+            if len(arrays) < len(fields):
+                self._copy(number, buffer)
+            for k, x in read.items():
+                rounded = leaf.param.dtype if parts and k == self.masters[i] else None
+                cast = self._take(number, k, x, rounded)
+                self.files.views(number, buffer)[k][...] = cast[0]
+                if rounded is not None:
+                    parts[record.device][record.place.slices] = cast[1]
+
+        self.files.pipeline.run(visit, numbers, reads=False)
+        if parts:
+            stored = dataclasses.replace(leaf.grad, dtype=leaf.param.dtype)
+            self.rounded[i] = self.files.assembled(stored, parts, on_host=leaf.param.on_host)
+
+    def _piece(self, i: int) -> tuple[int, ...]:
+        """Returns the largest shape that is read at once for a record of a parameter."""
+        leaf = self.plan.leaves[i].grad
+        pieces = in_natural(self.files.records[self.files.of_param[i][0]].stored, leaf)
+        return max((x.natural.shape for x in pieces), key=math.prod, default=leaf.shape)
+
+    def _read(self, arrays: Mapping[int, Any], pieces: Sequence[Piece], shape: Sequence[int]) -> dict[int, np.ndarray]:
+        """Returns a record of each array, as the checkpoint has it, zero where it has nothing."""
+        read = {}
+        with reading(self.contents.state_directory):
+            begun = {k: [array[x.natural.slices].read() for x in pieces] for k, array in arrays.items()}
+            for k, futures in begun.items():
+                read[k] = np.zeros(shape, arrays[k].dtype.numpy_dtype)
+                for future, (_, inside) in zip(futures, pieces, strict=True):
+                    read[k][inside] = future.result().reshape(read[k][inside].shape)
+        return read
+
+    def _take(self, number: int, k: int, x: np.ndarray, rounded: Any) -> list[np.ndarray]:
+        """Returns a field of a record in its dtype, and in `rounded` if given; counts its checksum."""
+        record = self.files.records[number]
+        leaf, grad = self.plan.disk_fields[record.param][k], self.plan.leaves[record.param].grad
+        dtypes = (leaf.dtype, *([] if rounded is None else [rounded]))
+        if why := describe_misfit(x, leaf.dtype):
+            raise ValueError(
+                "These leaves cannot be read into the state, which does not hold their numbers:\n"
+                f"  {self.found[leaf.path].path}: {why}\nRead them into a state of a wider dtype."
+            )
+        near = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), record.device)
+        start = np.array(record.stored.start, np.int32)
+        natural = natural_sizes(grad.stored_shape, grad.cut)
+        total, cast = _cast_and_sum(near, start, natural=natural, dtypes=dtypes)
+        if leaf.path in self.sums and number in self.owned:
+            self.sums[leaf.path] = self.sums[leaf.path] + np.asarray(total)
+        return [np.asarray(y) for y in cast]
+
+    def _copy(self, number: int, buffer: np.ndarray) -> None:
+        """Takes a whole record from the old files."""
+        assert self.old is not None
+        self.old.pipeline.store.read(number, buffer)
+
+
+def _is_comparable(leaf: StoredLeaf) -> bool:
+    """Whether a leaf has a checksum, and a dtype that jax has in its current configuration."""
+    return leaf.checksum is not None and bool(jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("natural", "dtypes"))
+def _cast_and_sum(
+    x: jax.Array, start: jax.Array, *, natural: tuple[int, ...], dtypes: tuple[Any, ...]
+) -> tuple[jax.Array, list[jax.Array]]:
+    return sum_of_part(x, start, natural), [round_to(x, dtype) for dtype in dtypes]

@@ -1,0 +1,223 @@
+"""What is on disk of a state, on its way to a checkpoint: one generation of records, their checksums and their chunks.
+
+[Note: Saving records]
+A save pins a generation: one later step may run, the next waits until the save is done. Two passes read it. The
+first, before anything is written, sums the checksums and sees whether a 16-bit parameter was edited, which its master
+takes up as the optimizer would. The second, in the background, puts chunks together and writes them, all fields of a
+parameter at once, so each record is read once. Both take the memory of a few records. Only edited parameters stay in
+host memory until the second has passed, since a step may overwrite them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.arrays.casts import apply_edits
+from jzero.arrays.disk_files import StateFiles, first_holders
+from jzero.arrays.placement import natural_leaf, stored_leaf
+from jzero.checkpoint.checksum import natural_sizes, sum_of_part
+from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
+from jzero.disk.files import page_aligned
+from jzero.plan.leaves import LeafPlan
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.records import Rectangle
+
+__all__ = ["DiskArray", "Snapshot", "masters_on_disk", "owned_records"]
+
+KEPT_RECORDS = 3
+"""Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""
+
+
+def owned_records(files: StateFiles) -> dict[int, list[int]]:
+    """Returns, by parameter, the records whose part no earlier device has: no two processes own one."""
+    found = {}
+    for i, numbers in files.of_param.items():
+        holders = first_holders(files.plan, files.plan.leaves[i].grad, everywhere=True)
+        found[i] = [n for n in numbers if holders[files.records[n].device] == files.records[n].device]
+    return found
+
+
+def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
+    """Returns, by parameter, the number of the field on disk that is its master."""
+    masters = plan.flat_params(plan.opt_treedef.unflatten(plan.opt_leaves).masters)
+    return {i: fields.index(masters[i]) for i, fields in plan.disk_fields.items() if masters[i] in fields}
+
+
+class Snapshot:
+    """A generation of the files of a state, which stays until `release`, see [Note: Saving records].
+
+    Args:
+      files: The files.
+
+    Attributes:
+      files: The same.
+      owned: The records that this process saves, by parameter.
+      masters: See `masters_on_disk`.
+      edited: The edited 16-bit parameters, by number and device, laid out like their gradients.
+    """
+
+    def __init__(self, files: StateFiles) -> None:
+        self.files = files
+        self.owned = owned_records(files)
+        self.masters = masters_on_disk(files.plan)
+        self.edited: dict[int, dict[Any, np.ndarray]] = {}
+        self._pin = files.pipeline.store.pin()
+
+    def release(self) -> None:
+        """Lets steps overwrite this generation."""
+        self._pin.release()
+
+    def examine(self, params: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+        """Returns this process's shares of the checksums of streamed leaves, uint32 by path; notes edits of parameters.
+
+        Args:
+          params: The parameters as stored; those with a master on disk count.
+        """
+        plan = self.files.plan
+        found: dict[str, np.ndarray] = {}
+        for i, fields in plan.disk_fields.items():
+            if is_streamed(plan.leaves[i].grad):
+                found.update(zip([leaf.path for leaf in fields], self._sums(i, params[i]), strict=True))
+        return found
+
+    def _sums(self, i: int, param: jax.Array) -> np.ndarray:
+        """Returns the shares of a parameter's fields."""
+        leaf, master = self.files.plan.leaves[i], self.masters.get(i)
+        near = {} if master is None else _host_parts(_like_gradient(param, leaf, self.files.plan))
+        natural = natural_sizes(leaf.grad.stored_shape, leaf.grad.cut)
+        found: list[tuple[jax.Array, jax.Array]] = []
+
+        def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
+            record = self.files.records[number]
+            fields = jax.device_put(self.files.views(number, buffer), record.device)
+            piece = near[record.device][record.place.slices] if near else None
+            start = np.array(record.stored.start, np.int32)
+            results = _examine(fields, piece, start, natural=natural, master=master)
+            found.append(results)
+            # The record's bytes may be the operands themselves.
+            return lambda buffer: jax.block_until_ready(results) and None
+
+        self.files.pipeline.run(visit, self.owned[i], writes=False)
+        if any(bool(edited) for _, edited in found):
+            self.edited[i] = {device: x.copy() for device, x in near.items()}
+        zeros = np.zeros(len(self.files.plan.disk_fields[i]), np.uint32)
+        return sum((np.asarray(x) for x, _ in found), zeros)
+
+    def read(self, number: int, buffer: np.ndarray) -> None:
+        """Reads a record, with the edits of its parameter."""
+        self._pin.read(number, buffer)
+        record = self.files.records[number]
+        if record.param in self.edited:
+            master = self.files.views(number, buffer)[self.masters[record.param]]
+            piece = self.edited[record.param][record.device][record.place.slices]
+            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), record.device), piece))
+
+    def chunk_shape(self, i: int) -> tuple[int, ...]:
+        """Returns the shape of a parameter's chunks."""
+        return chunk_shape(self.files.plan, i)
+
+    def chunks(self, i: int) -> Iterator[tuple[Rectangle, list[np.ndarray]]]:
+        """Yields the chunks of a parameter that this process writes: places in the natural array, and all fields."""
+        leaf = self.files.plan.leaves[i].grad
+        mine = [self.files.records[n].stored for n in self.owned[i]]
+        records = _Records(self, i)
+        for chunk in chunks_of(leaf.shape, self.chunk_shape(i)):
+            place = in_stored(chunk, leaf)
+            first = Rectangle(place.start, tuple(1 for _ in place.start))
+            if any(overlap(first, record) for record in mine):
+                yield chunk, [x.reshape(chunk.shape) for x in records.read(place)]
+
+
+class _Records:
+    """Rectangles of what is on disk of one parameter; the records read last stay in memory."""
+
+    def __init__(self, snapshot: Snapshot, i: int) -> None:
+        files = snapshot.files
+        self._snapshot, self._i = snapshot, i
+        self._places = {n: files.records[n].stored for n in snapshot.owned[i]}
+        self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        sizes = [files.pipeline.store.sizes[n] for n in self._places]
+        self._free = [page_aligned(max(sizes, default=0)) for _ in range(KEPT_RECORDS)]
+
+    def read(self, place: Rectangle) -> list[np.ndarray]:
+        """Returns a rectangle of each field, in new memory."""
+        files = self._snapshot.files
+        made = [np.empty(place.shape, leaf.dtype) for leaf in files.plan.disk_fields[self._i]]
+        for number, record in self._places.items():
+            if (seen := overlap(place, record)) is None:
+                continue
+            there, here = seen
+            for x, view in zip(made, files.views(number, self._bytes(number)), strict=True):
+                x[there] = view[here]
+        return made
+
+    def _bytes(self, number: int) -> np.ndarray:
+        """Returns a record's bytes, which are valid until the next call."""
+        if number not in self._kept:
+            whole = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
+            self._kept[number] = whole
+            self._snapshot.read(number, whole[: self._snapshot.files.pipeline.store.sizes[number]])
+        self._kept.move_to_end(number)
+        return self._kept[number][: self._snapshot.files.pipeline.store.sizes[number]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskArray:
+    """A leaf on disk, written chunk by chunk. A leaf of the tree for Orbax.
+
+    Attributes:
+      snapshot: The generation that it belongs to.
+      param: The number of its parameter.
+      field: Its number among what is on disk of the parameter.
+    """
+
+    snapshot: Snapshot
+    param: int
+    field: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the checkpoint."""
+        return self.snapshot.files.plan.disk_fields[self.param][self.field].shape
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.snapshot.files.plan.disk_fields[self.param][self.field].dtype
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _like_gradient(param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
+    return stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
+
+
+def _host_parts(x: jax.Array) -> Mapping[Any, np.ndarray]:
+    return {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
+
+
+@functools.partial(jax.jit, static_argnames=("natural", "master"))
+def _examine(
+    fields: Sequence[jax.Array], param: jax.Array | None, start: jax.Array, *, natural: tuple[int, ...], master: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a record's share of the checksum of each field, uint32 [K], and whether its parameter was edited.
+
+    Args:
+      fields: The fields.
+      param: The same rectangle of the 16-bit parameter; `None` if its master is not on disk.
+      start: Its place in the stored array, int32 [ndim].
+      natural: The sizes of the stored array without padding.
+      master: The number of the field that is the master, or `None`.
+    """
+    fields, edited = list(fields), jnp.zeros((), jnp.bool_)
+    if param is not None:
+        new = apply_edits(fields[master], param)
+        fields[master], edited = new, jnp.any(new != fields[master])
+    return jnp.stack([sum_of_part(x, start, natural) for x in fields]), edited
