@@ -83,17 +83,27 @@ class StateFiles:
       records: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
       waiting: With `Offload(delay=1)`, what the next step applies: whatever the train step left there.
+      is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
     plan: ZeroPlan
     records: Sequence[Record]
     pipeline: Pipeline
     waiting: Any = None
+    is_released: bool = False
 
     @property
     def generation(self) -> int:
         """The number of times that the files were written after they were first filled."""
         return self.pipeline.store.generation - 1
+
+    def check_is_there(self) -> None:
+        """Raises if the space was given back."""
+        if self.is_released:
+            raise RuntimeError(
+                "What this state had on disk is gone: `jzero.release_disk` freed the space. Make the state anew, or "
+                "restore a checkpoint into one."
+            )
 
     @functools.cached_property
     def of_param(self) -> dict[int, list[int]]:
@@ -152,6 +162,7 @@ class StateFiles:
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
+        self.check_is_there()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
         leaf = self.plan.disk_fields[i][k]
