@@ -1,8 +1,11 @@
 """What a state takes on a disk: bytes, rates, and the space back."""
 
 import dataclasses
+import json
 import math
 import os
+import re
+import types
 
 import jax
 import numpy as np
@@ -10,6 +13,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.arrays import disk_files
 from jzero.disk.stores import DiskStore
 from tests import models
 from tests.test_disk import state_on_disk, train
@@ -86,3 +90,44 @@ def test_release_waits_for_an_update_beside_the_step(tmp_path):
     with pytest.raises(RuntimeError, match=GONE):
         jzero.apply_pending(state)
     assert jax.block_until_ready(jzero.gather_params(state)) is not None
+
+
+def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog):
+    state_on_disk(tmp_path)
+    assert not caplog.messages
+    now = iter(range(0, 1000, 20))
+    monkeypatch.setattr(disk_files, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    state = state_on_disk(tmp_path)
+    num_params = len(jzero.plan_of(state).disk_fields)
+    # The first line is due 30 s after the first parameter, 20 s apart; the last parameter is the end.
+    assert len(caplog.messages) == (num_params - 2) // 2 == 2, num_params
+    whole = f"{jzero.disk_stats(state).num_bytes / 2**11:.2f} KiB"
+    assert re.fullmatch(rf"Laying out records of optimizer state: .* of {whole} are written\.", caplog.messages[0])
+
+
+def test_a_monitor_writes_the_rates_of_the_disk(tmp_path):
+    state, seen = state_on_disk(tmp_path, precision="fp16"), {}
+    step = jzero.make_train_step(models.mlp_loss)
+    with jzero.Monitor(sinks=[seen.__setitem__], every=2, progress=False) as monitor:
+        for i in range(3):
+            state, metrics = step(state, models.mlp_batch(48, seed=i))
+            monitor.log(metrics)
+    names = {f"perf/disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share")}
+    for values in seen.values():
+        assert names <= values.keys()
+        assert values["perf/disk_read_bytes_per_s"] == values["perf/disk_write_bytes_per_s"] > 0
+        assert 0 <= values["perf/disk_wait_share"] <= 1
+
+
+def test_a_plan_tells_what_is_on_disk(tmp_path):
+    plan = jzero.plan_of(state_on_disk(tmp_path, precision="bf16"))
+    # The larger matrices' masters and two moments, each field filled up to whole pages, and all of it twice.
+    fields = [3 * len(plan.records_of(i)) for i in plan.disk_fields]
+    assert plan.disk_bytes_per_device == 2 * 4096 * sum(fields)
+    taken = f"{plan.disk_bytes_per_device / 2**10:.2f} KiB"
+    assert re.search(rf"^on disk, two copies +0 B +0 B +{taken} +{taken}$", str(plan), re.MULTILINE)
+    assert re.search(r"^layer_0/kernel .* on disk +disk$", str(plan), re.MULTILINE)
+    assert json.loads(plan.to_json())["disk_bytes_per_device"] == plan.disk_bytes_per_device
+    near = jzero.plan_train_state(jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2)), stage=3)
+    assert "on disk" not in str(near)
+    assert json.loads(near.to_json())["disk_bytes_per_device"] == 0

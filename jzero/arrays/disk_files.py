@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +22,12 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle, field_offsets
+from jzero.plan.table import format_bytes
 
 __all__ = ["Record", "StateFiles", "first_holders", "layout"]
+
+QUIET_S = 30.0
+"""Seconds between two lines in the log while a state is laid out."""
 
 
 class Record(NamedTuple):
@@ -91,6 +97,8 @@ class StateFiles:
     pipeline: Pipeline
     waiting: Any = None
     is_released: bool = False
+    _filled: int = 0  # bytes, while the state is laid out
+    _tells_at: float = 0.0
 
     @property
     def generation(self) -> int:
@@ -138,7 +146,18 @@ class StateFiles:
                 for view, of_device in zip(self.views(number, buffer), parts, strict=True):
                     view[...] = of_device[record.device][record.place.slices]
 
-            self.pipeline.run(copy, self.of_param[i], reads=False)
+            self._tell(self.pipeline.run(copy, self.of_param[i], reads=False).written_bytes)
+
+    def _tell(self, num_bytes: int) -> None:
+        """Counts bytes that were laid out, and logs now and then how many, if that takes long."""
+        now, whole = time.monotonic(), self.pipeline.store.num_bytes
+        if not self._filled:
+            self._tells_at = now + QUIET_S
+        self._filled = (self._filled + num_bytes) % whole  # the next state begins anew
+        if self._filled and now > self._tells_at:
+            self._tells_at = now + QUIET_S
+            written = format_bytes(self._filled), format_bytes(whole)
+            logging.getLogger("jzero").warning("Laying out records of optimizer state: %s of %s are written.", *written)
 
     def rewrite(self, new: Mapping[str, jax.Array]) -> None:
         """Writes all records anew, with new values of some leaves, by path and as stored."""
