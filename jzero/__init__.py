@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from jzero.deepspeed.formulas import MemoryEstimate as MemoryEstimate
     from jzero.deepspeed.report import DeepSpeedReport as DeepSpeedReport
+    from jzero.disk.files import DiskError as DiskError
     from jzero.engine.outputs import PerExample as PerExample
     from jzero.engine.outputs import Summed as Summed
     from jzero.engine.outputs import Weighted as Weighted
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     from jzero.plan.mesh import make_mesh as make_mesh
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
+    from jzero.state.disk_space import DiskStats as DiskStats
+    from jzero.state.disk_space import disk_stats as disk_stats
+    from jzero.state.disk_space import release_disk as release_disk
     from jzero.state.gather import gather_params as gather_params
     from jzero.state.gather import natural_params as natural_params
     from jzero.state.gather import unshard_train_state as unshard_train_state
@@ -94,6 +98,8 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "DeepSpeedReport",
+    "DiskError",
+    "DiskStats",
     "DynamicLossScale",
     "EquivalenceReport",
     "ExportReport",
@@ -121,6 +127,7 @@ __all__ = [
     "analyze",
     "apply_pending",
     "check_equivalence",
+    "disk_stats",
     "estimate_step_memory",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero1_model_states_mem_needs_all_cold",
@@ -149,6 +156,7 @@ __all__ = [
     "offload_train_state",
     "plan_of",
     "plan_train_state",
+    "release_disk",
     "reload_train_state",
     "restore_checkpoint",
     "save_checkpoint",
@@ -181,6 +189,7 @@ _HOMES = {
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
     "jzero.config.quantization": ("Quantization",),
     "jzero.state.train_state": ("TrainState", "plan_of"),
+    "jzero.state.disk_space": ("DiskStats", "disk_stats", "release_disk"),
     "jzero.state.pending": ("apply_pending",),
     "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),
     "jzero.state.shard": ("abstract_train_state", "plan_train_state", "shard_train_state"),
@@ -200,6 +209,7 @@ _HOMES = {
     "jzero.checkpoint.safetensors_files": ("ExportReport",),
     "jzero.checkpoint.saving": ("save_checkpoint",),
     "jzero.deepspeed.report": ("DeepSpeedReport",),
+    "jzero.disk.files": ("DiskError",),
     "jzero.engine.recompute": ("offload_activations",),
     "jzero.deepspeed.estimator": (
         "estimate_zero1_model_states_mem_needs",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +22,12 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle, field_offsets
+from jzero.plan.table import format_bytes
 
 __all__ = ["Record", "StateFiles", "first_holders", "layout"]
+
+QUIET_S = 30.0
+"""Seconds between two lines in the log while a state is laid out."""
 
 
 class Record(NamedTuple):
@@ -83,17 +89,29 @@ class StateFiles:
       records: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
       waiting: With `Offload(delay=1)`, what the next step applies: whatever the train step left there.
+      is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
     plan: ZeroPlan
     records: Sequence[Record]
     pipeline: Pipeline
     waiting: Any = None
+    is_released: bool = False
+    _filled: int = 0  # bytes, while the state is laid out
+    _tells_at: float = 0.0
 
     @property
     def generation(self) -> int:
         """The number of times that the files were written after they were first filled."""
         return self.pipeline.store.generation - 1
+
+    def check_is_there(self) -> None:
+        """Raises if the space was given back."""
+        if self.is_released:
+            raise RuntimeError(
+                "What this state had on disk is gone: `jzero.release_disk` freed the space. Make the state anew, or "
+                "restore a checkpoint into one."
+            )
 
     @functools.cached_property
     def of_param(self) -> dict[int, list[int]]:
@@ -128,7 +146,18 @@ class StateFiles:
                 for view, of_device in zip(self.views(number, buffer), parts, strict=True):
                     view[...] = of_device[record.device][record.place.slices]
 
-            self.pipeline.run(copy, self.of_param[i], reads=False)
+            self._tell(self.pipeline.run(copy, self.of_param[i], reads=False).written_bytes)
+
+    def _tell(self, num_bytes: int) -> None:
+        """Counts bytes that were laid out, and logs now and then how many, if that takes long."""
+        now, whole = time.monotonic(), self.pipeline.store.num_bytes
+        if not self._filled:
+            self._tells_at = now + QUIET_S
+        self._filled = (self._filled + num_bytes) % whole  # the next state begins anew
+        if self._filled and now > self._tells_at:
+            self._tells_at = now + QUIET_S
+            written = format_bytes(self._filled), format_bytes(whole)
+            logging.getLogger("jzero").warning("Laying out records of optimizer state: %s of %s are written.", *written)
 
     def rewrite(self, new: Mapping[str, jax.Array]) -> None:
         """Writes all records anew, with new values of some leaves, by path and as stored."""
@@ -152,6 +181,7 @@ class StateFiles:
 
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
+        self.check_is_there()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
         leaf = self.plan.disk_fields[i][k]

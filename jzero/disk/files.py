@@ -35,6 +35,15 @@ class DiskError(RuntimeError):
 
     The message names the folder, the operation and the reason. Unless it says to restore a checkpoint, the state is as
     it was before the step: save it, or repeat the step.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     try:
+      ...         for batch in batches:
+      ...             state, metrics = step(state, batch)
+      ...     except jzero.DiskError:
+      ...         save(state)  # the step that failed has consumed nothing
+      ...         raise
     """
 
 

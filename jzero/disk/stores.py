@@ -108,6 +108,11 @@ class Store(abc.ABC):
             self._pins[self.slot] += 1
             return Pin(self, self.slot, self.generation)
 
+    def wait_for_pins(self) -> None:
+        """Waits until nobody has pinned anything, so that `close` takes nothing from under a reader."""
+        with self._unpinned:
+            self._unpinned.wait_for(lambda: not any(self._pins.values()))
+
     def _unpin(self, slot: int) -> None:
         with self._unpinned:
             self._pins[slot] -= 1

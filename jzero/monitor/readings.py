@@ -16,6 +16,9 @@ __all__ = ["OWN_PREFIX", "fetch", "peak_device_bytes", "scalars"]
 OWN_PREFIX = "perf/"
 """Prefix of the monitor's own values."""
 
+OF_STEPS = frozenset(OWN_PREFIX + f"disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share"))
+"""What steps measure themselves, with state on disk."""
+
 
 def scalars(metrics: Any) -> dict[str, Any]:
     """Returns the leaves of a tree of metrics by path, such as `aux/accuracy`, without waiting for them.
@@ -36,7 +39,7 @@ def scalars(metrics: Any) -> dict[str, Any]:
     twice = sorted({path for path in names if names.count(path) > 1})
     if twice:
         raise ValueError(f"Each metric needs a name of its own: these are there more than once: {twice}.")
-    own = [path for path in names if path.startswith(OWN_PREFIX)]
+    own = [path for path in names if path.startswith(OWN_PREFIX) and path not in OF_STEPS]
     if own:
         raise ValueError(f"Names that start with {OWN_PREFIX!r} are the monitor's own: got {own}. Rename them.")
     return dict(rows)

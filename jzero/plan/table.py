@@ -41,13 +41,6 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     idle = _idle_axes(plan)
     if idle:
         head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
-    ours, whole = plan.bytes_per_device, plan.replicated_bytes
-    memory: list[Row] = [("bytes per device", "params", "grads", "opt_state", "total")]
-    memory += [("this plan", *map(format_bytes, (*ours, ours.total)))]
-    if any(plan.host_bytes_per_device):
-        host = plan.host_bytes_per_device
-        memory += [("on the host", *map(format_bytes, (*host, host.total)))]
-    memory += [("replicated", *map(format_bytes, (*whole, whole.total)))]
     params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
     params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
     params += [(x.path, str(x.shape), _placement(x, plan), "none: not trained", "", "", "") for x in _frozen(plan)]
@@ -57,7 +50,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     params = [[row[i] for i in told] for row in params]
     kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
     kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
-    sections = [head, _columns(memory), _columns(_cap(params, max_rows))]
+    sections = [head, _columns(_memory_rows(plan)), _columns(_cap(params, max_rows))]
     if len(kept) > 1:
         sections.append(_columns(_cap(kept, max_rows)))
     kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
@@ -73,6 +66,18 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
     sections.append("\n".join([gathered, *_level_lines(plan)]))
     return "\n\n".join(sections)
+
+
+def _memory_rows(plan: ZeroPlan) -> list[Row]:
+    """Returns bytes by term, here and elsewhere."""
+    ours, host, whole = plan.bytes_per_device, plan.host_bytes_per_device, plan.replicated_bytes
+    taken = plan.disk_bytes_per_device
+    rows = {"this plan": (*ours, ours.total)}
+    rows |= {"on the host": (*host, host.total)} if any(host) else {}
+    rows |= {"on disk, two copies": (0, 0, taken, taken)} if taken else {}
+    rows["replicated"] = (*whole, whole.total)
+    header: Row = ("bytes per device", "params", "grads", "opt_state", "total")
+    return [header, *((name, *map(format_bytes, sizes)) for name, sizes in rows.items())]
 
 
 def _level_lines(plan: ZeroPlan) -> list[str]:
@@ -153,6 +158,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
             **plan.host_bytes_per_device._asdict(),
             "total": plan.host_bytes_per_device.total,
         },
+        "disk_bytes_per_device": plan.disk_bytes_per_device,
         "bytes_replicated": {**whole._asdict(), "total": whole.total},
         "gathered_bytes": plan.gathered_bytes,
         "sent_bytes": plan.sent_bytes()._asdict(),

@@ -1,4 +1,4 @@
-"""State on disk: its files, and the public calls about them."""
+"""State on disk: in goes a plan or a state, out come its files, and the state with or without them."""
 
 from __future__ import annotations
 
@@ -94,6 +94,7 @@ def files_of(state: State) -> StateFiles:
             "This state has shapes in place of what is on disk. Make one with `jzero.shard_train_state` or "
             "`jzero.init_train_state`, or restore a checkpoint into it."
         )
+    files.check_is_there()
     return files
 
 

@@ -1,0 +1,133 @@
+"""What a state takes on a disk: bytes, rates, and the space back."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.arrays import disk_files
+from jzero.disk.stores import DiskStore
+from tests import models
+from tests.test_disk import state_on_disk, train
+
+GONE = r"`jzero\.release_disk` freed the space"
+
+
+def test_stats_count_what_moves(tmp_path):
+    state = state_on_disk(tmp_path, precision="bf16", tx=optax.adamw(1e-2))
+    plan = jzero.plan_of(state)
+    first = jzero.disk_stats(state)
+    # On eight devices of one process; no axis replicates.
+    assert first.num_bytes == 8 * plan.disk_bytes_per_device == 2 * first.written_bytes
+    assert first.num_records == 8 * sum(len(plan.records_of(i)) for i in plan.disk_fields)
+    assert (first.folder, first.read_bytes, first.read_bytes_per_s) == (str(tmp_path), 0, 0.0)
+    state, _ = train(state, steps=2)
+    stats = jzero.disk_stats(state)
+    assert (stats.read_bytes, stats.written_bytes) == (first.num_bytes, 3 * first.written_bytes)
+    assert math.isclose(stats.write_bytes_per_s * stats.write_seconds, stats.written_bytes)
+    assert str(stats).startswith(f"3.00 MiB in {tmp_path}, {stats.num_records} records")
+
+
+def test_stats_name_what_the_file_system_cannot_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(DiskStore, "fallbacks", ("no O_DIRECT (why)",))
+    assert str(jzero.disk_stats(state_on_disk(tmp_path))).endswith("\nno O_DIRECT (why)")
+
+
+@pytest.mark.parametrize("act", [jzero.disk_stats, jzero.release_disk])
+@pytest.mark.parametrize("offload", [{}, {"optimizer": "host", "compute": "host", "delay": 1}])
+def test_states_in_memory_have_nothing_to_tell_or_to_free(act, offload):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=2, offload=jzero.Offload(**offload)))
+    with pytest.raises(ValueError, match="Nothing of this state is on a disk"):
+        act(state)
+
+
+def taken(folder):
+    """Returns the bytes that unnamed files of this process take in a folder."""
+    sizes = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/"):
+                sizes += os.fstat(int(name)).st_size
+        except OSError:  # the listing's own
+            continue
+    return sizes
+
+
+def test_released_space_is_free_and_the_state_says_so(tmp_path):
+    state, _ = train(state_on_disk(tmp_path))
+    num_bytes, plan = jzero.disk_stats(state).num_bytes, jzero.plan_of(state)
+    assert taken(tmp_path) == num_bytes
+    path = plan.leaves[min(plan.disk_fields)].path
+    before = np.asarray(jzero.get_full_param(state, path))
+    jzero.release_disk(state)
+    assert taken(tmp_path) == 0
+    np.testing.assert_array_equal(jzero.get_full_param(state, path), before)
+    for act in (
+        train,
+        jzero.disk_stats,
+        jzero.release_disk,
+        jzero.unshard_train_state,
+        lambda x: jzero.get_full_opt_state(x, path, name="mu"),
+        lambda x: jzero.shard_train_state(x, config=dataclasses.replace(plan.config, stage=1)),
+    ):
+        with pytest.raises(RuntimeError, match=GONE):
+            act(state)
+
+
+def test_release_waits_for_an_update_beside_the_step(tmp_path):
+    state, _ = train(state_on_disk(tmp_path, compute="host", delay=1), steps=3)
+    jzero.release_disk(state)
+    assert taken(tmp_path) == 0
+    with pytest.raises(RuntimeError, match=GONE):
+        jzero.apply_pending(state)
+    assert jax.block_until_ready(jzero.gather_params(state)) is not None
+
+
+def test_laying_out_is_told_only_if_it_takes_long(tmp_path, monkeypatch, caplog):
+    state_on_disk(tmp_path)
+    assert not caplog.messages
+    now = iter(range(0, 1000, 20))
+    monkeypatch.setattr(disk_files, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    state = state_on_disk(tmp_path)
+    num_params = len(jzero.plan_of(state).disk_fields)
+    # The first line is due 30 s after the first parameter, 20 s apart; the last parameter is the end.
+    assert len(caplog.messages) == (num_params - 2) // 2 == 2, num_params
+    whole = f"{jzero.disk_stats(state).num_bytes / 2**11:.2f} KiB"
+    assert re.fullmatch(rf"Laying out records of optimizer state: .* of {whole} are written\.", caplog.messages[0])
+
+
+def test_a_monitor_writes_the_rates_of_the_disk(tmp_path):
+    state, seen = state_on_disk(tmp_path, precision="fp16"), {}
+    step = jzero.make_train_step(models.mlp_loss)
+    with jzero.Monitor(sinks=[seen.__setitem__], every=2, progress=False) as monitor:
+        for i in range(3):
+            state, metrics = step(state, models.mlp_batch(48, seed=i))
+            monitor.log(metrics)
+    names = {f"perf/disk_{name}" for name in ("read_bytes_per_s", "write_bytes_per_s", "wait_share")}
+    for values in seen.values():
+        assert names <= values.keys()
+        assert values["perf/disk_read_bytes_per_s"] == values["perf/disk_write_bytes_per_s"] > 0
+        assert 0 <= values["perf/disk_wait_share"] <= 1
+
+
+def test_a_plan_tells_what_is_on_disk(tmp_path):
+    plan = jzero.plan_of(state_on_disk(tmp_path, precision="bf16"))
+    # The larger matrices' masters and two moments, each field filled up to whole pages, and all of it twice.
+    fields = [3 * len(plan.records_of(i)) for i in plan.disk_fields]
+    assert plan.disk_bytes_per_device == 2 * 4096 * sum(fields)
+    taken = f"{plan.disk_bytes_per_device / 2**10:.2f} KiB"
+    assert re.search(rf"^on disk, two copies +0 B +0 B +{taken} +{taken}$", str(plan), re.MULTILINE)
+    assert re.search(r"^layer_0/kernel .* on disk +disk$", str(plan), re.MULTILINE)
+    assert json.loads(plan.to_json())["disk_bytes_per_device"] == plan.disk_bytes_per_device
+    near = jzero.plan_train_state(jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2)), stage=3)
+    assert "on disk" not in str(near)
+    assert json.loads(near.to_json())["disk_bytes_per_device"] == 0
