@@ -301,7 +301,7 @@ class Target:
 
     def _from_disk(self, x: Any, index: int, leaf: StateLeaf, disk: RestoredFiles, choice: Choice) -> Any:
         """Returns a leaf that is on disk now, or the 16-bit parameter of a master that is."""
-        if leaf.memory == "disk":
+        if leaf.in_records:
             return disk.files.node(leaf)
         if index not in disk.rounded:
             return x if choice.donate else x.copy()

@@ -12,6 +12,7 @@ apply. The loss scale, and state that the loss changes itself, such as batch sta
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -20,14 +21,17 @@ import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles
+from jzero.arrays.placement import is_on_host
 from jzero.arrays.processes import succeed_together
 from jzero.config.settings import FLAG, check
 from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.disk.stores import CopyingStore
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import attached, check_newest, detached, files_of, open_files
 from jzero.state.next_state import StepGrads
 from jzero.state.record_update import Prepared, record_update
-from jzero.state.train_state import adapt_sharded, check_alive
+from jzero.state.train_state import adapt_sharded, check_alive, map_state
 from jzero.update.visits import FromDisk
 
 __all__ = ["Waiting", "apply_pending", "in_thread", "settled_step"]
@@ -105,7 +109,13 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     files = files_of(train_state)
     check_newest(train_state)
     files.pipeline.store.check_whole()
-    return adapted.rebuild(_applied(train_state, files, files if donate else open_files(files.plan)))
+    near = map_state(functools.partial(_to_planned_memory, files.plan), files.plan, train_state)
+    return adapted.rebuild(_applied(near, files, files if donate else open_files(files.plan)))
+
+
+def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
+    """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
+    return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
 
 
 def _waits(state: Any) -> bool:
