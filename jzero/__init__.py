@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
     from jzero.config.offload import Offload as Offload
+    from jzero.config.offload import ZenFlow as ZenFlow
     from jzero.config.precision import DynamicLossScale as DynamicLossScale
     from jzero.config.precision import Precision as Precision
     from jzero.config.quantization import Quantization as Quantization
@@ -170,7 +171,7 @@ __all__ = [
 
 _HOMES = {
     "jzero.engine.outputs": ("PerExample", "Summed", "Weighted"),
-    "jzero.config.offload": ("Offload",),
+    "jzero.config.offload": ("Offload", "ZenFlow"),
     "jzero.config.zero": ("LeafRule", "ZeroConfig"),
     "jzero.step.equivalence": ("EquivalenceReport", "check_equivalence"),
     "jzero.state.init": ("init_train_state",),

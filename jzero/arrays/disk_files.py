@@ -6,6 +6,7 @@ record's bytes, and whole leaves as stored.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import logging
@@ -88,7 +89,9 @@ class StateFiles:
       plan: The plan of the state.
       records: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
-      waiting: With `Offload(delay=1)`, what the next step applies: whatever the train step left there.
+      waiting: With `Offload(delay=1)` or `zenflow`, what later steps apply: whatever the train step left there.
+      version: How often columns that are on the devices changed.
+      overlay: With `Offload(zenflow=...)`, writes the columns that are on the devices into a record's fields.
       is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
@@ -96,14 +99,16 @@ class StateFiles:
     records: Sequence[Record]
     pipeline: Pipeline
     waiting: Any = None
+    version: int = 0
+    overlay: Callable[[Record, list[np.ndarray]], None] | None = None
     is_released: bool = False
     _filled: int = 0  # bytes, while the state is laid out
     _tells_at: float = 0.0
 
     @property
     def generation(self) -> int:
-        """The number of times that the files were written after they were first filled."""
-        return self.pipeline.store.generation - 1
+        """The number of times that the state changed after it was first filled."""
+        return self.pipeline.store.generation - 1 + self.version
 
     def check_is_there(self) -> None:
         """Raises if the space was given back."""
@@ -120,6 +125,12 @@ class StateFiles:
         for number, record in enumerate(self.records):
             found[record.param].append(number)
         return found
+
+    def wait(self) -> None:
+        """Waits for an update that runs beside other steps: nobody else may use the records meanwhile."""
+        done = getattr(self.waiting, "done", None)
+        if done is not None:
+            concurrent.futures.wait([done])
 
     def views(self, number: int, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the fields of a record as arrays of the record's shape, which share its bytes."""
@@ -182,6 +193,7 @@ class StateFiles:
     def read_leaf(self, path: str) -> jax.Array:
         """Returns a leaf as stored, in the devices' memory."""
         self.check_is_there()
+        self.wait()
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
         leaf = self.plan.disk_fields[i][k]
@@ -190,7 +202,10 @@ class StateFiles:
 
         def copy(number: int, buffer: np.ndarray) -> None:
             record = self.records[number]
-            parts[record.device][record.place.slices] = self.views(number, buffer)[k]
+            views = self.views(number, buffer)
+            if self.overlay is not None:
+                self.overlay(record, views)
+            parts[record.device][record.place.slices] = views[k]
 
         self.pipeline.run(copy, self.of_param[i], writes=False)
         return self.assembled(leaf, parts)

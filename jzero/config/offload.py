@@ -8,12 +8,74 @@ from typing import Any, Literal
 
 from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
 
-__all__ = ["Offload", "num_bytes"]
+__all__ = ["Offload", "ZenFlow", "num_bytes"]
 
 
 def num_bytes(least: int) -> Setting:
     """A number of bytes of at least `least`."""
     return whole(least, says=f"a number of bytes, an integer >= {least}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZenFlow:
+    """Updates that nobody waits for: the columns with the largest gradients at once, the others later, on the host.
+
+    Every `select_interval` steps each device takes the columns of its shards whose gradients are largest. Their masters
+    and optimizer state move to the devices, which update them in each step. Gradients of all other columns add up on
+    the host. Every `update_interval` steps their mean goes through the optimizer there, beside the steps of the next
+    interval, at whose end the new values count. Leaves that every device holds whole stay near.
+
+    **This changes the numbers.** Use it only where the update takes longer than a step, after more micro-batches and
+    `delay=1`; the guide to offload shows what each costs.
+
+    Attributes:
+      topk_ratio: Share of the columns that are near, from 0 to 1.
+      update_interval: Steps whose gradients are added up for the other columns.
+      select_interval: Steps between choices of columns, a multiple of `update_interval`.
+      overlap: Whether the update of the other columns runs beside the next interval. Otherwise the last step of each
+        interval waits for it.
+      warm_up_steps: Steps at the start in which everything is updated at once, a multiple of `update_interval`.
+
+    Raises:
+      ValueError: A field has an impossible value, or two contradict each other.
+
+    Example:
+      >>> flow = jzero.ZenFlow(topk_ratio=0.05)
+      >>> jzero.Offload(optimizer="host", compute="host", zenflow=flow).zenflow.update_interval
+      4
+
+    References:
+      Lan et al., ZenFlow: Enabling Stall-Free Offloading Training via Asynchronous Updates, 2025.
+      DeepSpeed's `zenflow`.
+    """
+
+    topk_ratio: float = 0.1
+    update_interval: int = 4
+    select_interval: int = 64
+    overlap: bool = True
+    warm_up_steps: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "topk_ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
+            "update_interval": whole(1),
+            "select_interval": whole(1),
+            "overlap": FLAG,
+            "warm_up_steps": whole(0),
+        }
+        check_fields(self, allowed, prefix="ZenFlow.")
+        for name in ("select_interval", "warm_up_steps"):
+            if getattr(self, name) % self.update_interval:
+                raise ValueError(
+                    f"`ZenFlow.{name}={getattr(self, name)}` must be a multiple of `update_interval`, since gradients "
+                    f"that have been added up must count first: got update_interval={self.update_interval}."
+                )
+
+
+def _zenflow(value: Any) -> ZenFlow:
+    if not isinstance(value, ZenFlow):
+        raise TypeError
+    return value
 
 
 def _path(value: Any) -> str:
@@ -66,6 +128,8 @@ class Offload:
       delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They are kept in fp32,
         4 bytes per parameter over the devices that share it, in the memory of its optimizer state. Saving a checkpoint
         applies them to a second copy of the state.
+      zenflow: Whether columns with small gradients are updated later, see `ZenFlow`; needs `compute="host"`, and takes
+        the memory of masters and optimizer state twice.
       path: With "disk", a folder on a fast local disk, which must exist. Each process keeps unnamed files there, which
         vanish however it ends; jobs may share a folder.
       disk_threads: Records that are read at a time, and as many that are written: `2 * disk_threads + 1` of
@@ -93,6 +157,7 @@ class Offload:
     device_budget_bytes: int | None = None
     compute: Literal["device", "host"] = "device"
     delay: Literal[0, 1] = 0
+    zenflow: ZenFlow | None = None
     path: str | os.PathLike[str] | None = None
     disk_threads: int = 2
     disk_checksum: bool = True
@@ -106,6 +171,7 @@ class Offload:
             "device_budget_bytes": optional(num_bytes(0)),
             "compute": one_of("device", "host"),
             "delay": one_of(0, 1, says="0 or 1"),
+            "zenflow": optional(Setting("a `jzero.ZenFlow`", _zenflow)),
             "path": optional(Setting("a folder, as text or as a `pathlib.Path`", _path)),
             "disk_threads": whole(1),
             "disk_checksum": FLAG,
@@ -131,8 +197,19 @@ class Offload:
                 "`Offload.delay=1` lets the host's CPU update beside the devices, but `compute` is 'device': set "
                 "`compute='host'` too, or `delay=0`."
             )
+        if self.zenflow is not None and (self.compute == "device" or self.delay or self.params != "none"):
+            raise ValueError(
+                "`Offload.zenflow` lets the host's CPU update beside the devices, which keep the parameters, and has "
+                f"delays of its own: got compute={self.compute!r}, delay={self.delay}, params={self.params!r}. Set "
+                "`compute='host'`, `delay=0` and `params='none'`, or `zenflow=None`."
+            )
         if self.ratio != 1 and self.device_budget_bytes is not None:
             raise ValueError(
                 f"`Offload.ratio={self.ratio!r}` and `Offload.device_budget_bytes={self.device_budget_bytes}` "
                 "both say how much goes to the host: set one of them."
             )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether updates count later than the step that they belong to."""
+        return bool(self.delay) or self.zenflow is not None

@@ -54,11 +54,12 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     made = jax.eval_shape(tx.init, seen)
     update = _Update(tx, made, trace_update(tx, seen, made))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
-    if config.offload.delay and not plan.has_files:
+    if config.offload.is_late and not plan.has_files:
+        late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
         raise ValueError(
-            "`Offload.delay=1` lets the update of what is on the host or on disk run beside the next step, but here is "
-            "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. Set "
-            "`delay=0`."
+            f"`Offload.{late}` lets the update of what is on the host or on disk run beside the next step, but here is "
+            "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. "
+            f"Set `{off}`."
         )
     warn_of_matrices(plan)
     return _first_of_equal(plan)
@@ -138,6 +139,9 @@ def _offload_order(params: PyTree, config: ZeroConfig, trained: Sequence[bool]) 
 
 def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, offloaded: Sequence[int]) -> ZeroPlan:
     others = other_fields(state)
+    if config.offload.zenflow is not None and axis_size(mesh, config) > 1:  # whole leaves have no columns of a device
+        cuts = [leaf.grad.cut for leaf in _plan_params(state.params, config, mesh)]
+        offloaded = [i for i in offloaded if cuts[i]]
     leaves = _plan_params(state.params, config, mesh, frozenset(offloaded))
     frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
     trees = (state.params, *frozen_trees)
@@ -218,7 +222,7 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None
     keeps = (has_masters, plan.rounds_stochastically, isinstance(dynamic, DynamicLossScale), plan.has_files)
     if not any(keeps):
         return None
-    waiting = host_array(False, np.bool_) if plan.config.offload.delay else None
+    waiting = host_array(False, np.bool_) if plan.config.offload.is_late else None
     kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,
@@ -342,7 +346,7 @@ def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: 
 def _far(config: ZeroConfig) -> Memory:
     """Returns where the optimizer state of a chosen parameter goes."""
     where = config.offload.optimizer
-    return "device" if where == "none" else "ram" if where == "host" and config.offload.delay else where
+    return "device" if where == "none" else "ram" if where == "host" and config.offload.is_late else where
 
 
 def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:

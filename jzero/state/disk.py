@@ -18,6 +18,7 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import field_offsets
+from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.whole import Grad
 
@@ -43,7 +44,10 @@ def check_update(tx: ZeroTransformation) -> None:
     value = jax.ShapeDtypeStruct((), np.float32)
 
     def operands(grads: list[Grad], opt_state: Any, params: Any, value: Any) -> Any:
-        return tx.visits(grads, opt_state, params, None, value, {}).operands
+        found = tx.visits(grads, opt_state, params, None, value, {})
+        if plan.config.offload.zenflow is not None:
+            check_adds_up(found)
+        return found.operands
 
     jax.eval_shape(operands, grads, opt_state, params, value)
 
@@ -59,7 +63,7 @@ def open_files(plan: ZeroPlan) -> StateFiles:
     offload, records = plan.config.offload, layout(plan)
     sizes = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[-1] for r in records]
     if offload.path is None:
-        store: Store = RamStore(sizes, num_slots=1)  # as much memory as the state
+        store: Store = RamStore(sizes, num_slots=1 if offload.delay else 2)  # beside several steps it must be whole
     else:
         store = DiskStore(check_folder(offload.path), sizes, checksum=offload.disk_checksum)
     return StateFiles(plan, records, Pipeline(store, threads=offload.disk_threads))
@@ -77,11 +81,13 @@ def detached(state: State) -> State:
     return map_disk(lambda x: x.detached, state.tx.plan, state)
 
 
-def attached(state: State, files: StateFiles) -> State:
-    """Returns a state whose leaves on disk are in these files, which are its newest."""
+def attached(state: State, files: StateFiles, *, waits: bool | None = None) -> State:
+    """Returns a state whose leaves on disk are in these files, which are its newest; says whether something waits."""
     plan, own = state.tx.plan, state.opt_state
-    generation = place_array(np.asarray(files.generation), np.dtype(np.int32), plan.whole_sharding)
-    own = dataclasses.replace(own, disk=dataclasses.replace(own.disk, generation=generation))
+    whole = plan.whole_sharding
+    generation = place_array(np.asarray(files.generation), np.dtype(np.int32), whole)
+    waiting = own.disk.waiting if waits is None else place_array(np.asarray(waits), np.dtype(np.bool_), whole)
+    own = dataclasses.replace(own, disk=dataclasses.replace(own.disk, generation=generation, waiting=waiting))
     return map_disk(lambda x: dataclasses.replace(x, files=files), plan, state.replace(opt_state=own))
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,12 +30,12 @@ from jzero.state.disk import attached, check_newest, detached, files_of, open_fi
 from jzero.state.next_state import StepGrads
 from jzero.state.record_update import Prepared, record_update
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
+from jzero.state.zenflow import flow_of
 from jzero.update.visits import FromDisk
 
-__all__ = ["Waiting", "apply_pending", "in_thread", "settled_step"]
+__all__ = ["Waiting", "apply_pending", "settled_step"]
 
 State = Any
-T = TypeVar("T")
 
 
 class Waiting(NamedTuple):
@@ -52,23 +50,6 @@ class Waiting(NamedTuple):
     found: StepGrads
     ready: Prepared | None = None
     done: concurrent.futures.Future[RunStats] | None = None
-
-
-def in_thread(fn: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Starts a function in a thread of its own, which ends before the program does."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    # A `with` statement may have set it, which holds for its thread alone.
-    has_wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-    def run() -> None:
-        try:
-            with jax.enable_x64(has_wide):
-                future.set_result(fn())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="jzero-update").start()
-    return future
 
 
 def apply_pending(state: State, *, donate: bool = False) -> State:
@@ -110,7 +91,10 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     check_newest(train_state)
     files.pipeline.store.check_whole()
     near = map_state(functools.partial(_to_planned_memory, files.plan), files.plan, train_state)
-    return adapted.rebuild(_applied(near, files, files if donate else open_files(files.plan)))
+    target = files if donate else open_files(files.plan)
+    if files.plan.config.offload.zenflow is None:
+        return adapted.rebuild(_applied(near, files, target))
+    return adapted.rebuild(attached(flow_of(files).settle(detached(near), target), target, waits=False))
 
 
 def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
@@ -154,4 +138,4 @@ def _applied(state: Any, files: StateFiles, target: StateFiles) -> Any:
 def settled_step(state: Any) -> int:
     """Returns the `step` of a sharded train state once its pending gradients are applied."""
     check_alive(state)
-    return int(state.step) + _waits(state)
+    return int(state.step) + (_waits(state) and bool(state.tx.plan.config.offload.delay))

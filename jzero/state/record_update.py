@@ -6,6 +6,7 @@ In: a state and the gradients of a step. Out: the state after it. See [Note: Rec
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,15 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.arrays.disk_files import StateFiles
+from jzero.config.precision import wide_dtype
 from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads, next_state, settled_state
 from jzero.state.train_state import map_state
+from jzero.update.columns import Columns
 from jzero.update.find_visits import NextPass
 from jzero.update.records import GivenArrays, Programs, RecordRun
-from jzero.update.visits import FromDisk, Visit
+from jzero.update.visits import FromDisk, Visit, VisitOperands
+from jzero.update.whole import Grad
 
 __all__ = ["Prepared", "RecordUpdate", "record_update"]
 
@@ -52,7 +56,12 @@ class RecordUpdate:
         self.rest: Any = jax.jit(self._rest, donate_argnums=0)
         self.settled: Any = jax.jit(self._settled, donate_argnums=0)
         self.settled_copy: Any = jax.jit(self._settled)
+        self.rest_with_columns: Any = jax.jit(self._rest_with_columns, donate_argnums=(0, 6))
+        self.land: Any = jax.jit(self._land, donate_argnums=0)
+        self.land_copy: Any = jax.jit(self._land)
         self._numbers: Any = jax.jit(self._find, static_argnums=0)
+        self._late_numbers: Any = jax.jit(self._find_late)
+        self._late_visits: list[Visit] = []
         self._visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
 
     @property
@@ -85,6 +94,31 @@ class RecordUpdate:
             run.run()
             sums, level = sums | run.sums(), level + 1
 
+    def numbers_of_late(self, state: State, found: StepGrads) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
+        """Returns what a pass with other gradients than those of a step reads beside records, and sums of the step.
+
+        Args:
+          state: The state, detached.
+          found: The gradients of the step, whose numbers count.
+        """
+        _, sums = self._numbers(0, state, found, {})
+        self.wait(sums)
+        return self.late_operands(state, found._replace(grads=[]), sums), sums
+
+    def late_operands(self, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
+        """Returns what such a pass reads beside records, given sums; `found` has no gradients."""
+        operands: list[VisitOperands] = self._late_numbers(state, found, sums)
+        self.wait(operands)
+        return operands
+
+    def late_run(
+        self, files: StateFiles, state: State, operands: Sequence[VisitOperands], grads: Mapping[int, Any]
+    ) -> RecordRun:
+        """Returns a pass with gradients in float32 from the host, by parameter and device, ready to run."""
+        params = self.plan.flat_params(state.params)
+        given = GivenArrays(grads, {i: params[i] for i in self.plan.disk_fields})
+        return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, given)
+
     def wait(self, x: Any) -> None:
         """Waits for arrays where programs in flight could wait for each other for ever."""
         if _compat.starves_steps(self.plan.mesh):
@@ -92,7 +126,7 @@ class RecordUpdate:
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs."""
-        for program in (self.rest, self.settled, self.settled_copy, self._numbers):
+        for program in (x for x in vars(self).values() if hasattr(x, "clear_cache")):
             program.clear_cache()
         self.programs = Programs(self.plan)
         self._visits.clear()
@@ -106,6 +140,33 @@ class RecordUpdate:
     @jax.named_scope("zero_update")
     def _rest(self, state: State, found: StepGrads, changed: Any, update: StepGrads | None, disk: FromDisk) -> State:
         return self._laid_out(next_state(state, found, changed, update and self._with_zeros(update), disk))
+
+    @jax.named_scope("zero_update")
+    def _find_late(self, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
+        """Finds what a pass reads whose gradients are float32, without factors."""
+        leaves = (leaf.grad for leaf in self.plan.leaves)
+        grads = [Grad(jnp.zeros(leaf.stored_shape, wide_dtype(leaf.dtype))) for leaf in leaves]
+        made = state.tx.visits(grads, state.opt_state, state.params, found.applied, found.value, sums)
+        self._late_visits = made.visits
+        return made.operands
+
+    def _rest_with_columns(  # noqa: PLR0913  # operands of a program
+        self,
+        state: State,
+        found: StepGrads,
+        changed: Any,
+        sums: dict[int, jax.Array],
+        chosen: dict[int, jax.Array],
+        light: StepGrads,
+        near: dict[int, list[jax.Array]],
+    ) -> tuple[State, dict[int, list[jax.Array]]]:
+        columns = Columns(self.plan, chosen, near)
+        new = self._rest(state, light, changed, found, FromDisk(sums, {}, columns))
+        return new, columns.new
+
+    @jax.named_scope("zero_update")
+    def _land(self, state: State, results: dict[int, jax.Array], chosen: dict[int, jax.Array]) -> State:
+        return self._laid_out(state.replace(params=state.tx.with_late_results(state.params, results, chosen)))
 
     @jax.named_scope("zero_update")
     def _settled(self, state: State, update: StepGrads, disk: FromDisk) -> State:

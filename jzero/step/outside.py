@@ -24,8 +24,10 @@ from jzero.disk.pipeline import RunStats
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import attached, check_newest, detached, files_of
 from jzero.state.next_state import StepGrads
-from jzero.state.pending import Waiting, in_thread
+from jzero.state.pending import Waiting
 from jzero.state.record_update import Prepared, record_update
+from jzero.state.threads import in_thread
+from jzero.state.zenflow import flow_of
 from jzero.step.inputs import optional_rng
 from jzero.update.visits import NO_DISK, FromDisk
 
@@ -54,7 +56,8 @@ class OutsideStep:
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns the state after a step, and metrics; consumes `state`."""
         check_newest(state)
-        run = self._late if state.tx.plan.config.offload.delay else self._now
+        offload = state.tx.plan.config.offload
+        run = self._late if offload.delay else self._now if offload.zenflow is None else self._flow
         return run(files_of(state), detached(state), batch, optional_rng(rng))
 
     def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
@@ -65,6 +68,12 @@ class OutsideStep:
         if not self._are_applied(found):
             new = self.update.rest(state, found, changed, found, NO_DISK)
             return attached(new, files), metrics | _rates(files, NOTHING, 0)
+        return self._applied(files, state, found, changed, metrics)
+
+    def _applied(
+        self, files: StateFiles, state: State, found: StepGrads, changed: Any, metrics: dict[str, Any]
+    ) -> tuple[State, dict[str, Any]]:
+        """Applies the gradients of a step at once."""
 
         def passes() -> tuple[Prepared, RunStats]:
             ready = self.update.prepare(files, state, found)
@@ -75,6 +84,32 @@ class OutsideStep:
         new = self.update.rest(state, ready.found, changed, ready.found, disk)
         files.pipeline.store.commit()
         return attached(new, files), metrics | _rates(files, stats, stats.waited_seconds)
+
+    def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
+        """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
+        flow, number, stats, waited = flow_of(files), int(state.step), NOTHING, 0.0
+        settings = flow.settings
+        found, changed, metrics = self.gradients(state, batch, **rng)
+        if not self._are_applied(found):
+            new = self.update.rest(state, found, changed, found, NO_DISK)
+            return attached(new, files), metrics | _rates(files, stats, waited)
+        if number < settings.warm_up_steps:
+            return self._applied(files, state, found, changed, metrics)
+        if flow.chooses and (not flow.chosen or number % settings.select_interval == 0):
+            flow.choose(found)
+        sums, light = flow.note(state, found), found._replace(grads=[])
+        flow.add(found)
+        new, flow.near = self.update.rest_with_columns(state, found, changed, sums, flow.chosen, light, flow.near)
+        self.update.wait(new)
+        files.version += 1
+        if flow.far and (number + 1) % settings.update_interval == 0:
+            begun = time.perf_counter()
+            new, stats = (new, stats) if flow.run is None else flow.land(new)
+            flow.begin(new)
+            if not settings.overlap or (flow.chooses and (number + 1) % settings.select_interval == 0):
+                new, stats = flow.land(new)
+            waited = time.perf_counter() - begun
+        return attached(new, files, waits=True), metrics | _rates(files, stats, waited)
 
     def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""

@@ -37,7 +37,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 from jzero.update.split import REDUCTIONS
 
-__all__ = ["Part", "Pass", "number_of_part", "reduce_pass", "run_pass"]
+__all__ = ["Part", "Pass", "first_index", "number_of_part", "reduce_pass", "run_pass"]
 
 
 class Pass(NamedTuple):
@@ -92,7 +92,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
-        shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
+        shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
         written = [arrays[t] for t in held]
         pieces = _split(plan, [y for y in written if is_on_host(y)] or written or arrays)
         views = [y.reshape(pieces.view) for y in arrays]
@@ -117,7 +117,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
             pairs = list(zip(made, x.targets, stays, strict=True))
             return [y.astype(arrays[t].dtype) for y, t, s in pairs if s], [y for y, _, s in pairs if not s]
 
-        there, here = map(iter, _on_cpu(plan, fn, (_first(plan, x.leaf, shape), arrays, numbers)))
+        there, here = map(iter, _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers)))
         return [next(there) if s else next(here) for s in stays]
 
     spec = plan.device_sharding(x.leaf).spec
@@ -139,7 +139,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
 
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> jax.Array:
-        shape, first = arrays[0].shape, _first(plan, x.leaf, arrays[0].shape)
+        shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
         pieces = _split(plan, arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
@@ -156,7 +156,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
         def fn(first: Any, *inputs: Any) -> tuple[tuple[()], jax.Array]:
             return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
 
-        return _on_cpu(plan, fn, (_first(plan, x.leaf, shape), arrays, numbers))[1][None]
+        return _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers))[1][None]
 
     names = tuple(jax.tree.leaves(tuple(plan.device_sharding(x.leaf).spec)))
     local = on_cpu if plan.config.offload.compute == "host" else in_chunks
@@ -184,7 +184,7 @@ def _split(plan: ZeroPlan, arrays: Sequence[Any]) -> Pieces:
     return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
 
 
-def _first(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]:
+def first_index(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]:
     """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
     spec = plan.device_sharding(leaf).spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]

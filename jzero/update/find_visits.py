@@ -22,7 +22,7 @@ from jzero.update.split import Kind
 from jzero.update.visits import Source, SumTarget, Visit, VisitOperands
 from jzero.update.whole import Before, WholeUpdate
 
-__all__ = ["NextPass", "find_visits"]
+__all__ = ["NextPass", "check_adds_up", "find_visits", "targets_of", "visit_of"]
 
 
 class NextPass(NamedTuple):
@@ -64,10 +64,19 @@ def find_visits(update: WholeUpdate, stored: Before, sums: Mapping[int, jax.Arra
     if run.pending:
         found = _sum_visits(run)
     else:
-        found = [_visit(run, i, [outs[k] for k in x], _targets(run, i, x)) for i, x in wanted.items() if x]
+        found = [visit_of(run, i, [outs[k] for k in x], targets_of(run, i, x)) for i, x in wanted.items() if x]
     made = {k for targets in wanted.values() for k in targets}
     needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in made])
     return NextPass([x for x, _ in found], [x for _, x in found], run.sums, needs)
+
+
+def check_adds_up(found: NextPass) -> None:
+    """Raises unless an update can take the mean over the gradients of several steps, element by element."""
+    if found.needs_grads or any(visit.makes_sums for visit in found.visits):
+        raise ValueError(
+            "`Offload.zenflow` applies means of gradients element by element, but this optimizer needs sums over its "
+            "state (LAMB's norms), or rows of the gradient (Adafactor): use `delay=1`, or an optimizer such as AdamW."
+        )
 
 
 def _check_elementwise(run: Run) -> None:
@@ -97,7 +106,7 @@ def _needs_grads(run: Run, wanted: Sequence[Any]) -> bool:
     return False
 
 
-def _targets(run: Run, i: int, targets: Mapping[int, Any]) -> list[Any]:
+def targets_of(run: Run, i: int, targets: Mapping[int, Any]) -> list[Any]:
     """Returns the targets of a visit: fields on disk by number, and dtypes."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
     dtypes = (x.dtype if hasattr(x, "aval") else x for x in targets.values())
@@ -121,11 +130,11 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
             SumTarget(run.record_sums[i], x.primitive.name, len(x.invars), x.outvars[0].aval.dtype)
             for i, x in zip(members, eqns, strict=True)
         ]
-        found.append(_visit(run, param, [v for x in eqns for v in x.invars], targets))
+        found.append(visit_of(run, param, [v for x in eqns for v in x.invars], targets))
     return found
 
 
-def _visit(run: Run, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
+def visit_of(run: Run, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
     """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
     leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(wanted), VisitOperands([], [])

@@ -37,9 +37,12 @@ __all__ = ["GivenArrays", "Programs", "RecordRun", "host_cpu"]
 
 
 class GivenArrays(NamedTuple):
-    """What visits read of a step, as stored: by parameter its reduced gradient, and itself."""
+    """What visits read of a step, as stored: by parameter its reduced gradient, and itself.
 
-    grads: Mapping[int, jax.Array]
+    Gradients may be parts on the host, by device.
+    """
+
+    grads: Mapping[int, Any]
     params: Mapping[int, jax.Array]
 
 
@@ -254,8 +257,9 @@ def _paste(part: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(part, x, start)
 
 
-def _by_device(x: jax.Array) -> dict[Any, jax.Array]:
-    return {shard.device: shard.data for shard in x.addressable_shards}
+def _by_device(x: Any) -> Mapping[Any, Any]:
+    """Returns the parts of an array by device; a dictionary is that already."""
+    return x if isinstance(x, Mapping) else {shard.device: shard.data for shard in x.addressable_shards}
 
 
 def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[Any, jax.Array], how: str) -> jax.Array:

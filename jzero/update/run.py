@@ -61,7 +61,9 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     passed: dict[int, Any] = {}
     for i in sorted(far):
         targets = run.targets(i, given, numbers)
-        if i in plan.disk_fields:
+        if i in plan.disk_fields and disk.columns is not None and i in disk.columns.chosen:
+            passed |= disk.columns.update(run, i, given, targets)
+        elif i in plan.disk_fields:
             passed |= run.from_disk(i, given, targets, disk.results.get(i))
         else:
             passed |= run.update(i, given, targets)

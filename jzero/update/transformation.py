@@ -30,6 +30,7 @@ from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.plan.platform import platform_facts
+from jzero.update.columns import with_others
 from jzero.update.extra_args import check_grads, check_params_stored
 from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
@@ -157,6 +158,22 @@ class ZeroTransformation:
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
         before = _before(plan, own, grads, plan.flat_params(params), applied=applied, value=value)
         return WholeUpdate(plan, self.inner, trained), before
+
+    def with_late_results(
+        self, params: PyTree, results: Mapping[int, jax.Array], chosen: Mapping[int, jax.Array]
+    ) -> PyTree:
+        """Returns stored parameters with what was computed from records beside other steps; call it inside `jit`.
+
+        Args:
+          params: The parameters as stored.
+          results: New values by parameter, laid out like gradients.
+          chosen: By parameter, the columns that have been updated meanwhile, see `jzero.update.columns`.
+        """
+        plan, leaves = self.plan, self.plan.flat_params(params)
+        for i, made in results.items():
+            new = with_others(plan, plan.leaves[i], leaves[i], made, chosen.get(i))
+            leaves[i] = _store_new(new, plan.leaves[i], plan, leaves[i])
+        return plan.stored_params(leaves)
 
     def loss_scale(self, opt_state: PyTree) -> jax.Array | None:
         """Returns the factor of the loss, in float32; `None` without a loss scale."""

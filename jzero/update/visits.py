@@ -22,10 +22,12 @@ class FromDisk(NamedTuple):
     Attributes:
       sums: Numbers over what is on disk, by their number among all such sums.
       results: By parameter with state on disk, its new value, laid out like its gradient; none if nothing changes.
+      columns: The columns that are updated near, see `jzero.update.columns`; `None` if there are none.
     """
 
     sums: Mapping[int, jax.Array]
     results: Mapping[int, jax.Array]
+    columns: Any = None
 
 
 NO_DISK = FromDisk({}, {})

@@ -1,0 +1,302 @@
+"""ZenFlow: columns with large gradients are updated in each step, the others beside the steps of an interval.
+
+In: a state in records, the gradients of its steps. Out: the same state, whose records, columns on the devices and
+gradients that have been added up are in its `StateFiles`.
+
+[Note: ZenFlow]
+Steps count from 0, those that are applied. An interval is `update_interval` of them. In its last step the numbers of
+the update (count, learning rate, clipping) are those of that step, for all columns alike; the mean of its gradients
+then goes through the optimizer beside the next interval, at whose end the new values count. With `overlap=False` they
+count at once. Before columns are chosen anew everything counts, so that no gradient is lost or counts twice; then
+masters and optimizer state of the chosen columns move from the records to the devices, and back later. Nothing is
+zeroed. Whatever reads the state as a whole (saving, laying out anew) gets a copy in which everything counts, a mean
+over fewer steps included.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jzero.arrays.disk_files import Record, StateFiles, first_holders
+from jzero.arrays.processes import succeed_together
+from jzero.config.offload import ZenFlow
+from jzero.config.precision import scale_by, wide_dtype
+from jzero.disk.pipeline import Pipeline, RunStats
+from jzero.disk.stores import CopyingStore
+from jzero.plan.plan import ZeroPlan
+from jzero.state.next_state import StepGrads
+from jzero.state.record_update import RecordUpdate, record_update
+from jzero.state.threads import in_thread
+from jzero.update.columns import choose_columns, column_dim, num_chosen
+from jzero.update.records import RecordRun, host_cpu
+from jzero.update.visits import VisitOperands
+
+__all__ = ["Flow", "flow_of"]
+
+State = Any
+Parts = dict[tuple[int, Any], Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """What a state with `Offload(zenflow=...)` has beside its records.
+
+    Attributes:
+      files: The records.
+      chosen: The columns on the devices by parameter, int32 [parts · K].
+      near: What they have there, one array per field, [..., N · K, ...].
+      sums: Sums of gradients by parameter and device, float32 on the host.
+      count: Number of gradients in the sums.
+      run: The pass that runs beside steps, if one does.
+      done: Its result.
+      operands, numbers, scalars: What the pass reads of the last step: see `note`.
+    """
+
+    files: StateFiles
+    chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    near: dict[int, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    sums: Parts = dataclasses.field(default_factory=dict)
+    count: int = 0
+    run: RecordRun | None = None
+    done: concurrent.futures.Future[RunStats] | None = None
+    operands: Sequence[VisitOperands] = ()
+    numbers: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    scalars: Any = None
+
+    @property
+    def plan(self) -> ZeroPlan:
+        """The plan of the state."""
+        return self.files.plan
+
+    @property
+    def settings(self) -> ZenFlow:
+        """How the state is updated."""
+        assert self.plan.config.offload.zenflow is not None
+        return self.plan.config.offload.zenflow
+
+    @property
+    def update(self) -> RecordUpdate:
+        """The programs of the state."""
+        return record_update(self.plan)
+
+    @functools.cached_property
+    def far(self) -> list[int]:
+        """The parameters of which some columns are not on the devices once columns are chosen."""
+        shapes = {i: self.plan.part_shape(self.plan.leaves[i].grad) for i in self.plan.disk_fields}
+        sizes = {i: shape[column_dim(self.plan.leaves[i].grad)] for i, shape in shapes.items()}
+        return [i for i, size in sizes.items() if num_chosen(self.plan, self.plan.leaves[i].grad) < size]
+
+    @functools.cached_property
+    def chooses(self) -> list[int]:
+        """The parameters of which some columns are on the devices once columns are chosen."""
+        return [i for i in self.plan.disk_fields if num_chosen(self.plan, self.plan.leaves[i].grad)]
+
+    def choose(self, found: StepGrads) -> None:
+        """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
+        chosen = choose_columns(self.plan, {i: found.grads[i].reduced for i in self.chooses})
+        self.update.wait(chosen)
+        parts = self._move(self.files.pipeline, chosen)
+        self.near = {
+            i: [self._placed(i, [x[k] for x in of.values()], of) for k in range(self._num_fields(i))]
+            for i in chosen
+            if (of := {d: x for (j, d), x in parts.items() if j == i})
+        }
+        self.chosen = chosen
+        self.files.overlay = self.overlay
+
+    def _num_fields(self, i: int) -> int:
+        return len(self.plan.disk_fields[i])
+
+    def _placed(self, i: int, columns: Sequence[np.ndarray], devices: Mapping[Any, Any]) -> jax.Array:
+        """Returns one field of the chosen columns as an array on the devices, from those of the first holders."""
+        leaf = self.plan.leaves[i].grad
+        there = dict(zip(devices, columns, strict=True))
+        sharding = self.plan.device_sharding(leaf)
+        shape = list(leaf.stored_shape)
+        dim = column_dim(leaf)
+        part = self.plan.part_shape(leaf)
+        shape[dim] = shape[dim] // part[dim] * columns[0].shape[dim]
+        arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
+        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
+
+    def _move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[tuple[int, Any], list[np.ndarray]]:
+        """Writes the columns on the devices into the records; returns those that are chosen now, by field."""
+        wanted = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
+        taken: dict[tuple[int, Any], list[np.ndarray]] = {}
+
+        def visit(number: int, buffer: np.ndarray) -> None:
+            record = self.files.records[number]
+            views, place = self.files.views(number, buffer), (record.param, record.device)
+            self.overlay(record, views)
+            if place not in wanted:
+                return
+            dim, shape = column_dim(self.plan.leaves[record.param].grad), list(self._part_shape(record.param))
+            shape[dim] = len(wanted[place])
+            into = taken.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
+            inside, columns = _overlap(record, dim, wanted[place])
+            at = _at(record, dim, inside)
+            for x, view in zip(into, views, strict=True):
+                x[at] = np.take(view, columns, dim)
+
+        pipeline.run(visit)
+        pipeline.store.commit()
+        return taken
+
+    def _part_shape(self, i: int) -> tuple[int, ...]:
+        return self.plan.part_shape(self.plan.leaves[i].grad)
+
+    def overlay(self, record: Record, views: Sequence[np.ndarray]) -> None:
+        """Writes the columns on the devices into the fields of a record."""
+        if record.param not in self.chosen:
+            return
+        chosen = _part(self.chosen[record.param], record.device)
+        dim = column_dim(self.plan.leaves[record.param].grad)
+        inside, columns = _overlap(record, dim, chosen)
+        at, there = _at(record, dim, inside), (*[slice(None)] * dim, columns)
+        for near, view in zip(self.near[record.param], views, strict=True):
+            view[there] = _part(near, record.device)[at]
+
+    def add(self, found: StepGrads) -> None:
+        """Adds the gradients of a step to the sums."""
+        cpu = host_cpu()
+        for i in self.far:
+            grad, leaf = found.grads[i], self.plan.leaves[i].grad
+            factors = [np.asarray(x) for x in grad.factors]
+            parts = {s.device: s.data for s in grad.reduced.addressable_shards}
+            for device in dict.fromkeys(first_holders(self.plan, leaf).values()):
+                part = jax.device_put(np.asarray(parts[device]), cpu)
+                old = self.sums.get((i, device))
+                zeros = np.zeros(part.shape, wide_dtype(part.dtype))
+                self.sums[i, device] = _added(jax.device_put(zeros, cpu) if old is None else old, part, factors)
+        self.count += 1
+
+    def _mean(self) -> dict[int, dict[Any, np.ndarray]]:
+        """Returns the mean of the gradients in the sums, by parameter and device."""
+        means: dict[int, dict[Any, np.ndarray]] = {i: {} for i in self.plan.disk_fields}
+        for (i, device), x in self.sums.items():
+            means[i][device] = np.asarray(_divided(x, np.float32(self.count)))
+        for i in set(self.plan.disk_fields) - set(self.far):  # nothing of it counts
+            zeros = np.zeros(self._part_shape(i), np.float32)
+            means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
+        return means
+
+    def note(self, state: State, found: StepGrads) -> dict[int, jax.Array]:
+        """Remembers the numbers of the update of a step, and returns sums over parameters in records.
+
+        Args:
+          state: The state before the step, detached.
+          found: The gradients of the step.
+        """
+        self.operands, self.numbers = self.update.numbers_of_late(state, found)
+        self.scalars = found._replace(grads=[])
+        return self.numbers
+
+    def begin(self, state: State) -> None:
+        """Starts the pass with the mean of the gradients, in a thread; they are gone then."""
+        self.run = self._late_run(self.files, state)
+        self.sums, self.count = {}, 0
+        self.done = in_thread(self.run.run)
+
+    def _late_run(self, files: StateFiles, state: State) -> RecordRun:
+        """Returns the pass with the mean of the gradients, with the numbers of the last step."""
+        near = self.update.late_operands(state, self.scalars, self.numbers)
+        operands = [VisitOperands(x.near, y.numbers) for x, y in zip(near, self.operands, strict=True)]
+        return self.update.late_run(files, state, operands, self._mean())
+
+    def settle(self, state: State, target: StateFiles) -> State:
+        """Returns a state in which everything counts, with all of it in the records of `target`.
+
+        Args:
+          state: The state, detached; it stays as it is unless `target` are its own records.
+          target: New records, or its own.
+        """
+        keeps = target is not self.files
+        land = self.update.land_copy if keeps else self.update.land
+        self.files.wait()
+        if keeps:
+            both = CopyingStore(self.files.pipeline.store, target.pipeline.store)
+            pipeline = Pipeline(both, threads=self.plan.config.offload.disk_threads)
+            run = self.run
+            succeed_together(lambda: pipeline.run(lambda number, buffer: None) if run is None else run.run(pipeline))
+            state = state if run is None else land(state, run.results(), self.chosen)
+            target.pipeline.store.commit()
+        elif self.run is not None:
+            state, _ = self.land(state)
+        if self.count:
+            last = self._late_run(target, state)
+            succeed_together(last.run)
+            state = land(state, last.results(), self.chosen)
+            target.pipeline.store.commit()
+        if self.chosen:
+            self._move(target.pipeline, {})
+        if not keeps:
+            self.files.waiting = self.files.overlay = None
+        return state
+
+    def land(self, state: State) -> tuple[State, RunStats]:
+        """Returns the state once the pass is done and counts; consumes the state.
+
+        Raises:
+          DiskError: The pass failed. The next call begins it anew.
+        """
+        run, done = self.run, self.done
+        assert run is not None
+        assert done is not None
+
+        def result() -> RunStats:
+            try:
+                return done.result()
+            except BaseException:
+                self.done = in_thread(run.run)
+                raise
+
+        stats = succeed_together(result)
+        landed = self.update.land(state, run.results(), self.chosen)
+        self.files.pipeline.store.commit()
+        self.run = self.done = None
+        return landed, stats
+
+
+def flow_of(files: StateFiles) -> Flow:
+    """Returns what a state with `Offload(zenflow=...)` has beside its records."""
+    if files.waiting is None:
+        files.waiting = Flow(files)
+    flow: Flow = files.waiting
+    return flow
+
+
+def _part(x: jax.Array, device: Any) -> np.ndarray:
+    return np.asarray(next(s.data for s in x.addressable_shards if s.device == device))
+
+
+def _overlap(record: Record, dim: int, columns: np.ndarray) -> tuple[Any, Any]:
+    """Returns which of some columns of a part a record has: their numbers among them, and their places in it."""
+    start, count = record.place.start[dim], record.place.shape[dim]
+    inside = np.flatnonzero((columns >= start) & (columns < start + count))
+    return inside, columns[inside] - start
+
+
+def _at(record: Record, dim: int, numbers: Any) -> Any:
+    """Returns the place of a record in an array of columns, given the numbers of those that it has."""
+    place: list[Any] = list(record.place.slices)
+    place[dim] = numbers
+    return tuple(place)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total: jax.Array, grad: jax.Array, factors: Sequence[Any]) -> jax.Array:
+    return total + scale_by(grad, *map(jnp.asarray, factors)).astype(total.dtype)
+
+
+@jax.jit
+def _divided(total: jax.Array, count: Any) -> jax.Array:
+    return total / lax.convert_element_type(count, total.dtype)

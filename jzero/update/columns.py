@@ -1,0 +1,161 @@
+"""Updates the chosen columns of parameters in records on the devices, beside everything else that is near.
+
+A *column* is a slice of one device's part of a parameter along the dimension that ZeRO cuts, so choosing columns needs
+no communication. In: which columns each device has chosen, and their masters and optimizer state. Out: their new state,
+and parameters whose chosen columns are new.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jzero.arrays.placement import natural_leaf, stored_leaf
+from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.on_disk import OnDisk
+from jzero.plan.plan import ZeroPlan
+from jzero.update.chunks import Part, first_index
+from jzero.update.find_visits import targets_of, visit_of
+from jzero.update.run import Run
+from jzero.update.whole import Before
+
+__all__ = ["Columns", "choose_columns", "column_dim", "num_chosen", "with_others"]
+
+
+def column_dim(leaf: StateLeaf) -> int:
+    """Returns the dimension of the stored array whose indices are the columns of a leaf."""
+    shape = leaf.stored_shape
+    return shape.index(max(shape)) if leaf.cut is None else leaf.cut.dim
+
+
+def num_chosen(plan: ZeroPlan, leaf: StateLeaf) -> int:
+    """Returns how many columns each device chooses of its part of a leaf."""
+    flow = plan.config.offload.zenflow
+    columns = plan.part_shape(leaf)[column_dim(leaf)]
+    return 0 if flow is None else min(columns, round(flow.topk_ratio * columns) or (flow.topk_ratio > 0))
+
+
+def _specs(plan: ZeroPlan, leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
+    """Returns the specs of arrays laid out like a leaf, and of one entry per chosen column of each part."""
+    spec = plan.device_sharding(leaf).spec
+    names = tuple(jax.tree.leaves(tuple(spec)))
+    return spec, PartitionSpec(names or None)
+
+
+class Columns:
+    """The chosen columns in one program.
+
+    Args:
+      plan: The plan.
+      chosen: By parameter, the indices that each device has chosen in its part, int32 [parts · K].
+      near: By parameter, what the records have of these columns, one array per field, [..., N · K, ...].
+
+    Attributes:
+      new: Likewise, after `update`; filled while the program is traced.
+    """
+
+    def __init__(
+        self, plan: ZeroPlan, chosen: Mapping[int, jax.Array], near: Mapping[int, Sequence[jax.Array]]
+    ) -> None:
+        self.plan, self.chosen, self.near = plan, chosen, near
+        self.new = {i: list(fields) for i, fields in near.items()}
+
+    def update(self, run: Run, i: int, given: Before, targets: Mapping[int, Any]) -> dict[int, Any]:
+        """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
+        plan, leaf = self.plan, self.plan.leaves[i].grad
+        outs = run.split.jaxpr.outvars
+        visit, operands = visit_of(run, i, [outs[k] for k in targets], targets_of(run, i, targets))
+        grads: Any = given.grads[i]
+        param: Any = given.params[i]
+        arrays = {"grads": [grads.reduced.array], "params": [param.array], "near": operands.near}
+        parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
+        dim, spec_pair = column_dim(leaf), _specs(plan, leaf)
+
+        def local(
+            fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
+        ) -> tuple[list[jax.Array], jax.Array]:
+            first = first_index(plan, leaf, old.shape)
+            taken = iter([jnp.take(x, chosen, dim) for x in parts])
+            shape = fields[0].shape
+
+            def along(d: int) -> jax.Array:
+                spread = [-1 if axis == dim else 1 for axis in range(len(shape))]
+                index = chosen.reshape(spread) if d == dim else lax.broadcasted_iota(jnp.int32, shape, d)
+                return jnp.broadcast_to(first[d] + index, shape)
+
+            part = Part(leaf, along)
+            known = {"disk": lambda x: fields[x.number], "number": lambda x: numbers[x.number]}
+            known |= {"positions": lambda x: part.positions()}
+            values = [known[x.kind](x) if x.kind in known else next(taken) for x in visit.sources]
+            made = zip(visit.targets, visit.kernel(values, shape), strict=True)
+            new, result = list(fields), old
+            for target, x in made:
+                x = part.without_padding(x, 0)  # noqa: PLW2901
+                if isinstance(target, int):
+                    new[target] = x.astype(fields[target].dtype)
+                else:
+                    place = (*[slice(None)] * dim, chosen)
+                    result = old.at[place].set(x.astype(old.dtype), unique_indices=True)
+            return new, result
+
+        like, entries = spec_pair
+        specs = ([like] * len(self.near[i]), entries, [like] * len(parts), PartitionSpec(), like)
+        mapped = jax.shard_map(
+            local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
+        )
+        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param.array)
+        near = natural_leaf(result, leaf, plan)
+        return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def choose_columns(plan: ZeroPlan, grads: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """Returns the columns with the largest gradients of each device's part, int32 [parts · K] by parameter."""
+
+    def of(i: int, grad: jax.Array) -> jax.Array:
+        leaf = plan.leaves[i].grad
+        dim, count, (like, entries) = column_dim(leaf), num_chosen(plan, leaf), _specs(plan, leaf)
+
+        def local(part: jax.Array) -> jax.Array:
+            others = [d for d in range(part.ndim) if d != dim]
+            norms = jnp.square(part.astype(jnp.float32)).sum(others)
+            return jnp.sort(lax.top_k(norms, count)[1]).astype(jnp.int32)
+
+        chosen: jax.Array = jax.shard_map(local, mesh=plan.mesh, in_specs=like, out_specs=entries, check_vma=False)(
+            grad
+        )
+        return lax.with_sharding_constraint(chosen, NamedSharding(plan.mesh, entries))
+
+    return {i: of(i, grad) for i, grad in grads.items()}
+
+
+def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array, chosen: jax.Array | None) -> jax.Array:
+    """Returns a parameter with new values in all columns but the chosen ones, in its layout; inside `jit`.
+
+    Args:
+      plan: The plan.
+      leaf: The parameter.
+      old: Its value as stored.
+      made: The new values of all columns, laid out like the gradient.
+      chosen: The columns that keep theirs; `None` if none do.
+    """
+    grad = leaf.grad
+    kept = stored_leaf(natural_leaf(old, leaf.param, plan), grad, plan)
+    if chosen is not None:
+        like, entries = _specs(plan, grad)
+        dim = column_dim(grad)
+
+        def local(made: jax.Array, kept: jax.Array, chosen: jax.Array) -> jax.Array:
+            place = (*[slice(None)] * dim, chosen)
+            return made.at[place].set(jnp.take(kept, chosen, dim), unique_indices=True)
+
+        specs = (like, like, entries)
+        mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=like, check_vma=False)
+        made = mapped(made, kept, chosen)
+    return made

@@ -1,0 +1,240 @@
+"""ZenFlow: equal to what it should be equal to, and else to a loop on one device that keeps its rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.state.disk import files_of
+from tests import models
+from tests.checkpoint_states import arrays, assert_same_bits
+from tests.compiled import DEFAULT_FUSIONS
+from tests.tiers import default_for
+
+
+def sharded(offload, *, stage=3, precision="fp32", tx=None, dtype=None, mesh=None):
+    params = models.mlp_params() if dtype is None else models.mlp_params(dtype)
+    state = jzero.TrainState.create(params=params, tx=tx or optax.adamw(1e-2))
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0, offload=offload)
+    return jzero.shard_train_state(state, config=config, mesh=mesh)
+
+
+def on_host(**options):
+    return jzero.Offload(optimizer="host", compute="host", chunk_bytes=2048, **options)
+
+
+def flow(**options):
+    return on_host(zenflow=jzero.ZenFlow(**options))
+
+
+def train(state, steps=5, start=0, dtype=np.float32, **options):
+    step = jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
+    losses = []
+    for i in range(start, start + steps):
+        state, metrics = step(state, models.mlp_batch(48, seed=i, dtype=dtype))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def whole(state):
+    plain = jzero.unshard_train_state(state)
+    return {**arrays(plain.params), **arrays(plain.opt_state)}
+
+
+EQUAL = {
+    "all columns near": (flow(topk_ratio=1), jzero.Offload()),
+    "none near, each step": (flow(topk_ratio=0, update_interval=1), on_host(delay=1)),
+}
+
+
+@pytest.mark.parametrize("stage", default_for([3], [1, 3]))
+@pytest.mark.parametrize("precision", ["bf16"])
+@pytest.mark.parametrize("case", EQUAL)
+def test_limits_are_other_options_to_the_bit(case, precision, stage):
+    one, other = (train(sharded(x, stage=stage, precision=precision), clip_norm=0.5) for x in EQUAL[case])
+    assert one[1] == other[1]
+    params = (arrays(jzero.gather_params(x[0], masters=True)) for x in (one, other))
+    assert_same_bits(*params)
+
+
+def test_waiting_for_each_step_is_training_at_once():
+    offload = flow(topk_ratio=0.1, update_interval=1, select_interval=2, overlap=False)
+    (one, losses), (other, expected) = train(sharded(offload)), train(sharded(jzero.Offload()))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    found, near = whole(one), whole(other)
+    for path, x in near.items():
+        np.testing.assert_allclose(found[path], x, atol=1e-6, err_msg=path)
+
+
+TX = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 20), weight_decay=0.1)
+
+
+def chosen_columns(plan, grads, ratio):
+    """Which elements each device chooses: of each part, the columns with the largest gradients."""
+    masks = []
+    for leaf, grad in zip(plan.leaves, jax.tree.leaves(grads), strict=True):
+        cut = leaf.grad.cut
+        norms = np.square(np.moveaxis(np.asarray(grad), cut.dim, 0).reshape(grad.shape[cut.dim], -1)).sum(1)
+        norms = np.pad(norms, (0, cut.stored_size - len(norms))).reshape(cut.num_shards, -1)
+        count = min(norms.shape[1], max(1, round(ratio * norms.shape[1])) if ratio else 0)
+        mask = np.zeros(norms.shape, bool)
+        for device, row in enumerate(norms):
+            mask[device, np.argsort(-row, kind="stable")[:count]] = True
+        mask = mask.reshape(-1)[: grad.shape[cut.dim]]
+        masks.append(np.broadcast_to(np.expand_dims(mask, [d for d in range(grad.ndim) if d != cut.dim]), grad.shape))
+    return jax.tree.unflatten(jax.tree.structure(grads), masks)
+
+
+class Loop:
+    """ZenFlow on one device, in float64, with all columns in one place."""
+
+    def __init__(self, plan, settings, clip_norm):
+        self.plan, self.settings, self.clip_norm = plan, settings, clip_norm
+        self.params = models.mlp_params(jnp.float64)
+        self.state = TX.init(self.params)
+        self.masks, self.sums, self.late, self.count, self.step = None, None, None, 0, 0
+
+    def apply(self, grads, number, masks):
+        """Takes the update of chosen elements, with the numbers of a step."""
+        state = jax.tree.map(lambda x: x if x.ndim else jnp.full_like(x, number), self.state)
+        updates, new = TX.update(grads, state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        pick = lambda new, old: jax.tree.map(jnp.where, masks, new, old)
+        self.params = pick(params, self.params)
+        adam, *others = self.state
+        self.state = (adam._replace(mu=pick(new[0].mu, adam.mu), nu=pick(new[0].nu, adam.nu)), *others)
+
+    def land(self):
+        if self.late is not None:
+            self.apply(*self.late, jax.tree.map(np.logical_not, self.masks))
+        self.late = None
+
+    def run(self, batch):
+        settings, t = self.settings, self.step
+        loss, grads = jax.value_and_grad(models.mlp_loss)(self.params, batch)
+        scale = jnp.minimum(1, self.clip_norm / (optax.tree.norm(grads) + 1e-6))
+        scaled = jax.tree.map(lambda g: g * scale, grads)
+        self.step += 1
+        if t < settings.warm_up_steps:
+            self.apply(scaled, t, jax.tree.map(lambda g: np.ones(g.shape, bool), grads))
+            return float(loss)
+        if self.masks is None or (settings.topk_ratio and t % settings.select_interval == 0):
+            self.masks = chosen_columns(self.plan, grads, settings.topk_ratio)
+        self.sums = scaled if self.sums is None else jax.tree.map(jnp.add, self.sums, scaled)
+        self.count += 1
+        self.apply(scaled, t, self.masks)
+        if (t + 1) % settings.update_interval == 0:
+            self.land()
+            self.begin(t)
+            if not settings.overlap or (settings.topk_ratio and (t + 1) % settings.select_interval == 0):
+                self.land()
+        return float(loss)
+
+    def begin(self, t):
+        self.late = jax.tree.map(lambda x: x / self.count, self.sums), t
+        self.sums, self.count = None, 0
+
+    def settle(self):
+        self.land()
+        if self.count:
+            self.begin(self.step - 1)
+            self.land()
+
+
+SETTINGS = {
+    "overlapped": {"topk_ratio": 0.2, "update_interval": 2, "select_interval": 4},
+    "waits": {"topk_ratio": 0.2, "update_interval": 3, "select_interval": 6, "overlap": False},
+    "warm-up, none near": {"topk_ratio": 0, "update_interval": 3, "select_interval": 3, "warm_up_steps": 3},
+    "warm-up, many near": {"topk_ratio": 0.7, "update_interval": 2, "select_interval": 2, "warm_up_steps": 2},
+}
+
+
+@pytest.mark.parametrize("where", default_for(["host"], ["host", "disk"]))
+@pytest.mark.parametrize("stage", default_for([3], [1, 3]))
+@pytest.mark.parametrize("case", default_for(["overlapped", "warm-up, none near"], SETTINGS))
+def test_equals_a_loop_on_one_device(tmp_path, case, stage, where):
+    settings, steps = jzero.ZenFlow(**SETTINGS[case]), 9
+    path = {"optimizer": "disk", "path": tmp_path} if where == "disk" else {"optimizer": "host"}
+    offload = jzero.Offload(compute="host", chunk_bytes=2048, zenflow=settings, **path)
+    with jax.enable_x64(True):
+        state = sharded(offload, stage=stage, tx=TX, dtype=jnp.float64)
+        loop = Loop(jzero.plan_of(state), settings, clip_norm=0.3)
+        step = jzero.make_train_step(models.mlp_loss, clip_norm=0.3)
+        for i in range(steps):
+            batch = models.mlp_batch(48, seed=i, dtype=np.float64)
+            state, metrics = step(state, batch)
+            np.testing.assert_allclose(float(metrics["loss"]), loop.run(batch), rtol=1e-12, err_msg=f"step {i}")
+            assert int(state.step) == i + 1
+        assert_close(arrays(jzero.gather_params(state)), arrays(loop.params))
+        mu = jzero.get_full_opt_state(state, "layer_0/kernel", name="mu")
+        np.testing.assert_allclose(mu, loop.state[0].mu["layer_0"]["kernel"], atol=1e-13)
+        settled = jzero.apply_pending(state)
+        again, _ = step(state, models.mlp_batch(48, seed=77, dtype=np.float64))  # which a copy does not change
+        last = loop.run(models.mlp_batch(48, seed=77, dtype=np.float64))
+        assert np.isfinite(last)
+        assert_close(arrays(jzero.gather_params(again)), arrays(loop.params))
+        other = Loop(jzero.plan_of(state), settings, clip_norm=0.3)
+        for i in range(steps):
+            other.run(models.mlp_batch(48, seed=i, dtype=np.float64))
+        other.settle()
+        plain = jzero.unshard_train_state(settled)
+        assert_close(arrays(plain.params), arrays(other.params))
+        assert_close(arrays(plain.opt_state[0].nu), arrays(other.state[0].nu))
+
+
+def assert_close(found, expected):
+    # Where a gradient is about as small as Adam's epsilon, its last bits become 1e-10 of a parameter.
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_allclose(found[path], x, atol=1e-9, err_msg=path)
+
+
+def test_training_resumes_at_an_interval_to_the_bit(tmp_path):
+    offload = flow(topk_ratio=0.2, update_interval=2, select_interval=4, overlap=False)
+    state, _ = train(sharded(offload, precision="bf16"), steps=4)
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    state, expected = train(state, steps=5, start=4)
+    restored = jzero.restore_checkpoint(tmp_path / "checkpoint", sharded(offload, precision="bf16"))
+    restored, losses = train(restored, steps=5, start=4)
+    assert losses == expected
+    assert_same_bits(whole(restored), whole(state))
+
+
+def test_a_skipped_step_adds_nothing():
+    state, _ = train(sharded(flow(update_interval=2, select_interval=2), precision="fp16"), steps=1)
+    files, before = files_of(state), whole(state)
+    number, count = files.generation, files.waiting.count
+    batch = models.mlp_batch(48, seed=1)
+    batch["x"][5] = np.inf
+    state, metrics = jzero.make_train_step(models.mlp_loss)(state, batch)
+    assert not bool(metrics["step_applied"])
+    assert int(state.step) == 1
+    assert (files.generation, files.waiting.count) == (number, count)
+    assert_same_bits(whole(state), before)
+
+
+def test_what_cannot_be(tmp_path):
+    for options, message in (
+        ({"topk_ratio": 1.5}, r"`ZenFlow.topk_ratio` must be a number from 0 to 1"),
+        ({"update_interval": 0}, r"`ZenFlow.update_interval` must be an integer >= 1"),
+        ({"select_interval": 6}, r"`ZenFlow.select_interval=6` must be a multiple of `update_interval`.*=4"),
+        ({"warm_up_steps": 3}, r"`ZenFlow.warm_up_steps=3` must be a multiple"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.ZenFlow(**options)
+    for options, message in (
+        ({"optimizer": "host", "zenflow": jzero.ZenFlow()}, r"got compute='device', delay=0"),
+        ({"optimizer": "host", "compute": "host", "delay": 1, "zenflow": jzero.ZenFlow()}, r"delay=1, params='none'"),
+        ({"optimizer": "host", "compute": "host", "zenflow": 3}, r"`Offload.zenflow` must be .*`jzero.ZenFlow`: got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.Offload(**options)
+    for tx, stage, message in (
+        (optax.lamb(1e-2), 3, r"`Offload.zenflow` applies means .*LAMB's norms.*`delay=1`"),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=16, momentum=0.9), 3, r"`Offload.zenflow` applies means .*rows"),
+        (optax.adamw(1e-2), 0, r"`Offload.zenflow` lets the update .*Set `zenflow=None`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sharded(flow(), tx=tx, stage=stage)
