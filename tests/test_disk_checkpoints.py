@@ -21,6 +21,7 @@ import pytest
 import jzero
 from jzero.checkpoint import disk_places, disk_saving
 from jzero.checkpoint.disk_places import chunks_of, in_natural, in_stored
+from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.disk import files as disk_files
 from jzero.disk.files import DiskError
 from jzero.plan.layout import Cut
@@ -397,6 +398,38 @@ def test_what_fails_before_the_write_begins_lets_steps_run(on_disk, tmp_path, mo
         assert caught.value
 
 
+@pytest.mark.parametrize("call", ["_write", "_save", "examine"])
+def test_ctrl_c_while_it_saves_holds_no_step_up(call, on_disk, like, tmp_path, monkeypatch):
+    step = jzero.make_train_step(loss_fn)
+    state, told = on_disk(), []
+    at_save, real = whole(state), Uninterrupted.run
+
+    def run(self, function, *args, **kwargs):
+        if function.__name__ == call and not told:
+            told.append(call)
+            self._pool.submit(function, *args, **kwargs)
+            raise KeyboardInterrupt
+        return real(self, function, *args, **kwargs)
+
+    def examine(self, params):
+        raise KeyboardInterrupt
+
+    manager = jzero.CheckpointManager(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Uninterrupted, "run", run)
+        if call == "examine":
+            patch.setattr(disk_saving.Snapshot, call, examine)
+        with pytest.raises(KeyboardInterrupt) as caught:  # which holds the frames of the save
+            manager.save(state) if call != "_write" else jzero.save_checkpoint(tmp_path / "c", state)
+        train(state, 3, step=step)
+        assert caught.value
+    assert not (tmp_path / "c").exists()
+    manager.close()
+    assert manager.all_steps() == ([1] if call == "_save" else [])
+    if call == "_save":
+        assert_same_bits(whole(manager.restore(like())), at_save)
+
+
 # Damage.
 
 
@@ -481,7 +514,8 @@ def run_script(*arguments, **environment):
 
 @pytest.mark.parametrize("kills", default_for([2], [2, 50]))
 def test_kills_at_random_moments_lose_nothing(kills, tmp_path):
-    rows = disk_checkpoint_run.run(str(tmp_path), kills=kills, seed=11)
+    (tmp_path / "scratch").mkdir()
+    rows = disk_checkpoint_run.run(str(tmp_path), str(tmp_path / "scratch"), kills, seed=11)
     assert len(rows) == kills + 1
     assert all(row["went_on_from"] >= row["was_complete"] for row in rows)
     assert rows[-1]["went_on_from"] > 0
