@@ -26,6 +26,8 @@ from jax.experimental import multihost_utils
 import jzero
 from jzero.arrays import processes as _processes
 from jzero.checkpoint import sharing
+from jzero.disk.files import DiskError
+from jzero.state.disk import files_of
 from tests import models
 
 NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
@@ -241,6 +243,38 @@ def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
     return results
 
 
+def disk_checkpoints() -> dict[str, Any]:
+    """Goes on from what one process wrote with its optimizer state on disk, saves beside training, and finds damage."""
+    directory = pathlib.Path(sys.argv[4])
+    scratch = directory / "scratch"
+    away = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=2048)
+    far = dataclasses.replace(config(3), offload=away, precision="bf16")
+    like = jzero.abstract_train_state(jax.eval_shape(make_state, jax.random.key(0)), config=far)
+    state = jzero.restore_checkpoint(directory / "from_one", like)
+    results: dict[str, Any] = {"restored": whole(state)}
+    step = jzero.make_train_step(loss_of)
+    with jzero.CheckpointManager(directory / "run") as manager:
+        for i in range(3):
+            state, _ = step(state, models.mlp_batch(ROWS, seed=i))
+            manager.save(state)
+        results["trained"] = whole(state)
+        results["again"] = whole(manager.restore(like))
+    params = jax.tree.map(lambda x: x * 2, state.params)
+    jzero.save_checkpoint(directory / "edited", state.replace(params=params))
+    results["edited"] = whole(jzero.restore_checkpoint(directory / "edited", like))
+    if jax.process_index() == 1:
+        store = files_of(state).pipeline.store
+        fd = os.open(f"/proc/self/fd/{store._files[store.slot]._fd}", os.O_RDWR)
+        os.pwrite(fd, b"\xff\x01", 8)
+        os.close(fd)
+    try:
+        jzero.save_checkpoint(directory / "flipped", state)
+    except (jzero.CheckpointError, DiskError) as error:
+        results["flipped"] = str(error)
+    results["left"] = os.listdir(scratch)
+    return results
+
+
 def message(attempt: Any) -> str:
     """Returns what an attempt that must fail says."""
     try:
@@ -378,7 +412,7 @@ def watched() -> list[int]:
     return written
 
 
-SCENARIOS = {f.__name__: f for f in (train, disagree, checkpoints, one_dies, preempted, watched)}
+SCENARIOS = {f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, one_dies, preempted, watched)}
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from jzero.checkpoint.checksum import natural_sizes, over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import Piece, in_natural
-from jzero.checkpoint.disk_saving import masters_on_disk, owned_records
+from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.orbax_io import Opened
 from jzero.plan.plan import ZeroPlan
@@ -166,7 +166,7 @@ class _Run:
                 "These leaves cannot be read into the state, which does not hold their numbers:\n"
                 f"  {self.found[leaf.path].path}: {why}\nRead them into a state of a wider dtype."
             )
-        near = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), record.device)
+        near = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), one_device(self.plan))
         start = np.array(record.stored.start, np.int32)
         natural = natural_sizes(grad.stored_shape, grad.cut)
         total, cast = _cast_and_sum(near, start, natural=natural, dtypes=dtypes)

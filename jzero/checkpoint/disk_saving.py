@@ -30,7 +30,7 @@ from jzero.plan.leaves import LeafPlan
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle
 
-__all__ = ["DiskArray", "Snapshot", "masters_on_disk", "owned_records"]
+__all__ = ["DiskArray", "Snapshot", "masters_on_disk", "one_device", "owned_records"]
 
 KEPT_RECORDS = 3
 """Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""
@@ -49,6 +49,11 @@ def masters_on_disk(plan: ZeroPlan) -> dict[int, int]:
     """Returns, by parameter, the number of the field on disk that is its master."""
     masters = plan.flat_params(plan.opt_treedef.unflatten(plan.opt_leaves).masters)
     return {i: fields.index(masters[i]) for i, fields in plan.disk_fields.items() if masters[i] in fields}
+
+
+def one_device(plan: ZeroPlan) -> Any:
+    """Returns the device for programs over records. It is faster than a disk, and others would compile them again."""
+    return plan.mesh.local_devices[0]
 
 
 class Snapshot:
@@ -93,11 +98,12 @@ class Snapshot:
         leaf, master = self.files.plan.leaves[i], self.masters.get(i)
         near = {} if master is None else _host_parts(_like_gradient(param, leaf, self.files.plan))
         natural = natural_sizes(leaf.grad.stored_shape, leaf.grad.cut)
+        device = one_device(self.files.plan)
         found: list[tuple[jax.Array, jax.Array]] = []
 
         def visit(number: int, buffer: np.ndarray) -> Callable[[np.ndarray], None]:
             record = self.files.records[number]
-            fields = jax.device_put(self.files.views(number, buffer), record.device)
+            fields = jax.device_put(self.files.views(number, buffer), device)
             piece = near[record.device][record.place.slices] if near else None
             start = np.array(record.stored.start, np.int32)
             results = _examine(fields, piece, start, natural=natural, master=master)
@@ -118,7 +124,7 @@ class Snapshot:
         if record.param in self.edited:
             master = self.files.views(number, buffer)[self.masters[record.param]]
             piece = self.edited[record.param][record.device][record.place.slices]
-            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), record.device), piece))
+            master[...] = np.asarray(apply_edits(jax.device_put(master.copy(), one_device(self.files.plan)), piece))
 
     def chunk_shape(self, i: int) -> tuple[int, ...]:
         """Returns the shape of a parameter's chunks."""

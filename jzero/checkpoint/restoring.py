@@ -306,7 +306,8 @@ class Target:
         if index not in disk.rounded:
             return x if choice.donate else x.copy()
         cut = self.plan.leaves[index].grad.cut
-        return stored_from(disk.rounded.pop(index), cut, leaf, self.plan.sharding(leaf))
+        rounded = stored_from(disk.rounded.pop(index), cut, leaf, self.plan.sharding(leaf))
+        return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 
 
 def _has_values(x: Any) -> bool:

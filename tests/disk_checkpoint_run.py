@@ -1,0 +1,216 @@
+"""Programs that train with optimizer state on disk, and save: one is killed again and again, one measures memory.
+
+`python -m tests.disk_checkpoint_run --kills 50` prints one line per kill, as `tests.fault_run` does, and ends with 1 if
+a checkpoint was lost or space on the disk did not come back. Nobody else should write to that disk: `--scratch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import gc
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).parents[1]
+NUM_DEVICES = 4
+RATE, DECAY = 2.0**-10, 0.5  # powers of two: with them a step rounds in no more than one place, however it is compiled
+SHAPES = {"even": (128, 256), "odd": (257, 509), "flat": (9, 7), "small": (3,)}
+KEEP = 2
+LITTLE = 1 << 20
+"""Bytes that others may have taken on the disk meanwhile; a slot takes more."""
+
+
+def setup(num_devices: int) -> Any:
+    """Returns jax with some CPU devices."""
+    import jax  # noqa: PLC0415  # not in the parent, which only starts and kills
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    return jax
+
+
+def expected(step: int) -> tuple[np.float32, np.float32]:
+    """Returns what each element of the parameters, and of their momentum, is after some steps."""
+    param, momentum = np.float32(1), np.float32(0)
+    for _ in range(step):
+        momentum = np.float32(1) + np.float32(DECAY) * momentum
+        param = param - np.float32(RATE) * momentum
+    return param, momentum
+
+
+def train(directory: str, scratch: str) -> None:
+    """Goes on from the newest checkpoint for ever, and saves after each step."""
+    warnings.filterwarnings("ignore", message=".* is memory, not a disk")
+    jax = setup(NUM_DEVICES)
+    import jax.numpy as jnp  # noqa: PLC0415
+    import optax  # noqa: PLC0415
+
+    import jzero  # noqa: PLC0415
+
+    def make() -> jzero.TrainState:
+        params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+        return jzero.TrainState.create(params=params, tx=optax.sgd(RATE, momentum=DECAY))
+
+    offload = jzero.Offload(optimizer="disk", path=scratch, chunk_bytes=1 << 16)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=10, precision="bf16", offload=offload)
+    like = jzero.abstract_train_state(jax.eval_shape(make), config=config)
+    step = jzero.make_train_step(lambda params, batch: sum(x.sum() for x in params.values()) * batch.mean())
+    batch = jnp.ones((NUM_DEVICES,))
+    with jzero.CheckpointManager(f"{directory}/run", max_to_keep=KEEP) as manager:
+        for found in manager.all_steps():
+            whole = jzero.unshard_train_state(manager.restore(like, step=found))
+            for tree, number in zip((whole.params, whole.opt_state[0].trace), expected(found), strict=True):
+                for name, x in tree.items():
+                    assert not (np.asarray(x) != number).any(), f"{name} at step {found}"
+        start = max(manager.all_steps(), default=0)
+        state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
+        while True:
+            state, _ = step(state, batch)
+            count = int(state.step)
+            manager.save(state)
+            say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
+            if count % 3 == 0:
+                manager.wait()
+                say("complete", count)
+
+
+def say(what: str, step: int) -> None:
+    print(what, step, flush=True)  # noqa: T201
+
+
+def run(directory: str, scratch: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:
+    """Starts and kills the program; returns what it went on from, and what it had reported, each time.
+
+    Args:
+      directory: Where the checkpoints are.
+      scratch: The folder of the state.
+      kills: How often.
+      seed: Of the moments.
+      longest: How many seconds after the start of training it is killed at most.
+    """
+    moments = random.Random(seed)
+    complete = 0
+    rows = []
+    for number in range(kills + 1):
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "tests.disk_checkpoint_run",
+            "--train",
+            directory,
+            "--scratch",
+            scratch,
+        ]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            first = process.stdout.readline().split()
+            if first[:1] != ["start"]:
+                raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+            if number < kills:
+                time.sleep(moments.uniform(0, longest))
+            os.kill(process.pid, signal.SIGKILL)
+            words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
+        complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
+    return rows
+
+
+MEMORY_SHAPE = (2048, 2048)
+MEMORY_RECORD = 1 << 20
+
+
+def measure(directory: str) -> dict[str, int]:
+    """Saves and restores; returns by how many bytes memory grew meanwhile."""
+    jax = setup(2)
+    import optax  # noqa: PLC0415
+
+    import jzero  # noqa: PLC0415
+
+    def make(key: Any, num_params: int) -> jzero.TrainState:
+        params = {f"{i}": jax.random.normal(jax.random.fold_in(key, i), MEMORY_SHAPE) for i in range(num_params)}
+        return jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+
+    os.makedirs(f"{directory}/scratch", exist_ok=True)
+    offload = jzero.Offload(optimizer="disk", path=f"{directory}/scratch", chunk_bytes=MEMORY_RECORD)
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, precision="bf16", offload=offload)
+    grew = {}
+    for num_params in (1, 10):  # the first one so that everything is compiled
+        state = jzero.init_train_state(functools.partial(make, num_params=num_params), jax.random.key(0), config=config)
+        like, path = jzero.abstract_train_state(state, config=config), f"{directory}/{num_params}"
+        grew["save"] = growth(functools.partial(jzero.save_checkpoint, path, state))
+        grew["restore"] = growth(functools.partial(jzero.restore_checkpoint, path, like))
+    plan = jzero.plan_of(state)
+    return {
+        "on_disk": plan.disk_bytes_per_device // 2 * plan.mesh.size,
+        "save": grew["save"],
+        "restore": grew["restore"] - 2 * sum(leaf.param.size for leaf in plan.leaves),  # the new parameters, in bf16
+        "allowed": 16 * MEMORY_RECORD + (64 << 20),
+    }
+
+
+def growth(call: Any) -> int:
+    """Returns how far the memory of this process grew while it made a call."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed does not count as there
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status("VmRSS")
+    kept = call()
+    grew = status("VmHWM") - before
+    del kept
+    return grew
+
+
+def free_bytes(path: str) -> int:
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def status(field: str) -> int:
+    line = next(x for x in pathlib.Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> int:
+    """Runs what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--train", metavar="DIRECTORY")
+    parser.add_argument("--memory", metavar="DIRECTORY")
+    parser.add_argument("--scratch", metavar="DIRECTORY", default=tempfile.gettempdir())
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.scratch)
+    if options.memory:
+        print(json.dumps(measure(options.memory)))  # noqa: T201
+        return 0
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        before = free_bytes(scratch)
+        rows = run(directory, scratch, options.kills, options.seed)
+        left = sorted(os.listdir(scratch)), before - free_bytes(scratch)
+    lost = 0
+    for row in rows:
+        lost += row["went_on_from"] < row["was_complete"]
+        print(row)  # noqa: T201
+    print(f"{options.kills} kills, {lost} lost checkpoints; left on the disk: {left[0]}, {left[1]:,} bytes")  # noqa: T201
+    return 1 if lost or left[0] or left[1] > LITTLE else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
