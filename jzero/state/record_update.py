@@ -44,21 +44,28 @@ class RecordUpdate:
 
     Args:
       plan: The plan.
+
+    Attributes:
+      programs: Those of records.
+      numbers: The jitted program before a pass, given its number, the state, the gradients and the sums so far.
+      rest: The jitted program after the last pass.
+      visits: What each pass computes, and whether the rest needs gradients of it; known once `numbers` is traced.
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
         self.programs = Programs(plan)
-        self.rest: Any = jax.jit(self._rest, donate_argnums=0)
-        self.settled: Any = jax.jit(self._settled, donate_argnums=0)
+        # Nothing reads the old parameters, whose memory the new ones take over: unused arguments would not be donated.
+        self.rest: Any = jax.jit(self._rest, donate_argnums=0, keep_unused=True)
+        self.settled: Any = jax.jit(self._settled, donate_argnums=0, keep_unused=True)
         self.settled_copy: Any = jax.jit(self._settled)
-        self._numbers: Any = jax.jit(self._find, static_argnums=0)
-        self._visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
+        self.numbers: Any = jax.jit(self._find, static_argnums=0)
+        self.visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
 
     @property
     def is_one_pass(self) -> bool:
         """Whether one pass over all records is known to be enough."""
-        return list(self._visits) == [0]
+        return list(self.visits) == [0]
 
     def prepare(self, files: StateFiles, state: State, found: StepGrads) -> Prepared:
         """Runs the passes that only read, and everything that the last one reads beside records.
@@ -76,9 +83,9 @@ class RecordUpdate:
         sums: dict[int, jax.Array] = {}
         level = 0
         while True:
-            operands, sums = self._numbers(level, state, found, sums)
+            operands, sums = self.numbers(level, state, found, sums)
             self.wait((operands, sums))
-            visits, needs_grads = self._visits[level]
+            visits, needs_grads = self.visits[level]
             run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, given)
             if run.writes:
                 return Prepared(run, sums, found if needs_grads else found._replace(grads=near))
@@ -92,15 +99,15 @@ class RecordUpdate:
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs."""
-        for program in (self.rest, self.settled, self.settled_copy, self._numbers):
+        for program in (self.rest, self.settled, self.settled_copy, self.numbers):
             program.clear_cache()
         self.programs = Programs(self.plan)
-        self._visits.clear()
+        self.visits.clear()
 
     def _find(self, level: int, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> Any:
         with jax.named_scope("zero_update"):
             made = state.tx.visits(found.grads, state.opt_state, state.params, found.applied, found.value, sums)
-        self._visits[level] = made.visits, made.needs_grads
+        self.visits[level] = made.visits, made.needs_grads
         return made.operands, made.sums
 
     @jax.named_scope("zero_update")
