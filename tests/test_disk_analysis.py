@@ -1,5 +1,7 @@
 """What is told of a step on records before it runs: its memory, its violations, its time, the layout that fits."""
 
+import dataclasses
+import functools
 import gc
 
 import jax
@@ -80,3 +82,20 @@ def test_bytes_beside_records_are_those_of_a_running_step(tmp_path, monkeypatch,
     state, _ = step(state, jax.device_put(batch, jzero.plan_of(state).batch_sharding))
     del batch
     np.testing.assert_allclose(seen, expected, atol=16, rtol=0)  # and three 0-d metrics
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+@pytest.mark.parametrize("precision", default_for(["fp32"], ["fp32", "bf16", "fp16"]))
+def test_equivalence_is_checked_beside_the_files(tmp_path, precision, compute):
+    batches = [models.mlp_batch(48, seed=i) for i in range(3)]
+    state = state_on_disk(tmp_path, 3, precision, compute=compute)
+    check = functools.partial(jzero.check_equivalence, models.mlp_loss, state, batches, clip_norm=0.5)
+    report = check()
+    assert [x.applied for x in report.steps] == [True] * 3
+    assert jzero.disk_stats(state).num_bytes, "it is not consumed"
+    if precision == "fp32":
+        report.check()
+    else:  # 16-bit losses round; as far off as without a disk
+        near = check(config=dataclasses.replace(jzero.plan_of(state).config, offload=jzero.Offload()))
+        np.testing.assert_allclose([x.loss for x in report.steps], [x.loss for x in near.steps], rtol=1e-5)
+        assert report.params < 1.1 * near.params
