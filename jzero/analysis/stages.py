@@ -27,7 +27,7 @@ from jzero.step.inputs import optional_rng
 from jzero.step.train_step import TrainStep
 from jzero.update.visits import FromDisk, SumTarget, Visit
 
-__all__ = ["Stage", "arrays_on_host", "memory_of_stages", "stages_of"]
+__all__ = ["Stage", "arrays_on_host", "check_on_records", "memory_of_stages", "stages_of"]
 
 Compile = Callable[[Any], Any]
 
@@ -113,6 +113,14 @@ def stages_of(
     compiled = compile_(lowered)
     host_state = arrays_on_host(plan) if plan is not None and isinstance(fn, TrainStep) else 0
     return [Stage("the step", traced, lowered, compiled, memory_of(compiled, platform, host_state))]
+
+
+def check_on_records(step: TrainStep, state: Any, batch: Any, rng: Any) -> None:
+    """Raises a `ValueError` if the optimizer of a state in records cannot update it there; compiles nothing."""
+    state, batch, rng = step.abstract_arguments(state, batch, rng=rng)
+    outside, state = step.program(state), detached(state)
+    found, _, _ = outside.gradients.trace(state, batch, **optional_rng(rng)).out_info
+    outside.update.numbers.trace(0, state, found, {})
 
 
 class _Largest(NamedTuple):
