@@ -18,7 +18,6 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.analysis import machines
-from jzero.step import train_step as _train_step
 from tests import models
 from tests.test_step_memory import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
@@ -120,16 +119,14 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
 
 def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     """As that for TPUs does; its figure is of temporaries alone, so none is given."""
-    lower = _train_step.TrainStep.lower
+    compiled = fit_module.stages_of
 
-    class Refusing:
-        def compile(self, options):
+    def refuse_stage_0(step, args, *rest):
+        if not jzero.plan_of(args[0]).config.stage:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+        return compiled(step, args, *rest)
 
-    def refuse_stage_0(self, state, *args, **options):
-        return lower(self, state, *args, **options) if jzero.plan_of(state).config.stage else Refusing()
-
-    monkeypatch.setattr(_train_step.TrainStep, "lower", refuse_stage_0)
+    monkeypatch.setattr(fit_module, "stages_of", refuse_stage_0)
     choice = fitted(1000, max_accumulate_steps=1, remat=(None,))
     first, *_ = choice.tried
     assert (first.config.stage, first.refused, first.compiled_peak) == (0, True, None)
@@ -332,3 +329,90 @@ def test_what_integers_would_save_is_noted():
     assert not any("Integers" in x for x in chosen.notes)
     saved = 1 - chosen.chosen.cost() / choice.chosen.cost()
     assert f"{saved:.0%}" in note
+
+
+DISK = {"disk_path": "/local/scratch", "disk_bytes": 1e12, "disk_bytes_per_s": 2e9}
+MASTERS = jzero.ZeroConfig(stage=0, persistence_threshold=1000, precision="bf16")
+
+
+def on_h200(**options):
+    options = {"config": MASTERS, "hbm_bytes": 3e6, "remat": ("as_written",), "confirm": False, **options}
+    return jzero.fit(jax.eval_shape(make_state, jax.random.key(0)), stack_loss, BATCH, topology="h200:8", **options)
+
+
+def test_a_disk_is_chosen_only_if_nothing_else_fits():
+    search = functools.partial(on_h200, max_accumulate_steps=1)
+    least = min(x.peak for x in search().tried)
+    assert search(hbm_bytes=1.01 * least, **DISK).config.offload.optimizer == "none"
+    choice = search(hbm_bytes=0.98 * least, **DISK)
+    assert choice.config.offload == jzero.Offload(optimizer="disk", path="/local/scratch")
+    assert "optimizer state on disk" in str(choice).splitlines()[0]
+    assert {x.config.offload.optimizer for x in choice.tried} == {"none", "disk"}
+    with pytest.raises(ValueError, match="nothing fits"):
+        search(hbm_bytes=0.98 * least).config  # noqa: B018
+
+
+def test_a_step_waits_for_as_long_as_the_state_moves():
+    """A master and two moments of each parameter, 12 bytes, each way; all eight devices share the disk of a node."""
+    choice = on_h200(**DISK)
+    size = 2 * LAYERS * WIDTH * HIDDEN
+    for x in choice.tried:
+        on_disk = x.config.offload.optimizer == "disk"
+        copies = 8 if x.config.stage == 0 else 1  # what every device holds whole, each writes
+        pages = 2 * 4096 * 3 * 8 * 8  # records are filled up
+        np.testing.assert_allclose(x.memory.disk * 8, on_disk * copies * 24 * size, atol=pages)
+        assert x.disk_seconds == x.memory.disk * 8 / 2 / 2e9
+        assert x.cost() == x.memory.communication_seconds + x.disk_seconds
+    row = next(x for x in json.loads(choice.to_json())["tried"] if x["optimizer_state"] == "disk")
+    assert row["disk_seconds"] > 0 < row["disk_bytes"]
+
+
+def test_a_delayed_update_waits_for_what_a_step_leaves():
+    offload = jzero.Offload(optimizer="disk", path="/local/scratch", compute="host", delay=1)
+    config = dataclasses.replace(MASTERS, offload=offload)
+    slow_disk, fast_disk = (on_h200(config=config, disk_bytes_per_s=rate) for rate in (1e8, 1e15))
+    assert all(x.config.offload == offload for x in slow_disk.tried)
+    assert all(x.disk_seconds == 0 for x in fast_disk.tried)
+    for x in slow_disk.tried:
+        beside = x.memory.flops / machines.machine("h200:8").flops["bf16"] + x.memory.communication_seconds
+        np.testing.assert_allclose(x.disk_seconds, x.memory.disk * 8 / 2 / 1e8 - beside)
+
+
+def test_what_host_and_disk_lack_is_said():
+    small = on_h200(hbm_bytes=1e9, **{**DISK, "disk_bytes": 1e6})
+    assert {x.verdict[-22:] for x in small.tried if x.memory.disk} == {" too much for the disk"}
+    host = dataclasses.replace(MASTERS, offload=jzero.Offload(optimizer="host"))
+    needed = max(8 * x.memory.host for x in on_h200(config=host, stages=(3,)).tried)
+    assert on_h200(config=host, stages=(3,), hbm_bytes=1e9, host_bytes=needed).chosen is not None
+    choice = on_h200(config=host, stages=(3,), hbm_bytes=1e9, host_bytes=needed - 1024)
+    assert choice.chosen is None
+    assert choice.tried[0].verdict == "1.00 KiB too much for the host"
+    assert str(choice).splitlines()[0].endswith("1.00 KiB too much for the host.")
+
+
+def test_optimizers_that_cannot_use_a_disk_are_not_tried_there():
+    state = jzero.TrainState.create(params={"w": jnp.ones((256, 256))}, tx=optax.contrib.muon(1e-3))
+    loss = lambda params, x: jnp.square(x @ params["w"]).mean()
+    choice = jzero.fit(
+        state, loss, jax.ShapeDtypeStruct((16, 256), jnp.float32), topology="h200:8", hbm_bytes=1e9, confirm=False,
+        config=MASTERS, **DISK,
+    )  # fmt: skip
+    assert {x.config.offload.optimizer for x in choice.tried} == {"none"}
+    assert any(note.startswith("Optimizer state on disk was not tried: ") for note in choice.notes)
+
+
+def test_a_disk_must_be_known():
+    with pytest.raises(ValueError, match="`jzero doctor --disk PATH` measures both"):
+        on_h200(disk_path="/local/scratch")
+    with pytest.raises(ValueError, match="`host_bytes` must be None or a number > 0"):
+        on_h200(host_bytes=-1)
+
+
+@pytest.mark.parametrize("compute", ["device", "host"])
+def test_the_compiler_confirms_all_programs_of_a_step_on_a_disk(tmp_path, compute):
+    offload = jzero.Offload(optimizer="disk", path=tmp_path, compute=compute)
+    config = dataclasses.replace(MASTERS, offload=offload)
+    choice = jzero.fit(make_state, stack_loss, BATCH, hbm_bytes=1e9, config=config, stages=(3,), remat=("as_written",))
+    state = jzero.shard_train_state(make_state(jax.random.key(0)), config=choice.config)
+    report = jzero.analyze(jzero.make_train_step(stack_loss, remat="as_written"), state, BATCH)
+    assert choice.chosen.compiled_peak == report.memory.peak

@@ -294,6 +294,44 @@ def test_stage_0_has_nothing_to_offload_or_to_refuse():
     assert set(found.values()) == {"ignored"}
 
 
+NVME = {"device": "nvme", "nvme_path": "/local/scratch"}
+
+
+@pytest.mark.parametrize("name", ["intra_op_parallelism", "thread_count"])
+def test_optimizer_state_goes_to_nvme(name):
+    zero = {"stage": 1, "offload_optimizer": {**NVME, "ratio": 0.5, "pipeline_read": True}, "sub_group_size": 10**9}
+    config, report = read({"zero_optimization": zero, "aio": {name: 3, "block_size": 2**20, "use_gds": True}})
+    offload = jzero.Offload(optimizer="disk", path="/local/scratch", ratio=0.5, disk_threads=3)
+    assert config == jzero.ZeroConfig(stage=1, offload=offload)
+    found = verdicts(report)
+    block = "zero_optimization.offload_optimizer."
+    assert [found[block + x] for x in ("device", "nvme_path", "ratio")] == ["honoured"] * 3
+    assert (found[f"aio.{name}"], found["aio.block_size"], found["aio.use_gds"]) == ("honoured", "ignored", "ignored")
+    assert found[f"{block}pipeline_read"] == found["zero_optimization.sub_group_size"] == "ignored"
+    assert "one request" in note(report, "zero_optimization.sub_group_size")
+
+
+def test_nvme_needs_a_folder():
+    with pytest.raises(ValueError, match=r"set `zero_optimization\.offload_optimizer\.nvme_path`"):
+        read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_without_nvme_its_keys_are_ignored(device):
+    zero = {"stage": 2, "offload_optimizer": {**NVME, "device": device}}
+    config, report = read({"zero_optimization": zero, "aio": {"intra_op_parallelism": 4}})
+    assert config.offload.path is None
+    assert config.offload.optimizer == {"none": "none", "cpu": "host"}[device]
+    found = verdicts(report)
+    assert found["zero_optimization.offload_optimizer.nvme_path"] == found["aio.intra_op_parallelism"] == "ignored"
+
+
+def test_parameters_on_nvme_are_refused():
+    config, report = read_refused({"zero_optimization": {"stage": 3, "offload_param": NVME}})
+    assert config.offload == jzero.Offload()
+    assert [row.key for row in report.refused] == ["zero_optimization.offload_param.device"]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stage_3_keys_mean_nothing_before(stage):
     quantized = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}

@@ -14,14 +14,14 @@ from jzero import _compat
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
-from jzero.analysis.memory import memory_of
 from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
 from jzero.analysis.sent import sent
+from jzero.analysis.stages import Stage, arrays_on_host, memory_of_stages, stages_of
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
-from jzero.analysis.traced import trace_program
+from jzero.analysis.traced import Transfer, trace_program
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import make_mesh, platform_of
@@ -93,31 +93,19 @@ def analyze(
     if topology is not None and not isinstance(fn, TrainStep | EvalStep | ValueAndGrad):
         assert mesh is not None
         placed, keywords = move_to_mesh(placed, keywords, mesh)
-    traced = fn.trace(*placed, **keywords)
-    lowered = traced.lower()
-    options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
-    compiled = lowered.compile(options or None)
-    program = parse_hlo(compiled.as_text())
     platform = platform_of(_devices_of(mesh)[0])
     used = plan or (plans[0] if plans else None)
-    host_state = used.host_bytes_per_device.total if used is not None and isinstance(fn, TrainStep) else 0
-    facts = Compiled(
-        program=program,
-        collectives=tuple(program_collectives(program, unknown_trips=1)),
-        sent=tuple(sent(traced.jaxpr)),
-        transfers=tuple(trace_program(traced.jaxpr, [1] * len(_compat.open_jaxpr(traced.jaxpr)[0].invars)).transfers),
-        platform=platform,
-        memory=memory_of(compiled, platform, host_state),
-        returns_state=isinstance(fn, TrainStep) or any(_returns(lowered.out_info, x) for x in placed),
-        micro_batches=fn.micro.steps if isinstance(fn, TrainStep | ValueAndGrad) else 0,
-    )
-    notes = []
+    options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
+    stages = stages_of(fn, placed, keywords, platform, lambda lowered: lowered.compile(options or None))
+    facts = _facts(fn, placed, stages, platform)
+    notes = _notes_on_stages(stages)
+    host_state = arrays_on_host(used) if used is not None and isinstance(fn, TrainStep) else 0
     if used is not None and host_state and (platform == "cpu" or not used.names_host_memory):
         notes.append(
             "The compiler for these devices does not tell host memory from theirs: what is on the host is taken from "
             "the plan, and chunks on their way count as temporaries."
         )
-    calls = host_calls(program)
+    calls = host_calls(facts.programs[0])
     if calls.total:
         notes.append(
             f"Of {calls.total} calls of the host's CPU the schedule has other work beside {calls.covered}; their time "
@@ -136,7 +124,7 @@ def analyze(
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
         reckoned = memory_of_trace(
-            traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
+            stages[0].traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
         )
         excess = facts.memory.arguments / reckoned.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
@@ -145,6 +133,45 @@ def analyze(
                 "shards in tiles that they do not fill."
             )
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
+
+
+def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str) -> Compiled:
+    """Returns what is compared with the plan, of all programs of a step together; records move nothing between devices.
+
+    Args:
+      fn: The step, or a jitted function.
+      args: Its arguments.
+      stages: Its programs.
+      platform: The platform of the devices.
+    """
+    shared = [x for x in stages if x.times == 1]
+    programs = tuple(parse_hlo(x.compiled.as_text()) for x in shared)
+    jaxprs = [x.traced.jaxpr for x in shared]
+    return Compiled(
+        programs=programs,
+        collectives=tuple(c for x in programs for c in program_collectives(x, unknown_trips=1)),
+        sent=tuple(x for jaxpr in jaxprs for x in sent(jaxpr)),
+        transfers=tuple(x for jaxpr in jaxprs for x in _transfers(jaxpr)),
+        platform=platform,
+        memory=stages[0].memory if len(stages) == 1 else memory_of_stages(stages, args[0].tx.plan),
+        returns_state=isinstance(fn, TrainStep) or any(_returns(stages[-1].lowered.out_info, x) for x in args),
+        micro_batches=fn.micro.steps if isinstance(fn, TrainStep | ValueAndGrad) else 0,
+    )
+
+
+def _transfers(jaxpr: Any) -> Sequence[Transfer]:
+    return trace_program(jaxpr, [1] * len(_compat.open_jaxpr(jaxpr)[0].invars)).transfers
+
+
+def _notes_on_stages(stages: Sequence[Stage]) -> list[str]:
+    if len(stages) == 1:
+        return []
+    largest = max(stages, key=lambda x: x.peak)
+    return [
+        f"The step is {len(stages)} programs, since its update runs on records outside of programs. The peak is that "
+        f"of {largest.name}, with what the others leave on a device. The timeline is that of {stages[0].name} alone: "
+        "the time of the records depends on the disk and on the host (`jzero doctor --disk`)."
+    ]
 
 
 def _recomputes_by_default(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
@@ -165,13 +192,13 @@ def _report(
     if hardware is None:
         notes.append(f"No rates are known of these {facts.platform} devices: exposed_communication is not told.")
     else:
-        timeline, found = simulate(facts.program, hardware)
+        timeline, found = simulate(facts.programs[0], hardware)
         notes += [*found, *filter(None, [hardware.remark])]
     axes = ["+".join(axes_of(c.group, mesh)) if mesh is not None else "" for c in facts.collectives]
     nodes = [_num_nodes(c.group, hardware, plan) for c in facts.collectives]
     return AnalysisReport(
         machine=hardware.name if hardware is not None else facts.platform,
-        num_devices=facts.program.num_devices,
+        num_devices=facts.programs[0].num_devices,
         memory=facts.memory,
         collectives=rows_of(zip(facts.collectives, axes, nodes, strict=True)),
         communication_elements=sum(c.elements for c in facts.collectives),
@@ -227,6 +254,9 @@ def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
 
 
 def _has_unknown_loops(facts: Compiled) -> bool:
-    computations = facts.program.computations.values()
-    loops = (x for computation in computations for x in computation.instructions if x.opcode == "while")
-    return any(facts.program.trip_count(x) is None for x in loops)
+    return any(
+        x.opcode == "while" and program.trip_count(x) is None
+        for program in facts.programs
+        for computation in program.computations.values()
+        for x in computation.instructions
+    )

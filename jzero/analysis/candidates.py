@@ -40,6 +40,8 @@ class Candidate:
       memory: Its estimated memory.
       compiled_peak: Its peak according to the compiler; `None` if it was not compiled, or was refused.
       refused: Whether the compiler refused it; that for TPUs refuses programs that do not fit.
+      lacks: What the host or its disk has too little of; empty if nothing, or if that is not known.
+      disk_seconds: How long a step waits for a disk.
       verdict: Why it was chosen or passed over.
     """
 
@@ -50,6 +52,8 @@ class Candidate:
     memory: StepMemory
     compiled_peak: int | None = None
     refused: bool = False
+    lacks: str = ""
+    disk_seconds: float = 0.0
     verdict: str = ""
 
     @property
@@ -64,12 +68,12 @@ class Candidate:
 
     def fits(self, limit: int) -> bool:
         """Whether it needs at most `limit` bytes, as far as is known."""
-        return not self.refused and self.peak <= limit
+        return not self.refused and not self.lacks and self.peak <= limit
 
     def cost(self) -> float:
-        """Its cost in communication: seconds, or bytes if no rates are known."""
+        """Its cost in communication, and in waiting for a disk: seconds, or bytes if no rates of links are known."""
         seconds = self.memory.communication_seconds
-        return self.memory.sent_bytes if seconds is None else seconds
+        return self.memory.sent_bytes if seconds is None else seconds + self.disk_seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -80,6 +84,7 @@ class Candidate:
             "secondary_params": self.config.secondary_params,
             "secondary_grads": self.config.secondary_grads,
             "mesh": self.mesh_shape,
+            "optimizer_state": self.config.offload.optimizer,
             "accumulate_steps": self.accumulate_steps,
             "remat": self.remat,
             "reckoned_peak": self.memory.peak,
@@ -91,6 +96,9 @@ class Candidate:
             "nic_bytes": self.memory.nic_bytes,
             "communication_seconds": self.memory.communication_seconds,
             "flops": self.memory.flops,
+            "host_bytes": self.memory.host,
+            "disk_bytes": self.memory.disk,
+            "disk_seconds": self.disk_seconds,
             "verdict": self.verdict,
         }
 
@@ -166,8 +174,9 @@ class Fit:
             how = "reckoned" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             return f"{self.machine}: {_describe(x)} fits: {sizes}"
-        least = min(self.tried, key=lambda x: (x.refused, x.peak))
+        least = min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
+        excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler refuses it for want of memory" if least.refused else excess
         need = f"{_describe(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
@@ -183,6 +192,7 @@ class Fit:
             "reckoned",
             "compiled",
             "sends",
+            "disk",
             "verdict",
         )
         rows: list[tuple[str, ...]] = [
@@ -196,12 +206,14 @@ class Fit:
                 format_bytes(x.memory.peak),
                 "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
                 format_bytes(x.memory.sent_bytes),
+                f"{x.disk_seconds:.3g} s" if x.memory.disk else "",
                 x.verdict,
             )
             for x in self.tried
         ]
-        if not any(row[5] for row in rows):
-            header, rows = _without(header, 5), [_without(row, 5) for row in rows]
+        for i in (9, 5):
+            if not any(row[i] for row in rows):
+                header, rows = _without(header, i), [_without(row, i) for row in rows]
         table = format_rows([header, *rows], left=4, last_left=True)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
@@ -224,6 +236,8 @@ def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> I
             verdict = "refused by the compiler for want of memory"
         elif x.peak > limit:
             verdict = f"{format_bytes(x.peak - limit)} too much"
+        elif x.lacks:
+            verdict = x.lacks
         else:
             assert chosen is not None
             verdict = _why_not(x, chosen)
@@ -231,6 +245,8 @@ def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> I
 
 
 def _why_not(x: Candidate, chosen: Candidate) -> str:
+    if x.disk_seconds > NEARLY * chosen.disk_seconds:
+        return f"fits; waits {x.disk_seconds:.3g} s for the disk"
     if x.cost() > NEARLY * chosen.cost():
         return f"fits; {x.cost() / max(chosen.cost(), 1e-30):.2f}x the communication"
     if x.memory.flops > NEARLY * chosen.memory.flops:
@@ -250,6 +266,8 @@ def _describe(x: Candidate) -> str:
     if x.config.node_axis is not None:
         once = x.config.secondary_params or x.config.secondary_grads
         parts.append(f"{x.mesh_shape[x.config.node_axis]} nodes" + ", secondary shares" * once)
+    if x.memory.disk:
+        parts.append("optimizer state on disk")
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
     if RECOMPUTED[x.remat][1]:

@@ -16,10 +16,12 @@ from jax.sharding import Mesh
 from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import NEARLY, RECOMPUTED, Candidate, Fit, judge, recomputation_rank
 from jzero.analysis.machines import Machine, machine
-from jzero.analysis.memory import memory_of
+from jzero.analysis.node_memory import NodeMemory
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
+from jzero.analysis.stages import check_on_records, stages_of
 from jzero.analysis.step_memory import StepMemory, gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
+from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
@@ -62,6 +64,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     stages: Sequence[Stage] = STAGES,
     remat: Sequence[Remat | None] = ("as_written", "cheap", True),
     max_accumulate_steps: int = 64,
+    host_bytes: float | None = None,
+    disk_path: str | None = None,
+    disk_bytes: float | None = None,
+    disk_bytes_per_s: float | None = None,
     has_aux: bool = False,
     mutable: Sequence[str] = (),
     merge: Mapping[str, str] | None = None,
@@ -75,7 +81,9 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     too; `estimate_step_memory` gives the memory of each candidate. The cheapest candidate spends
     the least time in communication; among equals, it computes least, and has the fewest micro-batches and the lowest
     stage. Then it compiles the choice, and the next cheaper candidate that does not fit, and the compiler's figures
-    decide. It does not search offload, nor what changes numbers: a note tells what `Quantization` would save.
+    decide. With `disk_path`, it also tries optimizer state on that disk; a step then waits for it as long as the state
+    takes to be read and written once, which counts as communication does. It searches no other offload, nor what
+    changes numbers: a note tells what `Quantization` would save.
 
     Args:
       make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
@@ -89,6 +97,10 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         but 3.
       remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
       max_accumulate_steps: Most micro-batches to try.
+      host_bytes: What the state may take of a node's memory, if `config` keeps a part of it there.
+      disk_path: A folder on a local disk of every node, for `Offload(optimizer="disk")`.
+      disk_bytes: What the state may take of that disk.
+      disk_bytes_per_s: The disk's rate in each direction, both at once, as `jzero doctor --disk` tells it.
       has_aux: As for `make_train_step`.
       mutable: As for `make_train_step`.
       merge: As for `make_train_step`.
@@ -100,8 +112,9 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       A `Fit`. If nothing fits, `chosen` is `None`, and `tried` shows by how much.
 
     Raises:
-      ValueError: There is no such machine, its memory is unknown, an argument is out of range, `config` excludes
-        all of `stages`, or the batch cannot be split over the machine.
+      ValueError: There is no such machine, its memory is unknown, an argument is out of range, `disk_path` comes
+        without the disk's size and rate, `config` excludes all of `stages`, or the batch cannot be split over the
+        machine.
       TypeError: `make_state` gives no train state.
 
     Example:
@@ -123,6 +136,15 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     state = make_state
     if callable(make_state):
         state = jax.eval_shape(lambda key: adapt(make_state(key)).state, jax.random.key(0))
+    num_devices = hardware.num_devices if hardware is not None else len(jax.devices())
+    per_node = hardware.devices_per_node if hardware is not None else jax.local_device_count()
+    node = NodeMemory(
+        devices=min(per_node, num_devices),
+        host_bytes=host_bytes,
+        disk_path=disk_path,
+        disk_bytes=disk_bytes,
+        disk_bytes_per_s=disk_bytes_per_s,
+    )
     search = _Search(
         state=adapt(state).state,
         loss_fn=loss_fn,
@@ -132,13 +154,16 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
         topology=topology,
         hardware=hardware,
         devices=devices,
-        num_devices=hardware.num_devices if hardware is not None else len(jax.devices()),
+        num_devices=num_devices,
+        node=node,
         base=config or ZeroConfig(stage=0),
         limit=limit,
         stages=_allowed(stages, config),
         max_steps=max_accumulate_steps,
     )
-    tried = search.estimate(remat)
+    offloads, remarks = search.offloads()
+    notes += remarks
+    tried = search.estimate(remat, offloads)
     if devices is not None and confirm:
         tried = search.confirm(tried)
     chosen = next((x for x in tried if x.fits(limit)), None)
@@ -202,7 +227,9 @@ def _limit(hbm_bytes: float | None, hardware: Machine | None, devices: list[jax.
 
 def _order(x: Candidate) -> tuple[int, ...]:
     """Sorts by communication, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
+    knows_rates = x.memory.communication_seconds is not None
     return (
+        0 if knows_rates else _steps(x.disk_seconds),
         _steps(x.cost()),
         _steps(x.memory.flops),
         x.accumulate_steps,
@@ -229,20 +256,38 @@ class _Search:
     hardware: Machine | None
     devices: list[jax.Device] | None
     num_devices: int
+    node: NodeMemory
     base: ZeroConfig
     limit: int
     stages: tuple[Stage, ...]
     max_steps: int
 
-    def estimate(self, remat: Sequence[Remat | None]) -> list[Candidate]:
+    def offloads(self) -> tuple[list[Offload], list[str]]:
+        """Returns where to keep optimizer state, and why not on the disk, if it cannot be there."""
+        base, *more = self.node.offloads(self.base.offload)
+        if not more:
+            return [base], []
+        config = dataclasses.replace(self._config(self.stages[-1], 1), offload=more[0])
+        try:
+            placed = relaid(self.state, mesh=self._mesh(config, 1), config=config)
+            check_on_records(self._step(1, None), placed, self.batch, self.rng)
+        except ValueError as error:
+            return [base], [f"Optimizer state on disk was not tried: {error}"]
+        return [base, *more], []
+
+    def estimate(self, remat: Sequence[Remat | None], offloads: Sequence[Offload]) -> list[Candidate]:
         """Returns every layout, in order, with as many micro-batches as the estimates need."""
         remats = self._remats(remat)
         found = [
             x
-            for stage, num_replicas, recompute in itertools.product(self.stages, self._replicas(), remats)
+            for stage, num_replicas, recompute, offload in itertools.product(
+                self.stages, self._replicas(), remats, offloads
+            )
             if stage > 0 or num_replicas == 1
             for levels in self._levels(stage, num_replicas)
-            for x in self._micro_batches(self._config(stage, num_replicas, levels), num_replicas, recompute)
+            for x in self._micro_batches(
+                self._config(stage, num_replicas, {**levels, "offload": offload}), num_replicas, recompute
+            )
         ]
         if not any(x.fits(self.limit) for x in found):
             found += self._cut_further(found)
@@ -258,13 +303,15 @@ class _Search:
                     tried = sorted([*tried, *more], key=_order)
                     continue
             # If nothing fits: is the least really too much?
-            least = min(range(len(tried)), key=lambda i: (tried[i].refused, tried[i].peak))
-            asked = [least] if chosen is None else [chosen, *([chosen - 1] if chosen > 0 else [])]
+            least = min(range(len(tried)), key=lambda i: (tried[i].refused, bool(tried[i].lacks), tried[i].peak))
+            cheaper = [i for i in range(chosen or 0) if not tried[i].lacks]
+            asked = [least] if chosen is None else [chosen, *cheaper[-1:]]
             i = next((i for i in asked if not tried[i].is_compiled), None)
             if i is None:
                 return tried
             tried[i] = self._compile(tried[i])
-            if tried[i].memory.peak <= self.limit and not tried[i].fits(self.limit):  # more micro-batches, then
+            if not tried[i].lacks and tried[i].memory.peak <= self.limit and not tried[i].fits(self.limit):
+                # more micro-batches, then
                 tried = sorted([*tried, *self._next_steps(tried[i])], key=_order)
 
     def _config(self, stage: Stage, num_replicas: int, levels: Mapping[str, Any] = {}) -> ZeroConfig:
@@ -336,7 +383,15 @@ class _Search:
             memory = self._memory(self._step(steps, recompute), placed)
             shape = {str(name): int(size) for name, size in mesh.shape.items()}
             late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
-            yield Candidate(dataclasses.replace(config, secondary_grads=late), shape, steps, recompute, memory)
+            yield Candidate(
+                dataclasses.replace(config, secondary_grads=late),
+                shape,
+                steps,
+                recompute,
+                memory,
+                lacks=self.node.lacks(memory, config.offload),
+                disk_seconds=self.node.seconds(memory, config.offload, self.hardware),
+            )
             if memory.peak <= self.limit or memory.arguments > self.limit:
                 return
             steps *= 2
@@ -375,17 +430,15 @@ class _Search:
         assert self.devices is not None
         mesh = make_mesh(devices=self.devices, **x.mesh_shape)
         placed = relaid(self.state, mesh=mesh, config=x.config)
-        lowered = self._step(x.accumulate_steps, x.remat).lower(placed, self.batch, rng=self.rng)
-        options = {} if self.topology is None else topology_options(self.topology)
+        step, platform = self._step(x.accumulate_steps, x.remat), platform_of(self.devices[0])
+        options = (None if self.topology is None else topology_options(self.topology)) or None
         try:
-            compiled = lowered.compile(options or None)
+            stages = stages_of(step, (placed, self.batch), {"rng": self.rng}, platform, lambda x: x.compile(options))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return dataclasses.replace(x, refused=True)
-        plan = plan_of_argument(placed)
-        host_state = 0 if plan is None else plan.host_bytes_per_device.total
-        return dataclasses.replace(x, compiled_peak=memory_of(compiled, platform_of(self.devices[0]), host_state).peak)
+        return dataclasses.replace(x, compiled_peak=max(stage.peak for stage in stages))
 
     def _memory(self, step: TrainStep, placed: Any) -> StepMemory:
         plan = plan_of_argument(placed)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from jzero.analysis.traced import Buffer, Kind, Operation, TracedProgram
 
-__all__ = ["Footprint", "footprint"]
+__all__ = ["Footprint", "footprint", "regathered_bytes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +59,14 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
         if sum(found.values()) >= best:
             best, at_peak = sum(found.values()), found
         live = {i for i in live if last.get(i, -1) > t}
-    regathered = _regathered_bytes([sizes[i] for i in program.regathered], limit)
+    regathered = regathered_bytes([sizes[i] for i in program.regathered], limit)
     if regathered > best:
         at_peak = {**_no_bytes(), "gathered": regathered}
     inside = [x for t, body in bodies.items() if not program.operations[t].backward for x in body.kept]
     return Footprint(sum(at_peak.values()), at_peak, (*(program.buffers[i] for i in sorted(kept)), *inside))
 
 
-def _regathered_bytes(sizes: list[int], limit: float) -> int:
+def regathered_bytes(sizes: list[int], limit: float) -> int:
     """Returns the bytes gathered at the end of a step: together, or one by one if that would exceed the limit."""
     together = sum(sizes)
     return together if together <= limit else max(sizes, default=0)

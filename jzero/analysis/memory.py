@@ -38,7 +38,7 @@ def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
     Args:
       compiled: Such as `jax.jit(...).lower(...).compile()`.
       platform: The platform of the devices, such as "cpu".
-      host_state: Bytes of donated state in host memory, used if the compiler does not report them.
+      host_state: Bytes of state in host memory, used if the compiler does not report them.
     """
     stats = compiled.memory_analysis()
 
@@ -53,7 +53,9 @@ def memory_of(compiled: Any, platform: str, host_state: int = 0) -> Memory:
     host = size("host_argument_size") + size("host_output_size") - size("host_alias_size") + size("host_temp_size")
     if not host and host_state:
         host = host_state
-        arguments, outputs, aliased = (num_bytes - host for num_bytes in (arguments, outputs, aliased))
+        arguments -= host
+        if aliased >= host:  # else the program does not return that state
+            outputs, aliased = outputs - host, aliased - host
     if stated:
         stated -= host
     return Memory(

@@ -18,8 +18,10 @@ from jzero._text import format_rows
 from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
+from jzero.analysis.record_memory import update_at_peak
 from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
+from jzero.analysis.stages import arrays_on_host
 from jzero.analysis.traced import Buffer, Transfer, trace_program
 from jzero.config.zero import ZeroConfig
 from jzero.plan.comm import PASSES
@@ -73,6 +75,7 @@ class StepMemory:
         without a machine.
       flops: Operations of one device's products per step, including recomputation.
       host: The state's bytes in the memory of the device's host. Not part of the other figures.
+      disk: The state's bytes on disk, both copies. Likewise.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -94,6 +97,7 @@ class StepMemory:
     communication_seconds: float | None
     flops: float
     host: int = 0
+    disk: int = 0
 
     @property
     def arguments(self) -> int:
@@ -128,6 +132,7 @@ class StepMemory:
             "temporaries": self.temporaries,
             "peak": self.peak,
             **({"on the host": self.host} if self.host else {}),
+            **({"on disk, two copies": self.disk} if self.disk else {}),
         }
         lines = ["reckoned per device"]
         lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
@@ -233,12 +238,13 @@ def memory_of_trace(
     shardings = [None] * (len(opened.invars) - len(leaves)) + [x.sharding for x in leaves]  # constants come first
     parts = [_num_parts(v.aval, sharding) for v, sharding in zip(opened.invars, shardings, strict=True)]
     program = trace_program(traced.jaxpr, parts)
-    host = plan.host_bytes_per_device.total
     num_bytes = sum(bytes_of(v.aval) // n for v, n in zip(opened.invars, parts, strict=True))
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
-        num_bytes -= host
+        num_bytes -= arrays_on_host(plan)
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
     found = footprint(program, gpu=gpu, limit=limit)
+    if plan.has_files and (after := update_at_peak(plan, gpu=gpu, limit=limit)) and sum(after.values()) > found.peak:
+        found = dataclasses.replace(found, peak=sum(after.values()), at_peak=after)
     sizes = plan.bytes_per_device
     sent = [_sent_bytes(x, plan.mesh) * x.times for x in program.transfers]
     seconds, on_ports = None, [0.0]
@@ -253,7 +259,8 @@ def memory_of_trace(
         params=sizes.params,
         opt_state=sizes.opt_state,
         other=num_bytes - sizes.params - sizes.opt_state,
-        host=host,
+        host=plan.host_bytes_per_device.total,
+        disk=plan.disk_bytes_per_device,
         activations=_rows(found.kept),
         at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
         temporaries=found.peak,

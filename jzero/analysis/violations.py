@@ -60,20 +60,20 @@ class PlanViolation(Exception):  # noqa: N818  # the name of the contract
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program with the facts to judge it.
+    """A compiled step, one program or several, with the facts to judge it.
 
     Attributes:
-      program: The program.
-      collectives: Its collectives.
-      sent: The gathers and reductions of parameters in the traced program.
-      transfers: All collectives of the traced program.
+      programs: The programs; the first computes loss and gradients.
+      collectives: Their collectives.
+      sent: The gathers and reductions of parameters in the traced programs.
+      transfers: All collectives of the traced programs.
       platform: `cpu`, `gpu` or `tpu`.
-      memory: Its memory.
-      returns_state: Whether it returns a new version of its input state, which should then be donated.
+      memory: Their memory.
+      returns_state: Whether they return a new version of their input state, which should then be donated.
       micro_batches: The micro-batches of a train step; 0 of other functions.
     """
 
-    program: Program
+    programs: tuple[Program, ...]
     collectives: tuple[Collective, ...]
     sent: tuple[Sent, ...]
     transfers: tuple[Transfer, ...]
@@ -258,7 +258,8 @@ def _large_gathers(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
 
 def _undivided(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Looks for the matrix work of the plan."""
-    instructions = (x for computation in compiled.program.computations.values() for x in computation.instructions)
+    computations = (x for program in compiled.programs for x in program.computations.values())
+    instructions = (x for computation in computations for x in computation.instructions)
     if compiled.returns_state and plan.matrices.kinds and not any(MATRICES in x.op_name for x in instructions):
         paths = [path for kind in plan.matrices.kinds for path in kind.paths]
         yield (

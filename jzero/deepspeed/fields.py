@@ -185,11 +185,12 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
         settings.judge_all(PARAM_BLOCK, "ignored", "DeepSpeed reads it at stage 3 only")
         params = "none"
     if stage == 0:
+        _disk(settings, is_used=False)
         return {}
-    if optimizer != "host":
-        settings.judge(f"{OPTIMIZER_BLOCK}ratio", "ignored", "no optimizer state is offloaded to the host's memory")
+    if optimizer == "none":
+        settings.judge(f"{OPTIMIZER_BLOCK}ratio", "ignored", "no optimizer state is offloaded")
         settings.judge(f"{ZERO}.sub_group_size", "ignored", "tiles of an update on the host")
-        return {"params": params}
+        return {"params": params, **_disk(settings, is_used=False)}
     elements = settings[f"{ZERO}.sub_group_size"]
     settings.judge(
         f"{ZERO}.sub_group_size",
@@ -200,19 +201,43 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
     ratio = settings[f"{OPTIMIZER_BLOCK}ratio"]
     if ratio > 1:
         raise ValueError(f"`{OPTIMIZER_BLOCK}ratio` must be from 0 to 1: got {ratio!r}.")
-    return {"optimizer": "host", "params": params, "ratio": ratio}
+    return {"optimizer": optimizer, "params": params, "ratio": ratio, **_disk(settings, is_used=optimizer == "disk")}
+
+
+def _disk(settings: Settings, *, is_used: bool) -> dict[str, Any]:
+    """Returns the fields of optimizer state on NVMe."""
+    if not is_used:
+        settings.judge(f"{OPTIMIZER_BLOCK}nvme_path", "ignored", "no optimizer state goes to NVMe")
+        settings.judge_all("aio.", "ignored", "no optimizer state goes to NVMe")
+        return {}
+    path, threads = settings[f"{OPTIMIZER_BLOCK}nvme_path"], settings["aio.intra_op_parallelism"]
+    if not path:
+        raise ValueError(
+            f"`{OPTIMIZER_BLOCK}device` is nvme, which needs a folder on a local disk: set "
+            f"`{OPTIMIZER_BLOCK}nvme_path`."
+        )
+    for way in ("read", "write"):
+        settings.judge(f"{OPTIMIZER_BLOCK}pipeline_{way}", "ignored", "records are read ahead and written behind")
+    settings.judge(f"{OPTIMIZER_BLOCK}pin_memory", "ignored", "records pass through buffers of their own")
+    settings.judge(f"{ZERO}.sub_group_size", "ignored", f"a record is one request: {CHUNK}")
+    if threads > 1:
+        return {"path": path, "disk_threads": threads}
+    settings.judge("aio.intra_op_parallelism", "ignored", "DeepSpeed's default; `Offload.disk_threads` stays 2")
+    return {"path": path}
 
 
 def _device(settings: Settings, block: str, old_name: str) -> str:
-    """Returns "host" or "none"; what NVMe is asked for is refused."""
+    """Returns "host", "disk" or "none"; parameters on NVMe are refused."""
     path, old_path = f"{ZERO}.{block}.device", f"{ZERO}.{old_name}"
     if old_path in settings.values:
         if any(row.startswith(f"{ZERO}.{block}") for row in settings.rows):
             raise ValueError(f"`{old_path}` is the old name of `{block}`: got both, keep `{ZERO}.{block}`.")
         return "host" if settings[old_path] else "none"
     device = settings[path]
+    if device == "nvme" and block == "offload_optimizer":
+        return "disk"
     if device == "nvme":
-        settings.judge(path, "refused", "jzero offloads to the host's memory: set it to cpu")
+        settings.judge(path, "refused", "parameters cannot go to NVMe: set it to cpu")
     return "host" if device == "cpu" else "none"
 
 

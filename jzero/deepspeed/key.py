@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["NVME", "REQUIRED", "Key", "Kind", "Verdict"]
+__all__ = ["PARAMS_ON_NVME", "REQUIRED", "Key", "Kind", "Verdict"]
 
 Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "refused"]
 Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "rate", "block", "any"]
@@ -13,7 +13,7 @@ Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "r
 REQUIRED = "required"
 """The default of a key that has none."""
 
-NVME = "for NVMe, which jzero does not use"
+PARAMS_ON_NVME = "for parameters on NVMe, which jzero does not put there"
 
 
 @dataclasses.dataclass(frozen=True)

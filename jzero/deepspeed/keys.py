@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jzero.deepspeed.other_keys import BATCH, GRADIENTS, OPTIMIZER, PRECISION, REST
+from jzero.deepspeed.other_keys import AIO, BATCH, GRADIENTS, OPTIMIZER, PRECISION, REST
 from jzero.deepspeed.zero_keys import OFFLOAD, ZERO
 
 __all__ = ["KEYS", "LOOKED_INTO", "STRICT"]
 
-KEYS = {key.path: key for key in (*BATCH, *ZERO, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *REST)}
+KEYS = {key.path: key for key in (*BATCH, *ZERO, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *AIO, *REST)}
 
 LOOKED_INTO = (
     "zero_optimization",
@@ -16,6 +16,7 @@ LOOKED_INTO = (
     "fp16",
     "bf16",
     "data_types",
+    "aio",
     "optimizer",
     "scheduler",
 )

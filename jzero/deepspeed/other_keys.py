@@ -6,9 +6,9 @@ Older keys, which 0.19 has removed, are here as well: files outlive releases.
 
 from __future__ import annotations
 
-from jzero.deepspeed.key import NVME, Key
+from jzero.deepspeed.key import Key
 
-__all__ = ["BATCH", "GRADIENTS", "OPTIMIZER", "PRECISION", "REST"]
+__all__ = ["AIO", "BATCH", "GRADIENTS", "OPTIMIZER", "PRECISION", "REST"]
 
 BATCH = (
     Key("train_batch_size", "int", None, "honoured", "rows of the batch that a step is called with", least=1),
@@ -107,6 +107,23 @@ OPTIMIZER = (
     Key("zero_force_ds_cpu_optimizer", "bool", True, "ignored", "any optax transformation works"),
 )
 
+AIO = (
+    Key(
+        "aio.intra_op_parallelism",
+        "int",
+        1,
+        "honoured",
+        "`Offload.disk_threads`, if it is more than 1; jzero's default is 2",
+        least=1,
+        old_names=("thread_count",),
+    ),
+    Key("aio.block_size", "int", 1_048_576, "ignored", "a record, of `Offload.chunk_bytes`, is one request"),
+    Key("aio.queue_depth", "int", 8, "ignored", "as many requests at a time as threads"),
+    Key("aio.single_submit", "bool", False, "ignored", "every request is submitted by itself"),
+    Key("aio.overlap_events", "bool", True, "ignored", "requests always overlap"),
+    Key("aio.use_gds", "bool", False, "ignored", "records pass through host memory"),
+)
+
 _LOGGING = (
     "a step returns its metrics; `jzero.Monitor` writes them to `JsonLines`, `TensorBoard` or a function of yours"
 )
@@ -132,7 +149,6 @@ REST = (
     Key("disable_python_gc", "bool", False, "ignored", "about DeepSpeed's engine"),
     Key("vocabulary_size", "int", None, "ignored", "DeepSpeed only warns if 8 does not divide it"),
     Key("dataloader_drop_last", "bool", False, "ignored", "see `jzero.data.make_loader(drop_remainder=)`"),
-    Key("aio", "block", None, "ignored", NVME),
     Key("checkpoint", "block", None, "ignored", _CHECKPOINTS),
     Key("datastates_ckpt", "block", None, "ignored", _CHECKPOINTS),
     Key("nebula", "block", None, "ignored", _CHECKPOINTS),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jzero.deepspeed.key import NVME, Key
+from jzero.deepspeed.key import PARAMS_ON_NVME, Key
 
 __all__ = ["NO_CAP", "OFFLOAD", "ZERO"]
 
@@ -146,7 +146,13 @@ ZERO = (
         "see `jzero.analyze(...).verify()` and `jzero.check_equivalence`",
     ),
     Key("zero_optimization.leaf_module", "block", None, "ignored", "there are no hooks on modules"),
-    Key("zero_optimization.save_muon_momentum_buffer_in_memory", "bool", False, "ignored", NVME),
+    Key(
+        "zero_optimization.save_muon_momentum_buffer_in_memory",
+        "bool",
+        False,
+        "ignored",
+        "Muon's momentum is never on NVMe",
+    ),
     Key(
         "zero_optimization.zero_hpz_partition_size",
         "int",
@@ -214,7 +220,8 @@ OFFLOAD = (
         "string",
         "none",
         "honoured",
-        "`Offload.optimizer`; the update runs on the device, chunk by chunk (`Offload.compute='host'`: on the CPU)",
+        "`Offload.optimizer`, nvme as 'disk'; the update runs on the device, chunk by chunk "
+        "(`Offload.compute='host'`: on the CPU)",
         choices=DEVICES,
     ),
     Key(
@@ -233,9 +240,27 @@ OFFLOAD = (
     ),
     Key("zero_optimization.offload_optimizer.pipeline_read", "bool", False, "compiler", "it overlaps copies"),
     Key("zero_optimization.offload_optimizer.pipeline_write", "bool", False, "compiler", "it overlaps copies"),
-    Key("zero_optimization.offload_optimizer.nvme_path", "string", None, "ignored", NVME),
-    Key("zero_optimization.offload_optimizer.buffer_count", "int", 4, "ignored", NVME),
-    Key("zero_optimization.offload_optimizer.fast_init", "bool", False, "ignored", NVME),
+    Key(
+        "zero_optimization.offload_optimizer.nvme_path",
+        "string",
+        None,
+        "honoured",
+        "`Offload.path`, with `device: nvme`; each process keeps unnamed files there",
+    ),
+    Key(
+        "zero_optimization.offload_optimizer.buffer_count",
+        "int",
+        4,
+        "ignored",
+        "`2 * Offload.disk_threads + 1` buffers of `Offload.chunk_bytes` are enough",
+    ),
+    Key(
+        "zero_optimization.offload_optimizer.fast_init",
+        "bool",
+        False,
+        "ignored",
+        "what goes to NVMe is written once, parameter by parameter",
+    ),
     Key(
         "zero_optimization.offload_optimizer.super_offload",
         "bool",
@@ -262,10 +287,10 @@ OFFLOAD = (
         "ignored",
         PINNED,
     ),
-    Key("zero_optimization.offload_param.nvme_path", "string", None, "ignored", NVME),
-    Key("zero_optimization.offload_param.buffer_count", "int", 5, "ignored", NVME),
-    Key("zero_optimization.offload_param.buffer_size", "int", 100_000_000, "ignored", NVME),
-    Key("zero_optimization.offload_param.max_in_cpu", "int", 1_000_000_000, "ignored", NVME),
+    Key("zero_optimization.offload_param.nvme_path", "string", None, "ignored", PARAMS_ON_NVME),
+    Key("zero_optimization.offload_param.buffer_count", "int", 5, "ignored", PARAMS_ON_NVME),
+    Key("zero_optimization.offload_param.buffer_size", "int", 100_000_000, "ignored", PARAMS_ON_NVME),
+    Key("zero_optimization.offload_param.max_in_cpu", "int", 1_000_000_000, "ignored", PARAMS_ON_NVME),
     Key(
         "zero_optimization.cpu_offload_param",
         "bool",

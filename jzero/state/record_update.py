@@ -48,26 +48,33 @@ class RecordUpdate:
 
     Args:
       plan: The plan.
+
+    Attributes:
+      programs: Those of records.
+      numbers: The jitted program before a pass, given its number, the state, the gradients and the sums so far.
+      rest: The jitted program after the last pass.
+      visits: What each pass computes, and whether the rest needs gradients of it; known once `numbers` is traced.
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
         self.programs = Programs(plan)
-        self.rest: Any = jax.jit(self._rest, donate_argnums=0)
-        self.settled: Any = jax.jit(self._settled, donate_argnums=0)
+        # Nothing reads the old parameters, whose memory the new ones take over: unused arguments would not be donated.
+        self.rest: Any = jax.jit(self._rest, donate_argnums=0, keep_unused=True)
+        self.settled: Any = jax.jit(self._settled, donate_argnums=0, keep_unused=True)
         self.settled_copy: Any = jax.jit(self._settled)
-        self.rest_with_columns: Any = jax.jit(self._rest_with_columns, donate_argnums=(0, 6))
+        self.rest_with_columns: Any = jax.jit(self._rest_with_columns, donate_argnums=(0, 6), keep_unused=True)
         self.land: Any = jax.jit(self._land, donate_argnums=0)
         self.land_copy: Any = jax.jit(self._land)
-        self._numbers: Any = jax.jit(self._find, static_argnums=0)
+        self.numbers: Any = jax.jit(self._find, static_argnums=0)
         self._late_numbers: Any = jax.jit(self._find_late)
         self._late_visits: list[Visit] = []
-        self._visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
+        self.visits: dict[int, tuple[list[Visit], bool]] = {}  # by the number of the pass, from its trace
 
     @property
     def is_one_pass(self) -> bool:
         """Whether one pass over all records is known to be enough."""
-        return list(self._visits) == [0]
+        return list(self.visits) == [0]
 
     def prepare(self, files: StateFiles, state: State, found: StepGrads) -> Prepared:
         """Runs the passes that only read, and everything that the last one reads beside records.
@@ -85,9 +92,9 @@ class RecordUpdate:
         sums: dict[int, jax.Array] = {}
         level = 0
         while True:
-            operands, sums = self._numbers(level, state, found, sums)
+            operands, sums = self.numbers(level, state, found, sums)
             self.wait((operands, sums))
-            visits, needs_grads = self._visits[level]
+            visits, needs_grads = self.visits[level]
             run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, given)
             if run.writes:
                 return Prepared(run, sums, found if needs_grads else found._replace(grads=near))
@@ -101,7 +108,7 @@ class RecordUpdate:
           state: The state, detached.
           found: The gradients of the step, whose numbers count.
         """
-        _, sums = self._numbers(0, state, found, {})
+        _, sums = self.numbers(0, state, found, {})
         self.wait(sums)
         return self.late_operands(state, found._replace(grads=[]), sums), sums
 
@@ -129,12 +136,12 @@ class RecordUpdate:
         for program in (x for x in vars(self).values() if hasattr(x, "clear_cache")):
             program.clear_cache()
         self.programs = Programs(self.plan)
-        self._visits.clear()
+        self.visits.clear()
 
     def _find(self, level: int, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> Any:
         with jax.named_scope("zero_update"):
             made = state.tx.visits(found.grads, state.opt_state, state.params, found.applied, found.value, sums)
-        self._visits[level] = made.visits, made.needs_grads
+        self.visits[level] = made.visits, made.needs_grads
         return made.operands, made.sums
 
     @jax.named_scope("zero_update")

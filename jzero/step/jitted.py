@@ -200,6 +200,11 @@ class Step:
         """Returns the likely state of the next call."""
         return state
 
+    def program(self, state: State) -> Any:
+        """Returns the jitted function for a state; an `OutsideStep` if the update of its kind is on records."""
+        train_state = adapt_sharded(state).state
+        return self._jit(train_state.tx.plan, train_state)
+
     def lower(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Lowers the step for these (concrete or abstract) arguments, like `jax.jit(...).lower`."""
         return self.trace(state, batch, rng=rng).lower()

@@ -1,0 +1,77 @@
+"""What the nodes of a machine have beside their devices: whether a candidate's state fits there, and how long it moves.
+
+In: a candidate's memory, reckoned per device, and its configuration. Out: what is too much, and seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jzero.analysis.machines import Machine
+from jzero.analysis.step_memory import StepMemory
+from jzero.config.offload import Offload
+from jzero.config.settings import check, number, optional
+from jzero.plan.table import format_bytes
+
+__all__ = ["NodeMemory"]
+
+POSITIVE = optional(number("a number > 0", lambda x: 0 < x < math.inf))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeMemory:
+    """The host memory and the local disk of a node.
+
+    Attributes:
+      devices: Its devices.
+      host_bytes: What the state may take of the host's memory; `None` if that is not known.
+      disk_path: A folder on the disk; `None` if none is to be tried.
+      disk_bytes: What the state may take of it.
+      disk_bytes_per_s: Its rate in each direction, both at once.
+    """
+
+    devices: int
+    host_bytes: float | None = None
+    disk_path: str | None = None
+    disk_bytes: float | None = None
+    disk_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("host_bytes", "disk_bytes", "disk_bytes_per_s"):
+            check(name, getattr(self, name), POSITIVE)
+        if self.disk_path is not None and None in (self.disk_bytes, self.disk_bytes_per_s):
+            raise ValueError(
+                "`disk_path` lets `fit` try optimizer state on a disk, so it must know that disk: got "
+                f"disk_bytes={self.disk_bytes!r} and disk_bytes_per_s={self.disk_bytes_per_s!r}. "
+                "`jzero doctor --disk PATH` measures both."
+            )
+
+    def offloads(self, base: Offload) -> list[Offload]:
+        """Returns what to try: what the configuration says, and optimizer state on the disk."""
+        if self.disk_path is None or base.optimizer == "disk":
+            return [base]
+        return [base, dataclasses.replace(base, optimizer="disk", path=self.disk_path)]
+
+    def lacks(self, memory: StepMemory, offload: Offload) -> str:
+        """Returns what a node has too little of; an empty string if all fits."""
+        buffers = (2 * offload.disk_threads + 1) * offload.chunk_bytes if memory.disk else 0
+        wanted = {
+            "host": (self.devices * memory.host + buffers, self.host_bytes),
+            "disk": (self.devices * memory.disk, self.disk_bytes),
+        }
+        over = {name: needs - has for name, (needs, has) in wanted.items() if has is not None and needs > has}
+        return ", ".join(f"{format_bytes(excess)} too much for the {name}" for name, excess in over.items())
+
+    def seconds(self, memory: StepMemory, offload: Offload, hardware: Machine | None) -> float:
+        """Returns how long a step waits for the disk if the update reads and writes everything once.
+
+        With `Offload(delay=1)` that is what loss and gradients, by the machine's rates, leave of it.
+        """
+        if not memory.disk or self.disk_bytes_per_s is None:
+            return 0.0
+        moved = self.devices * memory.disk / 2 / self.disk_bytes_per_s
+        if not offload.delay or hardware is None:
+            return moved
+        beside = memory.flops / hardware.flops["bf16"] + (memory.communication_seconds or 0.0)
+        return max(0.0, moved - beside)

@@ -1,0 +1,61 @@
+"""The memory of an update on records: in goes a plan, out come the bytes on a device beside its state.
+
+`estimate_step_memory` reckons with it beside loss and gradients, whose program ends before. All reduced gradients are
+there, and the new parameters that come out of the records, as shards. Then either records are on their way through the
+device, or new parameters are gathered that every device stores whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from jzero.analysis.footprint import regathered_bytes
+from jzero.analysis.traced import Kind
+from jzero.plan.leaves import itemsize
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["update_at_peak"]
+
+
+def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, int]:
+    """Returns the bytes at the peak of an update on records, by purpose.
+
+    Args:
+      plan: The plan of a state in records.
+      gpu: Whether XLA compiles for GPUs, where it gathers new parameters together.
+      limit: The bytes that its scheduler plans with.
+    """
+    near = [leaf.grad for leaf in plan.leaves if leaf.trained and not leaf.param.on_host]
+    grads = sum(leaf.bytes_per_device(plan.mesh, plan.comm) for leaf in near)
+    new = sum(math.prod(plan.part_shape(plan.leaves[i].grad)) * _result_bytes(plan, i) for i in plan.disk_fields)
+    whole = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
+    sizes = [leaf.bytes_per_device(plan.mesh, plan.comm) for leaf in whole] if gpu else []
+    gathered, moving = regathered_bytes(sizes, limit), _moving_bytes(plan)
+    return {
+        "activations": 0,
+        "gradients": grads,
+        "gathered": gathered if gathered > moving else 0,
+        "working": new + (0 if gathered > moving else moving),
+    }
+
+
+def _moving_bytes(plan: ZeroPlan) -> int:
+    """Returns the bytes of the records that are on their way through a device at a time."""
+    offload = plan.config.offload
+    if offload.compute == "host":
+        return 0
+    sizes = []
+    for i, fields in plan.disk_fields.items():
+        leaf = plan.leaves[i]
+        # Fields come and go; the gradient comes, and a parameter that has no master; the new one goes.
+        read = itemsize(leaf.grad.dtype) + (0 if leaf.master else itemsize(leaf.param.dtype))
+        per_element = 2 * sum(itemsize(x.dtype) for x in fields) + read + _result_bytes(plan, i)
+        sizes.append(per_element * max(record.size for record in plan.records_of(i)))
+    return (2 * offload.disk_threads + 1) * max(sizes, default=0)
+
+
+def _result_bytes(plan: ZeroPlan, i: int) -> int:
+    """Returns the bytes of an element of a new parameter; one on the host never is on the device as a whole."""
+    leaf = plan.leaves[i].param
+    return 0 if leaf.on_host else itemsize(leaf.dtype)
