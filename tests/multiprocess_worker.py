@@ -275,6 +275,53 @@ def disk_checkpoints() -> dict[str, Any]:
     return results
 
 
+def records(folder: str | None = None) -> dict[str, Any]:
+    """Trains with state in records; a disk of the second process fails once, and both are told and repeat the step."""
+    folder = sys.argv[4] if folder is None else folder
+    disk = {"optimizer": "disk", "path": folder, "chunk_bytes": 2048}
+    host = {"optimizer": "host", "chunk_bytes": 2048, "compute": "host"}
+    flow = jzero.ZenFlow(topk_ratio=0.2, update_interval=2, select_interval=4)
+    kinds = {
+        "at once": ("bf16", disk),
+        "one step later": ("fp32", {**disk, "compute": "host", "delay": 1}),
+        "columns": ("bf16", {**host, "zenflow": flow}),
+    }
+    results = {}
+    for name, (precision, options) in kinds.items():
+        far = dataclasses.replace(config(3), precision=precision, offload=jzero.Offload(**options))
+        state = make_state(jax.random.key(0))
+        if name == "at once":  # with sums over records first
+            state = jzero.TrainState.create(params=state.params, tx=optax.lamb(1e-2))
+        state, step = jzero.shard_train_state(state, config=far), jzero.make_train_step(loss_of)
+        numbers = {}
+        for i in range(NUM_STEPS):
+            batch = models.mlp_batch(ROWS, seed=i)
+            if i == 2 and "path" in options and jax.process_count() > 1:
+                assert "EIO" in failing(step, state, batch)
+            state, metrics = step(state, batch)
+            numbers[f"loss {i}"] = float(metrics["loss"])
+        results[name] = numbers | digest("params", jzero.unshard_train_state(state).params)
+    return results
+
+
+def failing(step: Any, state: Any, batch: Any) -> str:
+    """Returns what a step says while the second process cannot write."""
+
+    def fail(*args: Any) -> None:
+        raise DiskError("Writing failed: EIO.")
+
+    store = files_of(state).pipeline.store
+    if jax.process_index() == 1:
+        store.write = fail
+    try:
+        step(state, batch)
+    except RuntimeError as error:  # a `DiskError` where it happened
+        return str(error)
+    finally:
+        vars(store).pop("write", None)
+    raise AssertionError("it did not fail")
+
+
 def message(attempt: Any) -> str:
     """Returns what an attempt that must fail says."""
     try:
@@ -412,7 +459,9 @@ def watched() -> list[int]:
     return written
 
 
-SCENARIOS = {f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, one_dies, preempted, watched)}
+SCENARIOS = {
+    f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, records, one_dies, preempted, watched)
+}
 
 
 def main() -> None:

@@ -70,6 +70,18 @@ def test_two_processes_train_like_one():
                 assert found[name][what] == pytest.approx(number, rel=tolerance), (name, what)
 
 
+def test_two_processes_train_on_records_like_one(tmp_path):
+    """Although a disk of one of them fails once: both are told, nothing has changed, and both repeat the step."""
+    expected = multiprocess_worker.records(tmp_path)
+    for status, output, errors in run_processes("records", tmp_path):
+        assert status == 0, errors
+        found = json.loads(output.splitlines()[-1])
+        assert found.keys() == expected.keys()
+        for name, numbers in expected.items():
+            for what, number in numbers.items():
+                assert found[name][what] == pytest.approx(number, rel=1e-5), (name, what)
+
+
 def assert_worth_comparing_with(results):
     """The run in one process learns, sees its noise, and all that was asked for has happened."""
     for name in ("stage 1", "stage 3", "born"):

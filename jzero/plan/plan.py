@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.config.precision import cast_dtype, is_key
+from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
@@ -250,13 +250,15 @@ class ZeroPlan:
     def host_bytes_per_device(self) -> BytesPerDevice:
         """Bytes of one device in host memory, by term, padding included.
 
-        Gradients count if they wait there for the next step (`Offload.delay`).
+        Gradients count if they wait there for a later step (`Offload.delay`), or are added up (`Offload.zenflow`: one
+        sum, and one that is being applied).
         """
-        waiting = [self.leaves[i].grad for i in self.disk_fields] if self.config.offload.delay else []
-        records = 0 if self.config.offload.optimizer == "disk" else self._record_bytes
+        offload, late = self.config.offload, [self.leaves[i].grad for i in self.disk_fields]
+        sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in late]
+        records = 0 if offload.optimizer == "disk" else self._record_bytes * (1 if offload.delay else 2)
         return BytesPerDevice(
             params=self._sum_bytes(self._all_params, "host"),
-            grads=self._sum_bytes(waiting),
+            grads=2 * self._sum_bytes(sums) if offload.zenflow else self._sum_bytes(late) if offload.delay else 0,
             opt_state=self._sum_bytes(self.opt_leaves, "host") + records,
         )
 
@@ -279,6 +281,27 @@ class ZeroPlan:
         """Returns the rectangles of each device's part of a parameter that are records on disk."""
         per_element = sum(itemsize(leaf.dtype) for leaf in self.disk_fields[i])
         return rectangles(self.part_shape(self.leaves[i].grad), per_element, self.config.offload.chunk_bytes)
+
+    def column_dim(self, leaf: StateLeaf) -> int:
+        """Returns the dimension of a stored array whose indices are its columns, see `Offload.zenflow`."""
+        shape = leaf.stored_shape
+        return shape.index(max(shape)) if leaf.cut is None else leaf.cut.dim
+
+    def num_chosen(self, leaf: StateLeaf) -> int:
+        """Returns how many columns each device chooses of its part of a leaf, see `Offload.zenflow`."""
+        flow = self.config.offload.zenflow
+        columns = self.part_shape(leaf)[self.column_dim(leaf)]
+        return 0 if flow is None else min(columns, round(flow.topk_ratio * columns) or (flow.topk_ratio > 0))
+
+    @property
+    def _chosen_bytes(self) -> int:
+        """Bytes of masters and optimizer state of the columns that one device has chosen."""
+        total = 0
+        for i, fields in self.disk_fields.items():
+            leaf = self.leaves[i].grad
+            share = self.num_chosen(leaf) / self.part_shape(leaf)[self.column_dim(leaf)]
+            total += round(share * sum(x.bytes_per_device(self.mesh, self.comm) for x in fields))
+        return total
 
     def part_shape(self, leaf: StateLeaf) -> tuple[int, ...]:
         """Returns the shape of one device's part of a leaf as stored; the mesh may be abstract."""
@@ -315,7 +338,7 @@ class ZeroPlan:
         return BytesPerDevice(
             params=self._sum_bytes(self._all_params),
             grads=self._sum_bytes(grads),
-            opt_state=self._sum_bytes(self.opt_leaves),
+            opt_state=self._sum_bytes(self.opt_leaves) + self._chosen_bytes,
         )
 
     @functools.cached_property

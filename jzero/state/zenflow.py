@@ -36,7 +36,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.next_state import StepGrads
 from jzero.state.record_update import RecordUpdate, record_update
 from jzero.state.threads import in_thread
-from jzero.update.columns import choose_columns, column_dim, num_chosen
+from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
 from jzero.update.visits import VisitOperands
 
@@ -92,13 +92,13 @@ class Flow:
     def far(self) -> list[int]:
         """The parameters of which some columns are not on the devices once columns are chosen."""
         shapes = {i: self.plan.part_shape(self.plan.leaves[i].grad) for i in self.plan.disk_fields}
-        sizes = {i: shape[column_dim(self.plan.leaves[i].grad)] for i, shape in shapes.items()}
-        return [i for i, size in sizes.items() if num_chosen(self.plan, self.plan.leaves[i].grad) < size]
+        sizes = {i: shape[self.plan.column_dim(self.plan.leaves[i].grad)] for i, shape in shapes.items()}
+        return [i for i, size in sizes.items() if self.plan.num_chosen(self.plan.leaves[i].grad) < size]
 
     @functools.cached_property
     def chooses(self) -> list[int]:
         """The parameters of which some columns are on the devices once columns are chosen."""
-        return [i for i in self.plan.disk_fields if num_chosen(self.plan, self.plan.leaves[i].grad)]
+        return [i for i in self.plan.disk_fields if self.plan.num_chosen(self.plan.leaves[i].grad)]
 
     def choose(self, found: StepGrads) -> None:
         """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
@@ -122,7 +122,7 @@ class Flow:
         there = dict(zip(devices, columns, strict=True))
         sharding = self.plan.device_sharding(leaf)
         shape = list(leaf.stored_shape)
-        dim = column_dim(leaf)
+        dim = self.plan.column_dim(leaf)
         part = self.plan.part_shape(leaf)
         shape[dim] = shape[dim] // part[dim] * columns[0].shape[dim]
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
@@ -139,7 +139,7 @@ class Flow:
             self.overlay(record, views)
             if place not in wanted:
                 return
-            dim, shape = column_dim(self.plan.leaves[record.param].grad), list(self._part_shape(record.param))
+            dim, shape = self.plan.column_dim(self.plan.leaves[record.param].grad), list(self._part_shape(record.param))
             shape[dim] = len(wanted[place])
             into = taken.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
             inside, columns = _overlap(record, dim, wanted[place])
@@ -159,7 +159,7 @@ class Flow:
         if record.param not in self.chosen:
             return
         chosen = _part(self.chosen[record.param], record.device)
-        dim = column_dim(self.plan.leaves[record.param].grad)
+        dim = self.plan.column_dim(self.plan.leaves[record.param].grad)
         inside, columns = _overlap(record, dim, chosen)
         at, there = _at(record, dim, inside), (*[slice(None)] * dim, columns)
         for near, view in zip(self.near[record.param], views, strict=True):

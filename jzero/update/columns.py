@@ -25,20 +25,7 @@ from jzero.update.find_visits import targets_of, visit_of
 from jzero.update.run import Run
 from jzero.update.whole import Before
 
-__all__ = ["Columns", "choose_columns", "column_dim", "num_chosen", "with_others"]
-
-
-def column_dim(leaf: StateLeaf) -> int:
-    """Returns the dimension of the stored array whose indices are the columns of a leaf."""
-    shape = leaf.stored_shape
-    return shape.index(max(shape)) if leaf.cut is None else leaf.cut.dim
-
-
-def num_chosen(plan: ZeroPlan, leaf: StateLeaf) -> int:
-    """Returns how many columns each device chooses of its part of a leaf."""
-    flow = plan.config.offload.zenflow
-    columns = plan.part_shape(leaf)[column_dim(leaf)]
-    return 0 if flow is None else min(columns, round(flow.topk_ratio * columns) or (flow.topk_ratio > 0))
+__all__ = ["Columns", "choose_columns", "with_others"]
 
 
 def _specs(plan: ZeroPlan, leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
@@ -75,7 +62,7 @@ class Columns:
         param: Any = given.params[i]
         arrays = {"grads": [grads.reduced.array], "params": [param.array], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
-        dim, spec_pair = column_dim(leaf), _specs(plan, leaf)
+        dim, spec_pair = plan.column_dim(leaf), _specs(plan, leaf)
 
         def local(
             fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
@@ -120,7 +107,7 @@ def choose_columns(plan: ZeroPlan, grads: Mapping[int, jax.Array]) -> dict[int, 
 
     def of(i: int, grad: jax.Array) -> jax.Array:
         leaf = plan.leaves[i].grad
-        dim, count, (like, entries) = column_dim(leaf), num_chosen(plan, leaf), _specs(plan, leaf)
+        dim, count, (like, entries) = plan.column_dim(leaf), plan.num_chosen(leaf), _specs(plan, leaf)
 
         def local(part: jax.Array) -> jax.Array:
             others = [d for d in range(part.ndim) if d != dim]
@@ -149,7 +136,7 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array,
     kept = stored_leaf(natural_leaf(old, leaf.param, plan), grad, plan)
     if chosen is not None:
         like, entries = _specs(plan, grad)
-        dim = column_dim(grad)
+        dim = plan.column_dim(grad)
 
         def local(made: jax.Array, kept: jax.Array, chosen: jax.Array) -> jax.Array:
             place = (*[slice(None)] * dim, chosen)
