@@ -109,11 +109,10 @@ class Offload:
     save the state. A model with Adam in 16 bits takes 24 bytes of disk per parameter; 12 are read, and 12 written, per
     step. Give a step more micro-batches (`accumulate_steps`) to make the disk's share of its time small.
 
-    With `delay=1`, a train step applies the gradients of the step before, so that the update on the host does not wait
-    for the step's own gradients, and can overlap with them if the compiler schedules it so. jax 0.12's does for GPUs
-    with `make_train_step(compiler_options={"xla_gpu_enable_latency_hiding_scheduler": True})`, but not for TPUs. The
-    numbers differ from training without delay: each gradient is taken at parameters that lack the latest update. See
-    `apply_pending`.
+    With `delay=1`, a train step applies the gradients of the step before: the update runs in a thread on the host's
+    CPU, beside loss and gradients, on records on the disk or, with `optimizer="host"`, in the host's memory. As with a
+    disk, only `make_train_step` trains such a state, not inside another `jit`. The numbers differ from training
+    without delay: each gradient is taken at parameters that lack the latest update. See `apply_pending`.
 
     Attributes:
       optimizer: "host", "disk" or "none".
@@ -125,11 +124,11 @@ class Offload:
       device_budget_bytes: Most bytes of parameters and optimizer state on one device between steps; the largest leaves'
         optimizer state goes to the host until the rest fits. Replaces `ratio`.
       compute: "device" or "host": where the update of offloaded state runs.
-      delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They are kept in fp32,
-        4 bytes per parameter over the devices that share it, in the memory of its optimizer state. Saving a checkpoint
-        applies them to a second copy of the state.
+      delay: 0, or 1 to update with the gradients of the step before; needs `compute="host"`. They wait on the devices
+        until the next step begins, then in the host's memory, in the dtype in which they were reduced. Saving a
+        checkpoint applies them to a second copy of the state.
       zenflow: Whether columns with small gradients are updated later, see `ZenFlow`; needs `compute="host"`, and takes
-        the memory of masters and optimizer state twice.
+        the host's memory for masters and optimizer state twice.
       path: With "disk", a folder on a fast local disk, which must exist. Each process keeps unnamed files there, which
         vanish however it ends; jobs may share a folder.
       disk_threads: Records that are read at a time, and as many that are written: `2 * disk_threads + 1` of
