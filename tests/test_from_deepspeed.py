@@ -297,6 +297,25 @@ def test_stage_0_has_nothing_to_offload_or_to_refuse():
 NVME = {"device": "nvme", "nvme_path": "/local/scratch"}
 
 
+def test_zenflow_is_read_with_intervals_in_steps():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    block = {"topk_ratio": 0.05, "select_interval": 10, "full_warm_up_rounds": 3, "overlap_step": True, "offload": True}
+    config, report = read({"zero_optimization": {**zero, "zenflow": {**block, "update_interval": "auto"}}})
+    flow = jzero.ZenFlow(topk_ratio=0.05, select_interval=12, warm_up_steps=4)
+    assert config.offload == jzero.Offload(optimizer="host", compute="host", zenflow=flow)
+    found = {key.removeprefix("zero_optimization.zenflow."): row for key, row in verdicts(report).items()}
+    assert {found[name] for name in ("topk_ratio", "select_interval", "full_warm_up_rounds")} == {"honoured"}
+    assert (found["offload"], found["update_interval"]) == ("ignored", "ignored")
+    assert "the next multiple of `update_interval`" in str(report)
+    assert not any("update_interval" in row for row in report.undecided)
+    with pytest.warns(UserWarning, match="does not honour `zero_optimization.zenflow.select_strategy`"):
+        config, report = read({"zero_optimization": {**zero, "zenflow": {"select_strategy": "epoch"}}})
+    assert config.offload.zenflow == jzero.ZenFlow(overlap=False), "DeepSpeed's default"
+    config, report = read({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})
+    assert config.offload == jzero.Offload()
+    assert verdicts(report)["zero_optimization.zenflow.topk_ratio"] == "ignored"
+
+
 @pytest.mark.parametrize("name", ["intra_op_parallelism", "thread_count"])
 def test_optimizer_state_goes_to_nvme(name):
     zero = {"stage": 1, "offload_optimizer": {**NVME, "ratio": 0.5, "pipeline_read": True}, "sub_group_size": 10**9}
@@ -363,7 +382,7 @@ def test_the_table_has_deepspeeds_keys_and_defaults():
     """Those of the classes that DeepSpeed reads its strict blocks into, old and other names included."""
     theirs = json.loads((DATA / "deepspeed_golden.json").read_text())["keys"]
     assert len(theirs) > 70
-    blocks = {"zero_optimization.offload_param", "zero_optimization.offload_optimizer"}
+    blocks = {f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow")}
     for path, default in theirs.items():
         if path not in blocks:
             key = KEYS[OLD_NAMES.get(path, path)]

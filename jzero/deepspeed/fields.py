@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jzero.config.offload import ZenFlow
 from jzero.config.precision import DtypeName, DynamicLossScale, Precision
 from jzero.config.quantization import Quantization
 from jzero.deepspeed.settings import Settings
@@ -15,6 +16,7 @@ __all__ = ["ConfigFields", "config_fields"]
 
 ZERO = "zero_optimization"
 OPTIMIZER_BLOCK, PARAM_BLOCK = f"{ZERO}.offload_optimizer.", f"{ZERO}.offload_param."
+ZENFLOW_BLOCK = f"{ZERO}.zenflow."
 STAGE_3_KEYS = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -188,6 +190,7 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
         _disk(settings, is_used=False)
         return {}
     if optimizer == "none":
+        settings.judge_all(ZENFLOW_BLOCK, "ignored", "no optimizer state is offloaded")
         settings.judge(f"{OPTIMIZER_BLOCK}ratio", "ignored", "no optimizer state is offloaded")
         settings.judge(f"{ZERO}.sub_group_size", "ignored", "tiles of an update on the host")
         return {"params": params, **_disk(settings, is_used=False)}
@@ -201,7 +204,35 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
     ratio = settings[f"{OPTIMIZER_BLOCK}ratio"]
     if ratio > 1:
         raise ValueError(f"`{OPTIMIZER_BLOCK}ratio` must be from 0 to 1: got {ratio!r}.")
-    return {"optimizer": optimizer, "params": params, "ratio": ratio, **_disk(settings, is_used=optimizer == "disk")}
+    fields = {"optimizer": optimizer, "params": params, "ratio": ratio}
+    return {**fields, **_disk(settings, is_used=optimizer == "disk"), **_zenflow(settings, params)}
+
+
+def _zenflow(settings: Settings, params: str) -> dict[str, Any]:
+    """Returns the fields of updates beside the steps of an interval."""
+    if not any(path.startswith(ZENFLOW_BLOCK) for path in settings.rows):
+        return {}
+    if params != "none":
+        settings.judge_all(ZENFLOW_BLOCK, "refused", "parameters are offloaded, too: it needs them on the devices")
+        return {}
+    if settings[f"{ZENFLOW_BLOCK}select_strategy"] == "epoch":
+        settings.judge(f"{ZENFLOW_BLOCK}select_strategy", "refused", "steps are not told of epochs: set it to step")
+    every = settings[f"{ZENFLOW_BLOCK}update_interval"] or ZenFlow().update_interval
+    whole = {}
+    if f"{ZENFLOW_BLOCK}update_interval" in settings.autos:
+        settings.judge_auto(f"{ZENFLOW_BLOCK}update_interval", f"`ZenFlow.update_interval={every}`")
+    for name, key in (("select_interval", "select_interval"), ("warm_up_steps", "full_warm_up_rounds")):
+        given = settings[f"{ZENFLOW_BLOCK}{key}"]
+        given = getattr(ZenFlow(), name) if given is None else given
+        whole[name] = -(-given // every) * every
+        if f"{ZENFLOW_BLOCK}{key}" in settings.autos:
+            settings.judge_auto(f"{ZENFLOW_BLOCK}{key}", f"`ZenFlow.{name}={whole[name]}`")
+        if whole[name] != given:
+            note = f"`ZenFlow.{name}={whole[name]}`, the next multiple of `update_interval`"
+            settings.judge(f"{ZENFLOW_BLOCK}{key}", "honoured", note)
+    ratio, overlap = settings[f"{ZENFLOW_BLOCK}topk_ratio"], settings[f"{ZENFLOW_BLOCK}overlap_step"]
+    flow = ZenFlow(topk_ratio=ratio, update_interval=every, overlap=overlap, **whole)
+    return {"compute": "host", "zenflow": flow}
 
 
 def _disk(settings: Settings, *, is_used: bool) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from jzero.deepspeed.other_keys import AIO, BATCH, GRADIENTS, OPTIMIZER, PRECISION, REST
-from jzero.deepspeed.zero_keys import OFFLOAD, ZERO
+from jzero.deepspeed.zero_keys import OFFLOAD, ZENFLOW, ZERO
 
 __all__ = ["KEYS", "LOOKED_INTO", "STRICT"]
 
-KEYS = {key.path: key for key in (*BATCH, *ZERO, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *AIO, *REST)}
+KEYS = {key.path: key for key in (*BATCH, *ZERO, *ZENFLOW, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *AIO, *REST)}
 
 LOOKED_INTO = (
     "zero_optimization",
     "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer",
+    "zero_optimization.zenflow",
     "fp16",
     "bf16",
     "data_types",

@@ -205,13 +205,25 @@ ZERO = (
         "honoured",
         "`ZeroConfig.node_axis`",
     ),
+)
+
+ZENFLOW = (
+    Key("zero_optimization.zenflow.topk_ratio", "number", 0.1, "honoured", "`ZenFlow.topk_ratio`"),
     Key(
-        "zero_optimization.zenflow",
-        "block",
-        None,
-        "refused",
-        "it changes the numbers; the nearest is `jzero.Offload(optimizer='host', compute='host', delay=1)`",
+        "zero_optimization.zenflow.select_strategy",
+        "string",
+        "auto",
+        "honoured",
+        "columns are chosen by steps",
+        choices=("auto", "step", "epoch"),
     ),
+    Key("zero_optimization.zenflow.select_interval", "int", None, "honoured", "`ZenFlow.select_interval`", least=1),
+    Key("zero_optimization.zenflow.update_interval", "int", None, "honoured", "`ZenFlow.update_interval`", least=1),
+    Key("zero_optimization.zenflow.overlap_step", "bool", False, "honoured", "`ZenFlow.overlap`"),
+    Key("zero_optimization.zenflow.full_warm_up_rounds", "int", 0, "honoured", "`ZenFlow.warm_up_steps`"),
+    Key("zero_optimization.zenflow.offload", "bool", False, "ignored", "chosen columns stay on the devices"),
+    Key("zero_optimization.zenflow.auto_ratio", "number", 0.99, "ignored", "intervals are numbers of steps"),
+    Key("zero_optimization.zenflow.pt_reserved_cores_perc", "number", 0.5, "ignored", "XLA has its own threads"),
 )
 
 OFFLOAD = (
