@@ -99,7 +99,7 @@ def run(directory: str, scratch: str, kills: int, seed: int, longest: float = 0.
       scratch: The folder of the state.
       kills: How often.
       seed: Of the moments.
-      longest: How many seconds after the start of training it is killed at most.
+      longest: How many seconds after its first to third message it is killed at most.
     """
     moments = random.Random(seed)
     complete = 0
@@ -122,10 +122,12 @@ def run(directory: str, scratch: str, kills: int, seed: int, longest: float = 0.
             first = process.stdout.readline().split()
             if first[:1] != ["start"]:
                 raise AssertionError(f"After kill {number} the program does not start: {process.stderr.read()}")
+            lines = [process.stdout.readline() for _ in range(moments.randrange(3))]
             if number < kills:
                 time.sleep(moments.uniform(0, longest))
             os.kill(process.pid, signal.SIGKILL)
-            words = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+            lines += process.stdout.read().splitlines(keepends=True)
+            words = [line.split() for line in lines if line.endswith("\n")]
         rows.append({"kill": number, "went_on_from": int(first[1]), "was_complete": complete})
         complete = max([complete, int(first[1]), *(int(step) for what, step in words)])
     return rows

@@ -797,6 +797,20 @@ MUTANTS = [
         "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),
     Mutant(
+        "edits_of_masters_on_disk_not_saved",
+        "checkpoint/disk_saving.py",
+        "if record.param in self.edited:",
+        "if False:",
+        "test_disk_checkpoints.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
+    ),
+    Mutant(
+        "failed_save_keeps_its_generation",
+        "checkpoint/orbax_io.py",
+        "    with contextlib.suppress(BaseException):  # Orbax raises it, too\n        future.result()",
+        "    future.result()",
+        "test_disk_checkpoints.py::test_a_save_that_fails_leaves_training_and_earlier_checkpoints",
+    ),
+    Mutant(
         "checksum_counts_padding",
         "checkpoint/checksum.py",
         "inside = inside & (index < natural[dim])",

@@ -114,12 +114,10 @@ def _ranges(first: int, stop: int, shape: Sequence[int]) -> list[Rectangle]:
     return [*head, *rows, *in_row(last, 0, end)]
 
 
-def overlap(a: Rectangle, b: Rectangle) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Returns where two rectangles overlap, seen from the first and from the second; `None` if nowhere."""
+def overlap(a: Rectangle, b: Rectangle) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Returns where two rectangles overlap, as they do, seen from the first and from the second."""
     starts = [max(x, y) for x, y in zip(a.start, b.start, strict=True)]
     stops = [min(x + m, y + n) for x, m, y, n in zip(a.start, a.shape, b.start, b.shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
     seen = [
         tuple(slice(p - origin, q - origin) for p, q, origin in zip(starts, stops, x.start, strict=True))
         for x in (a, b)

@@ -79,6 +79,7 @@ class Snapshot:
     def release(self) -> None:
         """Lets steps overwrite this generation."""
         self._pin.release()
+        self.edited.clear()
 
     def examine(self, params: Sequence[jax.Array]) -> dict[str, np.ndarray]:
         """Returns this process's shares of the checksums of streamed leaves, uint32 by path; notes edits of parameters.
@@ -133,12 +134,10 @@ class Snapshot:
     def chunks(self, i: int) -> Iterator[tuple[Rectangle, list[np.ndarray]]]:
         """Yields the chunks of a parameter that this process writes: places in the natural array, and all fields."""
         leaf = self.files.plan.leaves[i].grad
-        mine = [self.files.records[n].stored for n in self.owned[i]]
         records = _Records(self, i)
         for chunk in chunks_of(leaf.shape, self.chunk_shape(i)):
             place = in_stored(chunk, leaf)
-            first = Rectangle(place.start, tuple(1 for _ in place.start))
-            if any(overlap(first, record) for record in mine):
+            if records.at(Rectangle(place.start, tuple(1 for _ in place.start))):
                 yield chunk, [x.reshape(chunk.shape) for x in records.read(place)]
 
 
@@ -147,20 +146,26 @@ class _Records:
 
     def __init__(self, snapshot: Snapshot, i: int) -> None:
         files = snapshot.files
-        self._snapshot, self._i = snapshot, i
-        self._places = {n: files.records[n].stored for n in snapshot.owned[i]}
+        self._snapshot, self._i, self._numbers = snapshot, i, snapshot.owned[i]
+        places = [files.records[n].stored for n in self._numbers]
+        self._starts = np.array([x.start for x in places]).reshape(len(places), -1)
+        self._stops = self._starts + np.array([x.shape for x in places]).reshape(len(places), -1)
         self._kept: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
-        sizes = [files.pipeline.store.sizes[n] for n in self._places]
+        sizes = [files.pipeline.store.sizes[n] for n in self._numbers]
         self._free = [page_aligned(max(sizes, default=0)) for _ in range(KEPT_RECORDS)]
+
+    def at(self, place: Rectangle) -> list[int]:
+        """Returns the numbers of the records that a rectangle overlaps."""
+        start, stop = np.array(place.start), np.array(place.start) + np.array(place.shape)
+        hit = (self._starts < stop) & (self._stops > start)
+        return [self._numbers[k] for k in np.flatnonzero(hit.all(axis=1))]
 
     def read(self, place: Rectangle) -> list[np.ndarray]:
         """Returns a rectangle of each field, in new memory."""
         files = self._snapshot.files
         made = [np.empty(place.shape, leaf.dtype) for leaf in files.plan.disk_fields[self._i]]
-        for number, record in self._places.items():
-            if (seen := overlap(place, record)) is None:
-                continue
-            there, here = seen
+        for number in self.at(place):
+            there, here = overlap(place, files.records[number].stored)
             for x, view in zip(made, files.views(number, self._bytes(number)), strict=True):
                 x[there] = view[here]
         return made

@@ -176,18 +176,22 @@ async def _write_from_disk(fields: Sequence[tuple[DiskArray, Any, Any]]) -> None
     opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
     under_way: collections.deque[tuple[int, Any]] = collections.deque()
     # Many small chunks at once: each commit to Orbax's database writes the list of all chunks.
-    most = 2 * snapshot.files.plan.config.offload.chunk_bytes
+    left = 2 * snapshot.files.plan.config.offload.chunk_bytes
     for chunk, arrays in snapshot.chunks(i):
         here = [arrays[x.field] for x, _, _ in fields]
-        while under_way and sum(size for size, _ in under_way) + sum(x.nbytes for x in here) > most:
-            await under_way.popleft()[1]
+        size = sum(x.nbytes for x in here)
+        while under_way and size > left:
+            freed, done = under_way.popleft()
+            await done
+            left += freed
         writing = [
             array[chunk.slices].write(x, can_reference_source_data_indefinitely=True)
             for array, x in zip(opened, here, strict=True)
         ]
-        under_way.append((sum(x.nbytes for x in here), asyncio.gather(*writing)))
-    for _, writing in under_way:
-        await writing
+        under_way.append((size, asyncio.gather(*writing)))
+        left -= size
+    for _, done in under_way:
+        await done
 
 
 @dataclasses.dataclass
