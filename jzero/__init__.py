@@ -121,6 +121,7 @@ __all__ = [
     "TensorBoard",
     "TrainState",
     "Weighted",
+    "ZenFlow",
     "ZeroConfig",
     "ZeroOptState",
     "ZeroPlan",

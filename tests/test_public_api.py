@@ -26,8 +26,8 @@ NAMES = sorted(
     """
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DiskError DiskStats DynamicLossScale
     EquivalenceReport ExportReport Fit JsonLines LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample
-    PlanViolation Precision Quantization RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZeroConfig
-    ZeroOptState ZeroPlan abstract_train_state
+    PlanViolation Precision Quantization RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZenFlow
+    ZeroConfig ZeroOptState ZeroPlan abstract_train_state
     analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fit
     gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
     make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of

@@ -18,7 +18,9 @@ FIELDS = {
     jzero.ZeroConfig: "stage axis node_axis secondary_params secondary_grads replica_axis persistence_threshold "
     "model_persistence_threshold reshard_after_forward prefetch_bytes reduce_scatter all_gather_bucket_bytes "
     "reduce_bucket_bytes precision offload rules",
-    jzero.Offload: "optimizer params ratio chunk_bytes device_budget_bytes compute delay",
+    jzero.Offload: "optimizer params ratio chunk_bytes device_budget_bytes compute delay zenflow path disk_threads "
+    "disk_checksum",
+    jzero.ZenFlow: "topk_ratio update_interval select_interval overlap warm_up_steps",
     jzero.LeafRule: "dim persistent replicated scan_dim compute_dtype state_dtype offload",
     jzero.Precision: "compute_dtype reduce_dtype accumulate_dtype master_dtype state_dtype loss_scale skip_nonfinite",
     jzero.DynamicLossScale: "initial window hysteresis minimum consecutive_hysteresis",
