@@ -44,7 +44,7 @@ def test_what_is_no_setting_is_named(value):
     made = [(name, cls) for cls, names in FIELDS.items() for name in names.split()]
     made += [(name, lambda **kwargs: jzero.make_train_step(loss_fn, **kwargs)) for name in STEP.split()]
     for name, make in made:
-        if name in ("axis", "node_axis", "replica_axis") and isinstance(value, str):
+        if name in ("axis", "node_axis", "replica_axis", "path") and isinstance(value, str):
             continue
         with pytest.raises((TypeError, ValueError), match=rf"`(\w+\.)?{name}` must"):
             make(**{name: value})
