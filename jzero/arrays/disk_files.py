@@ -89,6 +89,7 @@ class StateFiles:
       records: What each record of the store holds.
       pipeline: Reads and writes the records of its store.
       waiting: With `Offload(delay=1)`, what the next step applies: whatever the train step left there.
+      rows: Reads parameters on disk for programs, see `disk_rows`; `None` if none is there.
       is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
@@ -96,6 +97,7 @@ class StateFiles:
     records: Sequence[Record]
     pipeline: Pipeline
     waiting: Any = None
+    rows: Any = None
     is_released: bool = False
     _filled: int = 0  # bytes, while the state is laid out
     _tells_at: float = 0.0
@@ -207,6 +209,8 @@ class StateFiles:
 
     def close(self) -> None:
         """Gives the space back. Nothing may be under way."""
+        if self.rows is not None:
+            self.rows.reader.close()
         self.pipeline.close()
         self.pipeline.store.close()
 
