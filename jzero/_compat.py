@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -399,10 +400,11 @@ _call_python_p = Primitive("jzero_call_python")
 
 
 def call_python(fn: Callable[..., np.ndarray], x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Calls a Python function while a program runs, once per device, with a NumPy array.
+    """Calls a Python function while a program runs, once on each device, with a NumPy array.
 
     jax's callbacks place their arguments on a device of the CPU, and the function may then wait for a thread that waits
-    for the function. This one sees NumPy arrays alone. It runs each time, whatever equals what.
+    for the function. This one sees NumPy arrays alone. It runs each time, whatever equals what. In a program for
+    devices that only compile, which no process runs, an operation with a result of the same size takes its place.
 
     Args:
       fn: `fn(x, shape, dtype)`, which returns a NumPy array of these and never raises. A function of a module, since
@@ -414,7 +416,16 @@ def call_python(fn: Callable[..., np.ndarray], x: jax.Array, shape: tuple[int, .
     return _call_python_p.bind(x, fn=fn, shape=tuple(shape), dtype=np.dtype(dtype))
 
 
+def _stand_in(x: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # No constant, which a compiler would not send to other devices.
+    return (jax.lax.iota(np.float32, math.prod(shape)) * x.reshape(-1)[0]).reshape(shape).astype(dtype)
+
+
 def _lower_call_python(ctx: Any, x: Any, *, fn: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
+    try:
+        ctx.module_context.get_backend()
+    except RuntimeError:  # none in this process: compile-only devices
+        return mlir.lower_fun(functools.partial(_stand_in, shape=shape, dtype=dtype), multiple_results=False)(ctx, x)
     results, _, _ = callback.emit_python_callback(
         ctx,
         lambda x: (fn(x, shape, dtype),),
