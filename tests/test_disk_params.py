@@ -266,6 +266,16 @@ def test_compute_on_the_host_and_files_that_close(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
+def test_a_thousand_steps_do_not_hang(tmp_path):
+    state, step = made(on_disk(tmp_path)), jzero.make_train_step(loss_fn, accumulate_steps=2)
+    before, store = bytes_read(state), files_of(state).pipeline.store
+    for seed in range(1000):
+        state, metrics = step(state, batch(seed % 7))
+    assert float(metrics["loss"]) < 0.5
+    assert bytes_read(state) - before == 1000 * (4 * LAYERS * 8 * len(STACKS) * PAGE + store.num_bytes)
+
+
 # The reader by itself.
 
 COUNTS = (3, 5)
