@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax._src import (
     api_util,  # nor has what a traced function is called in messages
+    callback,  # nor have callbacks that get and return NumPy arrays
     core,  # nor has the effect of naming a mesh axis, nor making variables and equations
     distributed,  # nor has the key-value store that processes share
     effects,  # which effects are ordered has no public name
@@ -28,12 +30,14 @@ from jax._src.interpreters import partial_eval  # nor has taking outputs from a 
 from jax.experimental import compute_on as jax_compute_on
 from jax.extend import core as jex_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = [
     "CRASHES_ON_DELETED",
     "CRASHES_ON_UNSORTED_AXES",
     "bind",
+    "call_python",
     "changed",
     "compute_on_host",
     "contained_jaxprs",
@@ -390,6 +394,54 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     added = copy.copy(x)
     added.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "__radd__": radd})
     return added
+
+
+_call_python_p = Primitive("jzero_call_python")
+
+
+def call_python(fn: Callable[..., np.ndarray], x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Calls a Python function while a program runs, once on each device, with a NumPy array.
+
+    jax's callbacks place their arguments on a device of the CPU, and the function may then wait for a thread that waits
+    for the function. This one sees NumPy arrays alone. It runs each time, whatever equals what. In a program for
+    devices that only compile, which no process runs, an operation with a result of the same size takes its place.
+
+    Args:
+      fn: `fn(x, shape, dtype)`, which returns a NumPy array of these and never raises. A function of a module, since
+        compiled programs keep it.
+      x: What it gets.
+      shape: The shape of the result.
+      dtype: Its dtype.
+    """
+    return _call_python_p.bind(x, fn=fn, shape=tuple(shape), dtype=np.dtype(dtype))
+
+
+def _stand_in(x: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    # No constant, which a compiler would not send to other devices.
+    return (jax.lax.iota(np.float32, math.prod(shape)) * x.reshape(-1)[0]).reshape(shape).astype(dtype)
+
+
+def _lower_call_python(ctx: Any, x: Any, *, fn: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
+    try:
+        ctx.module_context.get_backend()
+    except RuntimeError:  # none in this process: compile-only devices
+        return mlir.lower_fun(functools.partial(_stand_in, shape=shape, dtype=dtype), multiple_results=False)(ctx, x)
+    results, _, _ = callback.emit_python_callback(
+        ctx,
+        lambda x: (fn(x, shape, dtype),),
+        None,
+        [x],
+        ctx.avals_in,
+        ctx.avals_out,
+        has_side_effect=True,
+        returns_token=False,
+        sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
+    )
+    return results
+
+
+_call_python_p.def_abstract_eval(lambda x, *, fn, shape, dtype: array_type(shape, dtype))
+mlir.register_lowering(_call_python_p, _lower_call_python)
 
 
 # Jaxprs under construction, for `jzero.jaxpr.edit`.

@@ -459,8 +459,51 @@ def watched() -> list[int]:
     return written
 
 
+def rows(folder: str | None = None, num_steps: str | int | None = None) -> dict[str, Any]:
+    """Trains with parameters on disk; a row of the second process cannot be read once, and both are told."""
+    folder = sys.argv[4] if folder is None else folder
+    num_steps = int(sys.argv[5] if num_steps is None else num_steps)
+    shape = (3, 29, 29)
+    params = {"layers": np.float32(np.random.default_rng(0).normal(size=shape) / 6), "out": np.ones((29, 3), "f")}
+    away = jzero.Offload(optimizer="disk", params="disk", path=folder, chunk_bytes=2048)
+    rules = {"layers": jzero.LeafRule(scan_dim=0)}
+    far = jzero.ZeroConfig(precision="bf16", persistence_threshold=50, rules=rules, offload=away)
+    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-2))
+    state, step, numbers = jzero.shard_train_state(plain, config=far), jzero.make_train_step(scanned_loss), {}
+    for i in range(num_steps):
+        batch = np.random.default_rng(i).normal(size=(ROWS, 29)).astype(np.float32)
+        if i == 2 and jax.process_count() > 1:
+            assert "EIO" in failing_read(step, state, batch)
+        state, metrics = step(state, batch)
+        numbers |= {f"loss {i}": float(metrics["loss"])} if i < NUM_STEPS else {}
+    return {"rows": numbers | digest("params", jzero.unshard_train_state(state).params)}
+
+
+def scanned_loss(params: Any, batch: Any) -> jax.Array:
+    x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch.astype(params["out"].dtype), params["layers"])
+    return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
+
+
+def failing_read(step: Any, state: Any, batch: Any) -> str:
+    """Returns what a step says while the second process cannot read."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise DiskError("Reading failed: EIO.")
+
+    store = files_of(state).pipeline.store
+    if jax.process_index() == 1:
+        store.read = fail
+    try:
+        step(state, batch)
+    except RuntimeError as error:  # a `DiskError` where it happened
+        return str(error)
+    finally:
+        vars(store).pop("read", None)
+    raise AssertionError("it did not fail")
+
+
 SCENARIOS = {
-    f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, records, one_dies, preempted, watched)
+    f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, records, rows, one_dies, preempted, watched)
 }
 
 

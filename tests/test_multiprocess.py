@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import jzero
 from tests import multiprocess_worker
+from tests.tiers import default_for
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIME_LIMIT = 120  # seconds
@@ -80,6 +81,18 @@ def test_two_processes_train_on_records_like_one(tmp_path):
         for name, numbers in expected.items():
             for what, number in numbers.items():
                 assert found[name][what] == pytest.approx(number, rel=1e-5), (name, what)
+
+
+@pytest.mark.parametrize("num_steps", default_for([3], [3, 200]))
+def test_two_processes_read_rows_like_one(tmp_path, num_steps):
+    expected = multiprocess_worker.rows(tmp_path, num_steps)["rows"]
+    for status, output, errors in run_processes("rows", tmp_path, num_steps):
+        assert status == 0, errors
+        found = json.loads(output.splitlines()[-1])["rows"]
+        assert found.keys() == expected.keys()
+        # 200 steps let differences in the order of sums grow.
+        tolerance = 1e-5 if num_steps < 10 else 1e-2
+        assert found == pytest.approx(expected, rel=tolerance)
 
 
 def assert_worth_comparing_with(results):

@@ -240,5 +240,5 @@ def test_a_state_with_its_own_apply_gradients_cannot():
 def test_below_stage_3():
     with pytest.raises(ValueError, match=r"`Offload\(params='host'\)` needs stage 3, .*: got stage 2"):
         jzero.ZeroConfig(stage=2, offload=PARAMS)
-    with pytest.raises(ValueError, match=r"`Offload.params` must be one of \('none', 'host'\): got 'nvme'"):
+    with pytest.raises(ValueError, match=r"`Offload.params` must be one of \('none', 'host', 'disk'\): got 'nvme'"):
         jzero.Offload(params="nvme")

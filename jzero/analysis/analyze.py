@@ -184,6 +184,11 @@ def _report(
 ) -> AnalysisReport:
     if _has_unknown_loops(facts):
         notes.append("A loop of unknown trip count counts as one pass.")
+    if plan is not None and plan.params_on_disk:
+        notes.append(
+            "Rows of parameters on disk count as if they were there at once: how long a program waits for them, only a "
+            "run tells. Without the devices, an operation of a row's size stands for its read."
+        )
     violations: list[str] = []
     if plan is not None:
         violations, found = find_violations(facts, plan)

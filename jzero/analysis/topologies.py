@@ -7,7 +7,8 @@ needs a description of its target, which `target_config` writes from the facts i
 Without a GPU the compiler measures nothing: it guesses the tiling of products, which can take more or less temporary
 memory than a tuned one, and counts convolutions without cuDNN's workspace. GPU devices list no kinds of memory, so jax
 drops those of a program, and buffers on the host count as device memory; TPU devices list them. The GPU compiler
-compiles programs that do not fit; the TPU compiler refuses them.
+compiles programs that do not fit; the TPU compiler refuses them. Nothing calls Python, so an operation of the same size
+stands for the read of a parameter's row on disk.
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ class StateFiles:
       waiting: With `Offload(delay=1)` or `zenflow`, what later steps apply: whatever the train step left there.
       version: How often columns that are on the devices changed.
       overlay: With `Offload(zenflow=...)`, writes the columns that are on the devices into a record's fields.
+      rows: Reads parameters on disk for programs, see `disk_rows`; `None` if none is there.
       is_released: Whether the space was given back, so that nothing can be read any more.
     """
 
@@ -101,6 +102,7 @@ class StateFiles:
     waiting: Any = None
     version: int = 0
     overlay: Callable[[Record, list[np.ndarray]], None] | None = None
+    rows: Any = None
     is_released: bool = False
     _filled: int = 0  # bytes, while the state is laid out
     _tells_at: float = 0.0
@@ -222,6 +224,8 @@ class StateFiles:
 
     def close(self) -> None:
         """Gives the space back. Nothing may be under way."""
+        if self.rows is not None:
+            self.rows.reader.close()
         self.pipeline.close()
         self.pipeline.store.close()
 

@@ -41,7 +41,7 @@ class RestoredFiles(NamedTuple):
 
     Attributes:
       files: Its files, committed.
-      rounded: By number, the 16-bit parameters whose master was restored, laid out like their gradients.
+      rounded: By number, the 16-bit parameters in memory whose master was restored, laid out like their gradients.
     """
 
     files: StateFiles
@@ -117,22 +117,25 @@ class _Run:
         numbers = sorted(self.files.of_param[i], key=lambda n: self.files.records[n].stored.start)
         wanted = {k: self.found[x.path].keys for k, x in enumerate(fields) if x.path in self.found}
         arrays = {k: self._opened.pop(keys) for k, keys in wanted.items()}  # with the chunks that they keep
-        rounds = self.masters.get(i) in arrays
+        rounds = self.masters.get(i) in arrays  # into a field of the record, or into an array
+        to_record = rounds and leaf.param.in_records
         devices = dict.fromkeys(self.files.records[n].device for n in numbers)
         shape = self.plan.part_shape(leaf.grad)
-        parts = {d: np.empty(shape, leaf.param.dtype) for d in devices} if rounds else {}
+        parts = {d: np.empty(shape, leaf.param.dtype) for d in devices} if rounds and not to_record else {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
             record = self.files.records[number]
             read = self._read(arrays, in_natural(record.stored, leaf.grad), record.place.shape)
-            if len(arrays) < len(fields):
+            if len(arrays) + to_record < len(fields):
                 self._copy(number, buffer)
+            views = self.files.views(number, buffer)
             for k, x in read.items():
-                rounded = leaf.param.dtype if parts and k == self.masters[i] else None
+                rounded = leaf.param.dtype if rounds and k == self.masters[i] else None
                 cast = self._take(number, k, x, rounded)
-                self.files.views(number, buffer)[k][...] = cast[0]
+                views[k][...] = cast[0]
                 if rounded is not None:
-                    parts[record.device][record.place.slices] = cast[1]
+                    target = views[0] if to_record else parts[record.device][record.place.slices]
+                    target[...] = cast[1]
 
         self.files.pipeline.run(visit, numbers, reads=False)
         if parts:

@@ -85,7 +85,7 @@ class Snapshot:
         """Returns this process's shares of the checksums of streamed leaves, uint32 by path; notes edits of parameters.
 
         Args:
-          params: The parameters as stored; those with a master on disk count.
+          params: The parameters as stored; those in memory with a master on disk count.
         """
         plan = self.files.plan
         found: dict[str, np.ndarray] = {}
@@ -97,7 +97,9 @@ class Snapshot:
     def _sums(self, i: int, param: jax.Array) -> np.ndarray:
         """Returns the shares of a parameter's fields."""
         leaf, master = self.files.plan.leaves[i], self.masters.get(i)
-        near = {} if master is None else _host_parts(_like_gradient(param, leaf, self.files.plan))
+        near = (
+            {} if master is None or leaf.param.in_records else _host_parts(_like_gradient(param, leaf, self.files.plan))
+        )
         natural = natural_sizes(leaf.grad.stored_shape, leaf.grad.cut)
         device = one_device(self.files.plan)
         found: list[tuple[jax.Array, jax.Array]] = []

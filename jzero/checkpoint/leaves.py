@@ -149,7 +149,8 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
     arrays: list[Any] = []
     map_state(lambda x, leaf: arrays.append(x), layout, plain, with_disk=True)
     params = plan.flat_params(state.params)
-    edited = [i for i, leaf in enumerate(plan.leaves) if leaf.master is not None]
+    has_master = [leaf.master is not None for leaf in plan.leaves]
+    edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, OnDisk)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
         if isinstance(arrays[i], OnDisk):
             arrays[i] = _changed(arrays[i], functools.partial(edit_master, plan.leaves[i], plan, params[i]))

@@ -109,6 +109,10 @@ class Offload:
     save the state. A model with Adam in 16 bits takes 24 bytes of disk per parameter; 12 are read, and 12 written, per
     step. Give a step more micro-batches (`accumulate_steps`) to make the disk's share of its time small.
 
+    With `params="disk"` beside it, the rows of stacks that a scan runs over (`LeafRule(scan_dim=0)`) are on disk, too.
+    A program reads each as it gathers it, forward and backward, in each micro-batch; the update writes it. Evaluation
+    reads rows likewise. This is experimental: no GPU or TPU has run it.
+
     With `delay=1`, a train step applies the gradients of the step before: the update runs in a thread on the host's
     CPU, beside loss and gradients, on records on the disk or, with `optimizer="host"`, in the host's memory. As with a
     disk, only `make_train_step` trains such a state, not inside another `jit`. The numbers differ from training
@@ -116,7 +120,8 @@ class Offload:
 
     Attributes:
       optimizer: "host", "disk" or "none".
-      params: "host" or "none". Vectors, and parameters that stage 3 keeps whole, stay on the device.
+      params: "host", "disk" or "none". Vectors, and parameters that stage 3 keeps whole, stay on the device; with
+        "disk", so do all that no scan runs over.
       ratio: Minimum share of the trained parameters, in elements, whose optimizer state goes to the host, the largest
         leaves first, as far as rules allow (DeepSpeed's `ratio`). `LeafRule(offload=...)` decides for single leaves.
       chunk_bytes: Most bytes of masters and optimizer state in one transfer, and in one record on disk; the largest
@@ -150,7 +155,7 @@ class Offload:
     """
 
     optimizer: Literal["none", "host", "disk"] = "none"
-    params: Literal["none", "host"] = "none"
+    params: Literal["none", "host", "disk"] = "none"
     ratio: float = 1.0
     chunk_bytes: int = 16 * 2**20
     device_budget_bytes: int | None = None
@@ -164,7 +169,7 @@ class Offload:
     def __post_init__(self) -> None:
         allowed = {
             "optimizer": one_of("none", "host", "disk"),
-            "params": one_of("none", "host"),
+            "params": one_of("none", "host", "disk"),
             "ratio": number("a number from 0 to 1", lambda x: 0 <= x <= 1),
             "chunk_bytes": num_bytes(1),
             "device_budget_bytes": optional(num_bytes(0)),
@@ -180,6 +185,16 @@ class Offload:
             raise ValueError(
                 "`Offload.path` is the folder for `optimizer='disk'`: got "
                 f"optimizer={self.optimizer!r}, path={self.path!r}. Set both, or neither."
+            )
+        if self.params == "disk" and self.optimizer != "disk":
+            raise ValueError(
+                "`Offload.params='disk'` keeps parameters beside their masters and optimizer state, but `optimizer` is "
+                f"{self.optimizer!r}: set `optimizer='disk'` too, or `params='host'`."
+            )
+        if self.params == "disk" and self.delay:
+            raise ValueError(
+                "`Offload.delay=1` writes new parameters while a step still reads the old ones, which `params='disk'` "
+                "does not do: set `delay=0`, or `params='host'`."
             )
         if self.optimizer == "none" and (self.ratio != 1 or self.device_budget_bytes is not None):
             raise ValueError(

@@ -191,10 +191,10 @@ class ZeroConfig:
             raise ValueError(f"`offload` must be a `jzero.Offload`: got {self.offload!r}.")
         if not isinstance(self.quantization, Quantization):
             raise ValueError(f"`quantization` must be a `jzero.Quantization`: got {self.quantization!r}.")
-        if self.offload.params == "host" and self.stage != 3:
+        if self.offload.params != "none" and self.stage != 3:
             raise ValueError(
-                "`Offload(params='host')` needs stage 3, which gathers parameters layer by layer: got stage "
-                f"{self.stage}."
+                f"`Offload(params={self.offload.params!r})` needs stage 3, which gathers parameters layer by layer: "
+                f"got stage {self.stage}. Set `stage=3`, or `params='none'`."
             )
         self._check_levels()
         self._check_quantization()
@@ -218,10 +218,10 @@ class ZeroConfig:
                     f"`{name}=True` needs `node_axis` and stage {least} or more: got node_axis={self.node_axis!r}, "
                     f"stage {self.stage}. Name the mesh axis over nodes, or drop `{name}`."
                 )
-        if self.secondary_params and self.offload.params == "host":
+        if self.secondary_params and self.offload.params != "none":
             raise ValueError(
                 "`secondary_params=True` keeps a share of all parameters on the devices, which "
-                "`Offload(params='host')` is to avoid: drop one of them."
+                f"`Offload(params={self.offload.params!r})` is to avoid: drop one of them."
             )
 
     def _check_quantization(self) -> None:
@@ -239,11 +239,11 @@ class ZeroConfig:
                 f"`Quantization(reduce={kinds.reduce!r})` exchanges parts of gradients, so `reduce_scatter=False` "
                 "contradicts it: drop one of them."
             )
-        if kinds.gather != "none" and self.offload.params == "host":
+        if kinds.gather != "none" and self.offload.params != "none":
             raise ValueError(
                 f"`Quantization(gather={kinds.gather!r})` keeps rounded shards of all parameters on the devices, which "
-                "`Offload(params='host')` is to avoid: drop one of them, or store frozen parameters as integers "
-                "(`Quantization(frozen='int8')`)."
+                f"`Offload(params={self.offload.params!r})` is to avoid: drop one of them, or store frozen parameters "
+                "as integers (`Quantization(frozen='int8')`)."
             )
 
     def _check_rules(self) -> None:
@@ -349,4 +349,4 @@ class ZeroConfig:
 
 def may_prefetch(config: ZeroConfig) -> bool:
     """Whether loops can gather ahead: only parameters that they gather again, and that are on the devices."""
-    return config.reshard_after_forward and config.offload.params != "host"
+    return config.reshard_after_forward and config.offload.params == "none"

@@ -34,10 +34,12 @@ class Store(abc.ABC):
 
     Args:
       sizes: Bytes of each record, multiples of 4096.
+      heads: How many bytes at the beginning of each record can be read without the rest, likewise; none by default.
 
     Attributes:
       num_slots: How many slots it has.
       sizes: The same.
+      heads: The same.
       offsets: Where each record begins in a slot.
       num_bytes: Bytes of one slot.
       slot: The current slot, 0 or 1.
@@ -46,9 +48,11 @@ class Store(abc.ABC):
 
     num_slots: int = 2
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        assert all(size > 0 and size % PAGE == 0 for size in sizes), sizes
-        self.sizes = tuple(sizes)
+    def __init__(self, sizes: Sequence[int], heads: Sequence[int] = ()) -> None:
+        self.sizes, self.heads = tuple(sizes), tuple(heads) or (0,) * len(sizes)
+        assert all(
+            size > 0 and size % PAGE == head % PAGE == 0 for size, head in zip(self.sizes, self.heads, strict=True)
+        )
         *self.offsets, self.num_bytes = itertools.accumulate(self.sizes, initial=0)
         self.slot = self.generation = 0
         self._pins: collections.Counter[int] = collections.Counter()  # by slot
@@ -60,7 +64,7 @@ class Store(abc.ABC):
 
         Args:
           record: Its number.
-          buffer: Where to, uint8 `[sizes[record]]`, page-aligned.
+          buffer: Where to, uint8 `[sizes[record]]` or, for its head alone, `[heads[record]]`; page-aligned.
           slot: By default the current one.
 
         Raises:
@@ -183,7 +187,7 @@ class RamStore(Store):
 
     def read(self, record: int, buffer: np.ndarray, *, slot: int | None = None) -> None:
         """Copies a record into a buffer, see `Store.read`."""
-        buffer[:] = self._bytes(record, self.slot if slot is None else slot)
+        buffer[:] = self._bytes(record, self.slot if slot is None else slot)[: buffer.size]
 
     def write(self, record: int, buffer: np.ndarray) -> None:
         """Copies a buffer into a record of the next slot, see `Store.write`."""
@@ -251,6 +255,7 @@ class DiskStore(Store):
     Args:
       folder: Where, as `check_folder` returns it.
       sizes: Bytes of each record, multiples of 4096.
+      heads: As for `Store`.
       checksum: Whether to compare what is read with what was written. The sums, of the 64-bit words of a record modulo
         2^64, are in memory. They find flipped bits and blocks that are torn, lost or old, but not exchanged words.
 
@@ -258,12 +263,11 @@ class DiskStore(Store):
       DiskError: There is too little space, or no file can be made.
     """
 
-    def __init__(self, folder: str, sizes: Sequence[int], *, checksum: bool = True) -> None:
-        super().__init__(sizes)
+    def __init__(self, folder: str, sizes: Sequence[int], heads: Sequence[int] = (), *, checksum: bool = True) -> None:
+        super().__init__(sizes, heads)
         self.folder = folder
-        self._sums = (
-            [[0] * len(sizes) for _ in range(2)] if checksum else None
-        )  # by slot and record; new files are zeros
+        # By slot and record: of its head, and of all of it. New files are zeros.
+        self._sums = [[(0, 0)] * len(sizes) for _ in range(2)] if checksum else None
         self._reads, self._writes = _Meter(), _Meter()
         self._files: list[UnnamedFile] = []
         needed, free = 2 * self.num_bytes, free_bytes(folder)
@@ -292,9 +296,10 @@ class DiskStore(Store):
     def read(self, record: int, buffer: np.ndarray, *, slot: int | None = None) -> None:
         """Reads a record and compares its checksum, see `Store.read`."""
         slot = self.slot if slot is None else slot
-        with self._reads.count(self.sizes[record]):
+        with self._reads.count(buffer.size):
             self._files[slot].read(buffer, self.offsets[record])
-        if self._sums is not None and _sum(buffer) != self._sums[slot][record]:
+        is_whole = buffer.size == self.sizes[record]
+        if self._sums is not None and _sum(buffer) != self._sums[slot][record][is_whole]:
             raise DiskError(
                 f"Record {record} in {self.folder} is not what was written there: the checksum of its {buffer.size:,} "
                 f"bytes at {self.offsets[record]:,} differs. Do not train on: restore a checkpoint, and check the disk."
@@ -304,7 +309,8 @@ class DiskStore(Store):
         """Writes a record and keeps its checksum, see `Store.write`."""
         slot = self.next_slot
         if self._sums is not None:
-            self._sums[slot][record] = _sum(buffer)
+            head = _sum(buffer[: self.heads[record]])
+            self._sums[slot][record] = head, (head + _sum(buffer[self.heads[record] :])) % 2**64
         with self._writes.count(self.sizes[record]):
             self._files[slot].write(buffer, self.offsets[record])
 

@@ -127,9 +127,10 @@ def _run(
         plan.flat_params(inputs.params),  # global arrays
         *(jax.tree.leaves(x) for x in (dict(inputs.carried), inputs.batch, inputs.rng, inputs.loss_scale)),
     ]
-    whole = PartitionSpec()
+    whole, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))
     in_specs = (
-        [leaf.param.manual_spec(plan.comm) for leaf in plan.leaves],  # if cut, a device gets [D/N, F]
+        # If cut, a device gets [D/N, F]; of what is on disk, handles.
+        [handles if leaf.param.in_records else leaf.param.manual_spec(plan.comm) for leaf in plan.leaves],
         [whole if leaf is None else leaf.manual_spec(plan.comm) for leaf in carried],
         traced.batch_specs,  # this device's rows
         [whole] * len(leaves[3]),  # the key

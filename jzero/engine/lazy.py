@@ -26,7 +26,7 @@ from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 from jzero.arrays.placement import on_device
-from jzero.engine.placed import gather_p
+from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.plan.comm import Comm
 from jzero.plan.layout import Cut
@@ -69,7 +69,8 @@ class Lazy:
     """A parameter that is gathered where it is used.
 
     Attributes:
-      shard: This device's part, on the device or in host memory. [..., P/N]
+      shard: This device's part, on the device or in host memory, [..., P/N]; of what is on disk, a handle, int32 [2],
+        and of a stack one per row, int32 [L, 2].
       whole: The whole parameter if it was already gathered; usable if its dtype is `wire_dtype`. [..., D]
       cut: The position of the part in the natural shape.
       comm: How it travels.
@@ -77,6 +78,7 @@ class Lazy:
       dtype: The dtype of the value: the gathered array is cast to it. Never narrower than `wire_dtype`.
       row_of: In the body of a loop, the stack that it comes from.
       path: The parameter.
+      on_disk: The dtype of its rows on disk, which the gather reads; `None` if it is in memory.
     """
 
     shard: Any
@@ -87,10 +89,12 @@ class Lazy:
     dtype: Any
     row_of: RowOf | None = None
     path: str = ""
+    on_disk: Any = None
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
-        return (self.shard, self.whole), (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path)
+        layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk)
+        return (self.shard, self.whole), layout
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Lazy:
@@ -116,7 +120,18 @@ class Lazy:
         if not is_cut(self):
             assert self.whole is not None
             return self.whole
-        return gather_p.bind(self.shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
+        shard = self.shard if self.on_disk is None else self._read()
+        return gather_p.bind(shard, path=self.path, cut=self.cut, dtype=self.wire_dtype, comm=self.comm)
+
+    def _read(self) -> jax.Array:
+        """Returns the row of a stack on disk. [2] -> [..., P/N]."""
+        if self.shard.ndim > 1:
+            raise ValueError(
+                f"The loss uses {self.path!r}, of shape {self.shape}, as a whole, but it is on disk "
+                "(`Offload(params='disk')`), from which a scan over its first dimension reads one row after another. "
+                "Use its rows inside of the scan, or keep parameters in the host's memory (`params='host'`)."
+            )
+        return read_p.bind(self.shard, shape=self.cut.shard_shape, dtype=self.on_disk)
 
 
 def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:

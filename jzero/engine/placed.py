@@ -5,6 +5,7 @@
     p:f32[512,64] = zero_unreduced[path=w] g                                   # g itself, to be reduced later
     s_ x_ = zero_wait[n=1 how=select] s x                                      # s_ does not exist before x does
     s_ = zero_named[path=w] s                                                  # s itself
+    s:f32[64,64] = zero_read[shape=(64, 64) dtype=float32] h                   # the row on disk that h:i32[2] names
 
 They keep a parameter's name until the program is lowered, so that passes, printed programs and checks find it without
 looking for collectives by their shapes. Inside of a function that layers share, a gather is named after the function's
@@ -34,6 +35,7 @@ from jzero import _compat
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.placement import on_device
+from jzero.disk.rows import take_row
 from jzero.plan.comm import Comm, Hop, Sums
 from jzero.plan.layout import Cut
 
@@ -45,6 +47,7 @@ __all__ = [
     "hops_of",
     "named_p",
     "operations_of",
+    "read_p",
     "reduce_p",
     "unreduced_p",
     "wait",
@@ -60,6 +63,11 @@ def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> 
     if cut.blocks is None:
         return gather_param(round_without_derivative(shard, dtype), cut, comm)
     return round_without_derivative(gather_param(shard, cut, comm), dtype)
+
+
+def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """[2] -> [..., P/N]."""
+    return _compat.call_python(take_row, handle, shape, dtype)
 
 
 def _reduce(grad: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, sums: Sums, **_: Any) -> jax.Array:
@@ -134,6 +142,7 @@ def _primitive(
 
 
 gather_p = _primitive("zero_gather", _gather, lambda x, *, cut, dtype, **_: _compat.array_type(cut.shape, dtype))
+read_p = _primitive("zero_read", _read, lambda x, *, shape, dtype: _compat.array_type(shape, dtype))
 reduce_p = _primitive("zero_reduce", _reduce, lambda x, *, cut, dtype, **_: _compat.array_type(cut.shard_shape, dtype))
 unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
 named_p = _primitive("zero_named", _same, lambda x, **_: x)
@@ -141,6 +150,7 @@ wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
 
 PLACED: dict[Any, Callable[..., Any]] = {
     gather_p: _gather,
+    read_p: _read,
     reduce_p: _reduce,
     unreduced_p: _same,
     named_p: _same,

@@ -24,7 +24,7 @@ from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.lazy import make_lazy
+from jzero.engine.lazy import Lazy, make_lazy
 from jzero.engine.placed import reduce_p
 from jzero.plan.comm import Comm, Levels, Sums
 from jzero.plan.leaves import LeafPlan
@@ -124,6 +124,9 @@ class Parameter:
         cut = self.leaf.param.for_collectives(self.mesh)
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
+        if self.leaf.param.in_records:  # a handle of each row, [L, 2]
+            dtype, param = jnp.dtype(self.leaf.compute_dtype), self.leaf.param
+            return Lazy(stored, None, cut, self.way.comm, dtype, dtype, path=param.path, on_disk=jnp.dtype(param.dtype))
         return make_lazy(stored, self.way, cut, self.leaf.compute_dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:

@@ -48,7 +48,7 @@ def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     Arrays in host memory, blocks and deferred values stay as they are; so does everything if `spec` names no axis for a
     dimension that is not cut.
     """
-    if not isinstance(x, Lazy) or is_on_host(x.shard) or x.cut.blocks is not None:
+    if not isinstance(x, Lazy) or is_on_host(x.shard) or x.cut.blocks is not None or x.on_disk is not None:
         return x
     before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
@@ -79,13 +79,14 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
     if widens(old, new):
         return dataclasses.replace(lazy, dtype=new)  # after the gather: the narrower dtype travels
     # After another cast the shard would be rounded once where the loss rounds twice.
-    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else old if lazy.shard is None else lazy.shard.dtype
+    known = old if lazy.shard is None else lazy.shard.dtype
+    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else lazy.on_disk or known
     is_as_stored = old == lazy.wire_dtype == stored
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 
 def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    if lazy.cut.flat or is_on_host(lazy.shard):  # hosts only copy
+    if lazy.cut.flat or is_on_host(lazy.shard) or lazy.on_disk is not None:  # hosts only copy
         return None
     order = tuple(params["permutation"])
     return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
@@ -93,7 +94,7 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
 
 def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
     dims = tuple(params["dimensions"])
-    if any(lazy.cut.cuts(d) for d in dims):
+    if any(lazy.cut.cuts(d) for d in dims) or not _can_change(lazy, dims):
         return None
     rest = [d for d in range(len(lazy.shape)) if d not in dims]
     return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
@@ -105,9 +106,11 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
     for d, size in enumerate(lazy.shape):
         if lazy.cut.cuts(d) and (start[d], limit[d], strides[d]) != (0, size, 1):
             return None
+    if not _can_change(lazy, [d for d, size in enumerate(lazy.shape) if shape[d] != size]):
+        return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
-        size = x.shape[lazy.cut.dim]  # of the cut dimension: all of the shard's
+        size = x.shape[_cut_dim(lazy, x)]  # all of the shard's
         return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
@@ -118,13 +121,24 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
     if len(others) != len(lazy.shape):
         return None
     # A part of the cut dimension would be on some devices only.
-    if any(lazy.cut.cuts(d) and sizes[d] != size for d, size in enumerate(lazy.shape)):
+    changed = [d for d, size in enumerate(lazy.shape) if sizes[d] != size]
+    if any(map(lazy.cut.cuts, changed)) or not _can_change(lazy, changed):
         return None
 
     def cut_slice(x: jax.Array, own: Any) -> jax.Array:
-        return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[lazy.cut.dim]))
+        return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[_cut_dim(lazy, x)]))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
+
+
+def _can_change(lazy: Lazy, dims: Sequence[int]) -> bool:
+    """Whether dimensions of the shard can be sliced or dropped; of a stack on disk, handles have none but the rows."""
+    return lazy.on_disk is None or (lazy.shard.ndim > 1 and set(dims) <= {0})
+
+
+def _cut_dim(lazy: Lazy, x: jax.Array) -> int:
+    """Returns the dimension of an array that is the cut one; of handles, [L, 2], that after the rows."""
+    return min(lazy.cut.dim, x.ndim - 1)
 
 
 def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
@@ -133,10 +147,11 @@ def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, .
     `own(values, of_cut)` returns values per dimension of the array: for the shard, `of_cut` for the cut dimension. The
     result has `shape`; its dimension `i` was `dims[i]`.
     """
+    of_shard = lazy.cut.for_shard if lazy.on_disk is None else lambda values, of_cut: [values[0], of_cut]
     return dataclasses.replace(
         lazy,
         # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]
-        shard=None if lazy.shard is None else fn(lazy.shard, lazy.cut.for_shard),
+        shard=None if lazy.shard is None else fn(lazy.shard, of_shard),
         whole=None if lazy.whole is None else fn(lazy.whole, lambda values, of_cut: values),
         cut=lazy.cut.for_shape(shape, dims),
     )

@@ -238,13 +238,18 @@ class ZeroPlan:
 
     @functools.cached_property
     def wholly_offloaded(self) -> frozenset[int]:
-        """Indices of the trained parameters on the host that have no optimizer state of their shape on the devices."""
+        """Indices of the trained parameters that are not on the devices, nor is optimizer state of their shape."""
         near = {
             x.owner
             for x in self.inner_leaves
             if x.owner is not None and x.memory == "device" and x.shape == self.leaves[x.owner].param.shape
         }
-        return frozenset(i for i in self.offloaded if self.leaves[i].param.on_host) - near
+        return frozenset(i for i in self.offloaded if self.leaves[i].param.memory != "device") - near
+
+    @functools.cached_property
+    def params_on_disk(self) -> tuple[int, ...]:
+        """Indices of the parameters whose rows are on disk."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.param.in_records)
 
     @functools.cached_property
     def host_bytes_per_device(self) -> BytesPerDevice:
@@ -264,14 +269,17 @@ class ZeroPlan:
 
     @property
     def has_files(self) -> bool:
-        """Whether any master or optimizer state is in records."""
+        """Whether any parameter, master or optimizer state is in records."""
         masters = [leaf.master for leaf in self.leaves if leaf.master is not None]
-        return any(leaf.in_records for leaf in (*masters, *self.inner_leaves))
+        return any(leaf.in_records for leaf in (*masters, *self.inner_leaves)) or bool(self.params_on_disk)
 
     @functools.cached_property
     def disk_fields(self) -> dict[int, tuple[StateLeaf, ...]]:
-        """By parameter, what is in records of its master and optimizer state; all are laid out like its gradient."""
-        found: dict[int, tuple[StateLeaf, ...]] = {}
+        """By parameter, what is in records of it, its master and optimizer state; all are laid out like its gradient.
+
+        The parameter comes first, so that its row can be read without the rest.
+        """
+        found: dict[int, tuple[StateLeaf, ...]] = {i: (self.leaves[i].param,) for i in self.params_on_disk}
         for leaf in self.opt_leaves:
             if leaf.in_records and leaf.owner is not None:
                 found[leaf.owner] = (*found.get(leaf.owner, ()), leaf)
@@ -280,7 +288,11 @@ class ZeroPlan:
     def records_of(self, i: int) -> list[Rectangle]:
         """Returns the rectangles of each device's part of a parameter that are records on disk."""
         per_element = sum(itemsize(leaf.dtype) for leaf in self.disk_fields[i])
-        return rectangles(self.part_shape(self.leaves[i].grad), per_element, self.config.offload.chunk_bytes)
+        shape, most = self.part_shape(self.leaves[i].grad), self.config.offload.chunk_bytes
+        if i not in self.params_on_disk:
+            return rectangles(shape, per_element, most)
+        of_row = rectangles(shape[1:], per_element, most)  # programs read single rows
+        return [Rectangle((row, *x.start), (1, *x.shape)) for row in range(shape[0]) for x in of_row]
 
     def column_dim(self, leaf: StateLeaf) -> int:
         """Returns the dimension of a stored array whose indices are its columns, see `Offload.zenflow`."""

@@ -61,8 +61,25 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
             "nothing: the optimizer keeps nothing of a parameter's shape, or rules keep all of it on the devices. "
             f"Set `{off}`."
         )
+    if config.offload.params == "disk":
+        _check_rows(plan)
     warn_of_matrices(plan)
     return _first_of_equal(plan)
+
+
+def _check_rows(plan: ZeroPlan) -> None:
+    """Raises unless programs can read the rows of some stack from disk."""
+    if set(plan.mesh.axis_names) != set(batch_axes(plan.config)):
+        raise ValueError(
+            f"`Offload(params='disk')` needs a mesh of ZeRO's axes {batch_axes(plan.config)} alone, since jax has no "
+            f"callbacks beside others: got {tuple(plan.mesh.axis_names)}. Use such a mesh, or `params='host'`."
+        )
+    if not plan.params_on_disk:
+        raise ValueError(
+            "`Offload(params='disk')` keeps the rows of stacks of matrices that a scan runs over on disk, but here is "
+            "none that is trained and cut. Scan over the layers and say so (`rules={'layers/.*': "
+            "jzero.LeafRule(scan_dim=0)}`), or keep parameters in the host's memory (`params='host'`)."
+        )
 
 
 class _Update(NamedTuple):
@@ -316,8 +333,12 @@ def _plan_params(
         why = reason or (keep if config.stage == 3 else f"stage {config.stage} keeps parameters whole")
         # Vectors, even in a scanned layer, are not worth the transfer, and TPUs cannot slice 16-bit stacks of them.
         is_matrix = len(leaf.shape) - (scan_dim is not None) > 1
-        away = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
-        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory="host" if away else "device")
+        to_host = config.offload.params == "host" and is_matrix and rule.offload is not False and not why
+        # A row is read as a scan gathers it, and updated with its optimizer state.
+        is_read = scan_dim == 0 and is_matrix and not why and jnp.issubdtype(leaf.dtype, jnp.floating)
+        to_disk = config.offload.params == "disk" and is_read and i in offloaded
+        memory: Memory = "host" if to_host else "disk" if to_disk else "device"
+        param = dataclasses.replace(leaf, cut=None if why else cut, reason=why, memory=memory)
         plan = LeafPlan(param, grad, scan_dim, leaf.dtype, leaf.dtype)
         plans.append(_with_dtypes(plan, rule, config, i in offloaded))
     return plans
@@ -351,7 +372,8 @@ def _far(config: ZeroConfig) -> Memory:
 
 def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype, perhaps in blocks."""
-    param = dataclasses.replace(plan.param, dtype=given)
+    memory = "device" if plan.param.in_records else plan.param.memory  # records are what an update writes
+    param = dataclasses.replace(plan.param, dtype=given, memory=memory)
     if config.quantization.frozen != "none" and not why_not_stored(param, config.rule_for(param.path)):
         assert param.cut is not None
         param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, given, {}))

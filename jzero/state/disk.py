@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles, layout
+from jzero.arrays.disk_rows import StateRows, handle_shape
 from jzero.arrays.placement import place_array
+from jzero.arrays.processes import succeed_together
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import DiskStore, RamStore, Store
@@ -22,9 +24,19 @@ from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.whole import Grad
 
-__all__ = ["attached", "check_newest", "detached", "files_of", "kept_on_disk", "open_files"]
+__all__ = [
+    "attached",
+    "check_newest",
+    "detached",
+    "files_of",
+    "for_loss",
+    "kept_on_disk",
+    "open_files",
+    "run_on_rows",
+]
 
 State = Any
+T = TypeVar("T")
 
 
 def check_update(tx: ZeroTransformation) -> None:
@@ -61,24 +73,78 @@ def checked_files(tx: ZeroTransformation) -> StateFiles | None:
 def open_files(plan: ZeroPlan) -> StateFiles:
     """Takes the space for the records of a state of this process, before anything is written."""
     offload, records = plan.config.offload, layout(plan)
-    sizes = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[-1] for r in records]
+    ends = [field_offsets([x.dtype for x in plan.disk_fields[r.param]], r.place.size)[1:] for r in records]
+    sizes = [x[-1] for x in ends]
+    heads = [x[0] if r.param in plan.params_on_disk else 0 for x, r in zip(ends, records, strict=True)]
     if offload.path is None:
         store: Store = RamStore(sizes, num_slots=1 if offload.delay else 2)  # beside several steps it must be whole
     else:
-        store = DiskStore(check_folder(offload.path), sizes, checksum=offload.disk_checksum)
-    return StateFiles(plan, records, Pipeline(store, threads=offload.disk_threads))
+        store = DiskStore(check_folder(offload.path), sizes, heads, checksum=offload.disk_checksum)
+    files = StateFiles(plan, records, Pipeline(store, threads=offload.disk_threads))
+    files.rows = StateRows(files) if plan.params_on_disk else None
+    return files
 
 
 def map_disk(fn: Callable[[OnDisk], Any], plan: ZeroPlan, state: State) -> State:
     """Returns a state with `fn(leaf)` in place of each leaf on disk."""
-    leaves = plan.opt_treedef.flatten_up_to(state.opt_state)
-    opt_state = plan.opt_treedef.unflatten([fn(x) if isinstance(x, OnDisk) else x for x in leaves])
-    return state.replace(opt_state=opt_state)
+
+    def mapped(treedef: Any, tree: Any) -> Any:
+        return treedef.unflatten([fn(x) if isinstance(x, OnDisk) else x for x in treedef.flatten_up_to(tree)])
+
+    params = mapped(plan.params_treedef, state.params) if plan.params_on_disk else state.params
+    return state.replace(params=params, opt_state=mapped(plan.opt_treedef, state.opt_state))
 
 
 def detached(state: State) -> State:
     """Returns a state whose leaves on disk do not know their files, for programs."""
     return map_disk(lambda x: x.detached, state.tx.plan, state)
+
+
+def for_loss(state: State) -> State:
+    """Returns a state for programs that evaluate a loss: handles of the rows of parameters on disk, or their shapes."""
+    plan, seen = state.tx.plan, detached(state)
+    if not plan.params_on_disk:
+        return seen
+    params = plan.params_treedef.flatten_up_to(state.params)
+    for i in plan.params_on_disk:
+        params[i] = _handles(plan, i, params[i])
+    return seen.replace(params=plan.params_treedef.unflatten(params))
+
+
+def _handles(plan: ZeroPlan, i: int, x: Any) -> Any:
+    """Returns the handles of a parameter on disk, given its place or these."""
+    like = handle_shape(plan, i)
+    if isinstance(x, OnDisk):
+        return x.files.rows.handles[i] if isinstance(x.files, StateFiles) else like
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"{plan.leaves[i].path!r} is an array of shape {tuple(x.shape)}, but the plan keeps it on disk "
+            "(`Offload(params='disk')`). Write it there with `jzero.set_full_param` or `jzero.update_params`."
+        )
+    return x
+
+
+def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) -> T:
+    """Returns the results of a program that evaluates a loss, once they are there; raises if a row was not.
+
+    Args:
+      run: Calls the program with the state, as `for_loss` returns it.
+      state: A state with parameters on disk.
+      passes: The order in which the program takes rows, see `RowReader.begin`.
+
+    Raises:
+      DiskError: In all processes, if a row could not be read in one.
+    """
+    check_newest(state)
+    reader = files_of(state).rows.reader
+
+    def attempt() -> T:
+        reader.begin(passes)
+        results = jax.block_until_ready(run(for_loss(state)))
+        reader.check()
+        return results
+
+    return succeed_together(attempt)
 
 
 def attached(state: State, files: StateFiles, *, waits: bool | None = None) -> State:
@@ -93,7 +159,8 @@ def attached(state: State, files: StateFiles, *, waits: bool | None = None) -> S
 
 def files_of(state: State) -> StateFiles:
     """Returns the files of a state on disk."""
-    leaves = state.tx.plan.opt_treedef.flatten_up_to(state.opt_state)
+    plan = state.tx.plan
+    leaves = [*plan.opt_treedef.flatten_up_to(state.opt_state), *plan.params_treedef.flatten_up_to(state.params)]
     files = next(x.files for x in leaves if isinstance(x, OnDisk))
     if not isinstance(files, StateFiles):
         raise ValueError(
@@ -112,17 +179,20 @@ def kept_on_disk(state: State, files: StateFiles | None) -> State:
       files: The files of the state that it came from, which is not the newest any more if anything is written.
     """
     plan = state.tx.plan
-    leaves = plan.opt_treedef.flatten_up_to(state.opt_state)
+    layouts = [*(leaf.param for leaf in plan.leaves), *plan.opt_leaves]
+    leaves = [*plan.params_treedef.flatten_up_to(state.params), *plan.opt_treedef.flatten_up_to(state.opt_state)]
     new = {
         leaf.path: leaf.unbox(x)
-        for x, leaf in zip(leaves, plan.opt_leaves, strict=True)
+        for x, leaf in zip(leaves, layouts, strict=True)
         if leaf.in_records and not isinstance(x, OnDisk)
     }
     if files is None or not new:
         return state
     files.rewrite(new)
-    kept = [files.node(leaf) if leaf.path in new else x for x, leaf in zip(leaves, plan.opt_leaves, strict=True)]
-    return attached(state.replace(opt_state=plan.opt_treedef.unflatten(kept)), files)
+    kept = [files.node(x) if x.in_records and x.path in new else y for x, y in zip(layouts, leaves, strict=True)]
+    params, opt_state = kept[: len(plan.leaves)], kept[len(plan.leaves) :]
+    state = state.replace(params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt_state))
+    return attached(state, files)
 
 
 def check_newest(state: State) -> None:

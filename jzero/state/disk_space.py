@@ -113,8 +113,7 @@ def release_disk(state: State) -> None:
         concurrent.futures.wait([under_way])
     store.wait_for_pins()
     files.is_released, files.waiting = True, None
-    files.pipeline.close()
-    store.close()
+    files.close()
 
 
 def _store_of(state: Any) -> DiskStore:

@@ -274,6 +274,8 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
 
 def _edited(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
     """Returns a master with the edits of its parameter; one on disk is edited when it is read."""
+    if isinstance(param, OnDisk):  # nobody edits it by itself
+        return master
     edit = functools.partial(edit_master, leaf, plan, param)
     if not isinstance(master, OnDisk):
         return edit(master)

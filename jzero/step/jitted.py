@@ -21,8 +21,9 @@ from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
 from jzero.engine.written_variables import drop_unwritten, split_mutable
 from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
-from jzero.state.disk import detached
+from jzero.state.disk import detached, for_loss, run_on_rows
 from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
 from jzero.step.agreement import StepAgreement
 from jzero.step.compiler_options import CompilerOptions, check_compiler_options
@@ -139,6 +140,7 @@ class Step:
     donated: tuple[int, ...] = ()
     uses_opt_state = True
     keeps_changes = True
+    differentiates = True
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         raise NotImplementedError
@@ -178,11 +180,11 @@ class Step:
                 check_donated(state, leaves, batch, rng)
             jitted = jitted or self._jit(plan, state, structure)
             place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
-            batch, rng, in_place = self._agreement.place(place, jitted, state, batch, rng)
+            seen = state if self.donated else for_loss(state)
+            batch, rng, in_place = self._agreement.place(place, jitted, seen, batch, rng)
             kinds = kinds_of(inputs) if in_place else ()
         try:
-            seen = detached(state) if plan.has_files and not self.donated else state
-            results = jitted(seen, batch, **optional_rng(rng))
+            results = self._run(jitted, state, batch, optional_rng(rng))
         except (RuntimeError, ValueError) as error:
             if "has been deleted" in str(error):
                 check_alive(state)
@@ -195,6 +197,19 @@ class Step:
             raise
         self._expected = _Expected(_reference(self._next_state(state, results)), jitted, kinds)
         return jax.block_until_ready(results) if _compat.starves_steps(plan.mesh) else results
+
+    def _run(self, jitted: Any, state: Any, batch: PyTree, rng: Mapping[str, Any]) -> Any:
+        """Calls the jitted function."""
+        plan = state.tx.plan
+        if self.donated or not plan.has_files:
+            return jitted(state, batch, **rng)
+        if not plan.params_on_disk:
+            return jitted(detached(state), batch, **rng)
+        return run_on_rows(lambda seen: jitted(seen, batch, **rng), state, self._passes(plan))
+
+    def _passes(self, plan: ZeroPlan) -> list[int]:
+        """Returns the order in which a program takes rows of parameters on disk, see `RowReader.begin`."""
+        return self.micro.steps * ([1, -1] if self.differentiates and plan.regathers else [1])
 
     def _next_state(self, state: Any, results: Any) -> Any:
         """Returns the likely state of the next call."""
@@ -212,12 +227,12 @@ class Step:
     def trace(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Traces the step for these (concrete or abstract) arguments, like `jax.jit(...).trace`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).trace(train_state, batch, **optional_rng(rng))
+        return self._jit(train_state.tx.plan, train_state).trace(for_loss(train_state), batch, **optional_rng(rng))
 
     def eval_shape(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the shapes of the results for these arguments, like `jax.jit(...).eval_shape`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._jit(train_state.tx.plan, train_state).eval_shape(train_state, batch, **optional_rng(rng))
+        return self._jit(train_state.tx.plan, train_state).eval_shape(for_loss(train_state), batch, **optional_rng(rng))
 
     def abstract_arguments(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, Any, Any]:
         """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
@@ -301,6 +316,7 @@ class Step:
 
     def _trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
         plan = state.tx.plan
+        _check_has_rows(state, plan)
         check_stored(state, plan)
         check_in_place(state, plan, with_opt_state=self.uses_opt_state)
         traced, inputs = self._trace_loss(state, plan, batch, rng)
@@ -313,6 +329,16 @@ class Step:
             check_row_dims(results, num_rows)
             self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
         return traced, inputs
+
+
+def _check_has_rows(state: Any, plan: ZeroPlan) -> None:
+    """Raises if a program could not read parameters on disk."""
+    away = [x.path for x in plan.flat_params(state.params) if isinstance(x, OnDisk)]
+    if away:
+        raise ValueError(
+            f"{away[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: call "
+            "this step outside of `jax.jit`, or keep parameters in the host's memory (`params='host'`)."
+        )
 
 
 def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:

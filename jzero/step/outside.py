@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import RunStats
 from jzero.plan.plan import ZeroPlan
-from jzero.state.disk import attached, check_newest, detached, files_of
+from jzero.state.disk import attached, check_newest, detached, files_of, for_loss, run_on_rows
 from jzero.state.next_state import StepGrads
 from jzero.state.pending import Waiting
 from jzero.state.record_update import Prepared, record_update
@@ -44,13 +44,19 @@ class OutsideStep:
       gradients: `fn(state, batch, rng=None)`: the step's gradients, what the loss wrote, and the metrics.
       plan: The plan of the state.
       compiler_options: XLA options for the program of gradients.
+      passes: The order in which that program takes rows of parameters on disk, see `RowReader.begin`.
     """
 
     def __init__(
-        self, gradients: Callable[..., Any], plan: ZeroPlan, compiler_options: Mapping[str, Any] | None
+        self,
+        gradients: Callable[..., Any],
+        plan: ZeroPlan,
+        compiler_options: Mapping[str, Any] | None,
+        passes: Sequence[int],
     ) -> None:
         options: Any = compiler_options
         self.gradients: Any = jax.jit(gradients, compiler_options=options)
+        self.passes = passes
         self.update = record_update(plan)
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
@@ -58,11 +64,15 @@ class OutsideStep:
         check_newest(state)
         offload = state.tx.plan.config.offload
         run = self._late if offload.delay else self._now if offload.zenflow is None else self._flow
-        return run(files_of(state), detached(state), batch, optional_rng(rng))
+        return run(files_of(state), state, batch, optional_rng(rng))
 
     def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its own gradients."""
-        found, changed, metrics = self.gradients(state, batch, **rng)
+        if files.rows is None:
+            found, changed, metrics = self.gradients(detached(state), batch, **rng)
+        else:
+            found, changed, metrics = run_on_rows(lambda x: self.gradients(x, batch, **rng), state, self.passes)
+        state = detached(state)
         if self.update.is_one_pass:
             files.pipeline.start_reading()
         if not self._are_applied(found):
@@ -87,7 +97,7 @@ class OutsideStep:
 
     def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
-        flow, number, stats, waited = flow_of(files), int(state.step), NOTHING, 0.0
+        state, flow, number, stats, waited = detached(state), flow_of(files), int(state.step), NOTHING, 0.0
         settings = flow.settings
         found, changed, metrics = self.gradients(state, batch, **rng)
         if not self._are_applied(found):
@@ -113,7 +123,7 @@ class OutsideStep:
 
     def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
-        ready, waited = None, 0.0
+        state, ready, waited = detached(state), None, 0.0
         if bool(state.opt_state.disk.waiting):
             ready = succeed_together(lambda: self._begin(files, state))
         try:
@@ -160,11 +170,11 @@ class OutsideStep:
 
     def trace(self, state: State, batch: PyTree, **rng: Any) -> Any:
         """Traces the first program, of loss and gradients."""
-        return self.gradients.trace(detached(state), batch, **rng)
+        return self.gradients.trace(for_loss(state), batch, **rng)
 
     def eval_shape(self, state: State, batch: PyTree, **rng: Any) -> Any:
         """Returns the shapes of the results."""
-        _, _, metrics = self.gradients.eval_shape(detached(state), batch, **rng)
+        _, _, metrics = self.gradients.eval_shape(for_loss(state), batch, **rng)
         return state, metrics
 
     def clear_cache(self) -> None:

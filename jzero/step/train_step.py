@@ -102,7 +102,8 @@ class TrainStep(Step):
     def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
         if plan.has_files:
             check_can_compute(state)
-            return OutsideStep(self._gradients, plan, make_compiler_options(plan, self.compiler_options))
+            options = make_compiler_options(plan, self.compiler_options)
+            return OutsideStep(self._gradients, plan, options, self._passes(plan))
         return super()._make_jit(plan, state)
 
     def _gradients(
@@ -141,6 +142,7 @@ class EvalStep(Step):
     maker = "make_eval_step"
     uses_opt_state = False
     keeps_changes = False
+    differentiates = False
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jzero.arrays.placement import check_leaf_shape, is_far, natural_leaf, stored_leaf
 from jzero.plan.leaves import StateLeaf
+from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.whole import Before
 
@@ -60,7 +61,8 @@ def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before
             return natural_leaf(x, leaf, plan)
         grad = plan.leaves[i].grad
         if is_far(x) or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
-            return Field(i, grad, x, name)  # a constraint would make a copy of what a program only passes on
+            given = "" if isinstance(x, OnDisk) else name  # a record has it
+            return Field(i, grad, x, given)  # a constraint would make a copy of what a program only passes on
         x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)
         return Field(i, grad, stored_leaf(x, grad, plan))
 

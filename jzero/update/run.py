@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
-from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf
+from jzero.arrays.placement import is_far, is_on_host, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
@@ -228,11 +228,12 @@ class Run:
         """
         leaf, result = self.plan.leaves[i], numbers.results[i]
         pairs = [(numbers.masters[i], given.masters[i]), *zip(numbers.inner, given.inner, strict=True)]
-        pairs += [(result, given.params[i])] if leaf.param.on_host else []
+        is_away = leaf.param.memory != "device"
+        pairs += [(result, given.params[i])] if is_away else []
         targets: dict[int, Any] = {
             k: x.array for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
         }
-        if result is not None and not leaf.param.on_host:
+        if result is not None and not is_away:
             targets[result] = self.split.jaxpr.outvars[result].aval.dtype
         return targets
 
@@ -255,7 +256,7 @@ class Run:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
         leaf, old = self.plan.leaves[i], given.params[i]
         near = old.array if result is None else result
-        near = near if is_on_host(near) else natural_leaf(near, leaf.grad, self.plan)
+        near = near if is_far(near) else natural_leaf(near, leaf.grad, self.plan)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
     def stored(self, v: Any, leaf: StateLeaf) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 from jzero import _compat
 from jzero.arrays.casts import round_to
 from jzero.arrays.collectives import gather_leaf
-from jzero.arrays.placement import is_on_host, natural_leaf, stored_leaf
+from jzero.arrays.placement import is_far, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
@@ -290,7 +290,7 @@ def _natural(plan: ZeroPlan, x: Any) -> Any:
 
 def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -> jax.Array:
     """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
-    if is_on_host(new):
+    if is_far(new):
         return new
     new = natural_leaf(new, leaf.grad, plan)
     if leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop

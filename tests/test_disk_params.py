@@ -1,0 +1,344 @@
+"""Parameters on disk: the numbers of parameters in memory, rows read as counted, errors that change nothing."""
+
+import gc
+import os
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jzero
+from jzero.disk import rows
+from jzero.disk.files import PAGE, DiskError, page_aligned
+from jzero.disk.rows import Row, RowReader, take_row
+from jzero.disk.stores import DiskStore, RamStore
+from jzero.state.disk import files_of, for_loss
+from tests.checkpoint_states import arrays, assert_same_bits
+from tests.tiers import default_for
+
+LAYERS, D, F = 5, 29, 43
+STACKS = ("h/v", "h/w")
+
+
+def params():
+    random = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(random.normal(size=shape) / 8, jnp.float32)
+    return {"h": {"b": make(LAYERS, F), "v": make(LAYERS, F, D), "w": make(LAYERS, D, F)}, "out": make(D, D)}
+
+
+def loss_fn(params, batch):
+    def layer(x, h):
+        return x + jnp.tanh(x @ h["w"] + h["b"][None]) @ h["v"], None
+
+    x, _ = lax.scan(layer, batch.astype(params["out"].dtype), params["h"])
+    return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
+
+
+def batch(seed=0, rows=16):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, D)), jnp.float32)
+
+
+def config(offload, precision="bf16", **options):
+    options = {"persistence_threshold": 400, "rules": {"h/.*": jzero.LeafRule(scan_dim=0)}} | options
+    return jzero.ZeroConfig(precision=precision, offload=offload, **options)
+
+
+def on_disk(path, **options):
+    return jzero.Offload(optimizer="disk", params="disk", path=path, **options)
+
+
+def made(offload, precision="bf16", tx=None, **options):
+    state = jzero.TrainState.create(params=params(), tx=tx or optax.adamw(1e-2))
+    return jzero.shard_train_state(state, config=config(offload, precision, **options))
+
+
+def train(state, seeds=range(3), **options):
+    step, losses = jzero.make_train_step(loss_fn, **options), []
+    for seed in seeds:
+        state, metrics = step(state, batch(seed))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def whole(state):
+    plain = jzero.unshard_train_state(state)
+    return {**arrays(plain.params), **arrays(plain.opt_state)}
+
+
+def bytes_read(state):
+    return files_of(state).pipeline.store.stats.read_bytes
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "lamb": lambda: optax.lamb(1e-2),  # sums over masters in records, then the update
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "sgd": lambda: optax.sgd(1e-2),  # in fp32, a record is the parameter alone
+}
+CASES = [(name, precision, steps) for name in OPTIMIZERS for precision in ("fp32", "bf16", "fp16") for steps in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "accumulate_steps"), default_for([("adamw", "bf16", 2), ("sgd", "fp32", 1)], CASES)
+)
+def test_parameters_on_disk_train_like_those_in_memory(tmp_path, name, precision, accumulate_steps):
+    found = []
+    for offload in (jzero.Offload(), on_disk(tmp_path)):
+        state = made(offload, precision, OPTIMIZERS[name]())
+        state, losses = train(state, accumulate_steps=accumulate_steps, clip_norm=0.5)
+        found.append((losses, whole(state)))
+    (expected, memory), (losses, disk) = found
+    # Records and one program over all fuse other multiply-adds; fp16 rounds a last bit of the master to 2^-11.
+    tolerance = 2e-6 if precision != "fp16" else 2e-4
+    np.testing.assert_allclose(losses, expected, rtol=1e-6 if precision != "fp16" else 1e-4)
+    assert disk.keys() == memory.keys()
+    for path, x in memory.items():
+        np.testing.assert_allclose(disk[path], x, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+@pytest.mark.parametrize("precision", default_for(["fp32"], ["fp32", "bf16"]))
+def test_loss_and_gradients_have_the_bits_of_those_in_memory(tmp_path, precision):
+    found = []
+    for offload in (jzero.Offload(), on_disk(tmp_path)):
+        loss, grads = jzero.value_and_grad(loss_fn)(made(offload, precision), batch())
+        found.append({"loss": np.asarray(loss), **arrays(grads)})
+    assert_same_bits(*found)
+
+
+def test_records_of_single_rows_change_no_bit_of_an_update(tmp_path):
+    near, losses = train(made(jzero.Offload(optimizer="disk", path=tmp_path)), [0, 1])
+    state, found = train(made(on_disk(tmp_path, chunk_bytes=2048)), [0, 1])
+    assert found == losses
+    assert_same_bits(whole(state), whole(near))
+
+
+def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
+    state = made(on_disk(tmp_path))
+    plan, store = jzero.plan_of(state), files_of(state).pipeline.store
+    assert [plan.leaves[i].path for i in plan.params_on_disk] == list(STACKS)
+    per_row = 8 * len(STACKS) * PAGE  # one request each
+    step = jzero.make_train_step(loss_fn, accumulate_steps=2)
+    before = bytes_read(state)
+    state, _ = step(state, batch(rows=32))
+    assert bytes_read(state) - before == 2 * 2 * LAYERS * per_row + store.num_bytes  # and each record for the update
+    before = bytes_read(state)
+    value = jzero.make_eval_step(loss_fn)(state, batch())
+    assert bytes_read(state) - before == LAYERS * per_row
+    before = bytes_read(state)
+    loss, grads = jzero.value_and_grad(loss_fn)(state, batch())
+    assert bytes_read(state) - before == 2 * LAYERS * per_row
+    assert float(loss) == float(value)
+    assert grads["h"]["w"].shape == (LAYERS, D, F)
+
+    sizes = {leaf.path: leaf.param.bytes_per_device(plan.mesh, plan.comm) for leaf in plan.leaves}
+    taken = sum(sizes[path] for path in STACKS)
+    assert plan.bytes_per_device.params == sum(sizes.values()) - taken
+    assert plan.host_bytes_per_device.params == 0
+    assert plan.disk_bytes_per_device == 2 * store.num_bytes // 8
+    memory = [step.lower(x, batch(rows=32)).compile().memory_analysis() for x in (state, made(jzero.Offload()))]
+    assert memory[0].argument_size_in_bytes < memory[1].argument_size_in_bytes - taken
+    assert memory[0].temp_size_in_bytes < memory[1].temp_size_in_bytes
+
+
+def test_a_read_that_fails_changes_nothing_and_the_step_can_be_repeated(tmp_path, monkeypatch):
+    expected, losses = train(made(on_disk(tmp_path)))
+    step, state = jzero.make_train_step(loss_fn), made(on_disk(tmp_path))
+    real, left = DiskStore.read, [30]
+
+    def fails(store, record, buffer, **slot):
+        left[0] -= 1
+        if left[0] == 0:
+            raise DiskError("Reading failed: EIO.")
+        real(store, record, buffer, **slot)
+
+    state, _ = step(state, batch(0))
+    before = whole(state)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStore, "read", fails)
+        left[0] = 30
+        with pytest.raises(DiskError, match="EIO"):
+            step(state, batch(1))
+        left[0] = 30
+        with pytest.raises(DiskError, match="EIO"):
+            jzero.make_eval_step(loss_fn)(state, batch(1))
+    assert_same_bits(whole(state), before)
+    for seed in (1, 2):
+        state, metrics = step(state, batch(seed))
+        assert float(metrics["loss"]) == losses[seed]
+    assert_same_bits(whole(state), whole(expected))
+
+
+def test_reading_editing_and_moving_rows(tmp_path):
+    def make_state(key):
+        return jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
+
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config(on_disk(tmp_path)))
+    assert_same_bits(whole(state), whole(made(on_disk(tmp_path))))
+    state, _ = train(state, [0])
+    expected, value = whole(state), np.full((LAYERS, D, F), 1 / 3, np.float32)
+    other = jzero.shard_train_state(state, config=config(jzero.Offload()))
+    assert_same_bits(whole(other), expected)
+    assert_same_bits(whole(jzero.shard_train_state(other, config=config(on_disk(tmp_path)))), expected)
+    edited = jzero.set_full_param(state, "h/w", value=value)
+    assert (jzero.get_full_param(edited, "h/w") == value).all()
+    assert (np.asarray(jzero.gather_params(edited)["h"]["w"]) == np.asarray(1 / 3, jnp.bfloat16)).all()
+    with pytest.raises(RuntimeError, match="A later step overwrote what this state has on disk"):
+        jzero.make_eval_step(loss_fn)(state, batch())
+    _, losses = train(edited, [1])
+    _, near = train(jzero.set_full_param(other, "h/w", value=value), [1])
+    np.testing.assert_allclose(losses, near, rtol=1e-6)
+
+
+@pytest.mark.parametrize("precision", default_for(["bf16"], ["bf16", "fp32"]))
+def test_checkpoints_are_those_of_states_in_memory(tmp_path, precision):
+    states = [
+        train(made(x, precision), [0])[0] for x in (on_disk(tmp_path), jzero.Offload(optimizer="disk", path=tmp_path))
+    ]
+    for number, state in enumerate(states):
+        jzero.save_checkpoint(tmp_path / str(number), state)
+    for number, offload in ((0, jzero.Offload()), (1, on_disk(tmp_path))):
+        restored = jzero.restore_checkpoint(tmp_path / str(number), made(offload, precision))
+        assert_same_bits(whole(restored), whole(states[0]))
+    _, found = train(restored, [1])
+    assert found == train(states[0], [1])[1]
+
+
+def test_errors_say_what_else_to_do(tmp_path):
+    host = r"params='host'"
+    for options, message in (
+        ({"optimizer": "host"}, rf"beside their masters .*'host': set `optimizer='disk'` too, or `{host}`"),
+        ({"optimizer": "disk", "path": "x", "compute": "host", "delay": 1}, rf"set `delay=0`, or `{host}`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.Offload(params="disk", **options)
+    with pytest.raises(ValueError, match=r"`Offload\(params='disk'\)` needs stage 3, .* got stage 2"):
+        config(on_disk(tmp_path), stage=2)
+    with pytest.raises(ValueError, match=rf"here is none that is trained and cut.*LeafRule\(scan_dim=0\).*`{host}`"):
+        made(on_disk(tmp_path), persistence_threshold=10**6)
+    plain = jzero.TrainState.create(params=params(), tx=optax.adamw(1e-2))
+    with pytest.raises(ValueError, match=rf"needs a mesh of ZeRO's axes .*got \('data', 'model'\).*`{host}`"):
+        jzero.shard_train_state(plain, config=config(on_disk(tmp_path)), mesh=jzero.make_mesh(data=4, model=2))
+    state = made(on_disk(tmp_path))
+    penalty = lambda params, batch: loss_fn(params, batch) + jnp.square(params["h"]["w"]).sum()
+    with pytest.raises(ValueError, match=rf"uses 'h/w', of shape .*, as a whole, but it is on disk.*`{host}`"):
+        jzero.make_train_step(penalty, check_rows=False)(state, batch())
+    with pytest.raises(ValueError, match=rf"'h/v' is on disk .*outside of `jax.jit`.*`{host}`"):
+        jax.jit(lambda s: jzero.make_eval_step(loss_fn)(s, batch()))(state)
+    with pytest.raises(TypeError, match="'h/w' is on disk: it is no array"):
+        jax.jit(lambda p: jnp.sum(p["h"]["w"]))(state.params)
+    with pytest.raises(ValueError, match=r"updated by steps of `make_train_step` alone"):
+        state.apply_gradients(grads=state.params)
+    replaced = state.replace(params=params())
+    with pytest.raises(ValueError, match=r"'h/v' is an array .*`jzero.set_full_param`"):
+        jzero.make_train_step(loss_fn)(replaced, batch())
+    with pytest.raises(ValueError, match="This state has shapes in place of what is on disk"):
+        jzero.make_eval_step(loss_fn)(jzero.abstract_train_state(state), batch())
+
+
+def test_unrolled_layers_read_rows_too(tmp_path):
+    def unrolled(params, batch):
+        x = batch.astype(params["out"].dtype)
+        for i in range(LAYERS):
+            x = x + jnp.tanh(x @ params["h"]["w"][i] + params["h"]["b"][i][None]) @ params["h"]["v"][i]
+        return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
+
+    step, found = jzero.make_train_step(unrolled), []
+    for offload in (jzero.Offload(optimizer="disk", path=tmp_path), on_disk(tmp_path)):
+        state, metrics = step(made(offload), batch())
+        found.append((float(metrics["loss"]), whole(state)))
+    assert found[0][0] == found[1][0]
+    assert_same_bits(found[0][1], found[1][1])
+
+
+def test_compute_on_the_host_and_files_that_close(tmp_path):
+    state, losses = train(made(on_disk(tmp_path, compute="host")), [0, 1])
+    assert losses == train(made(on_disk(tmp_path)), [0, 1])[1]
+    files, handles = weakref.ref(files_of(state)), for_loss(state).params["h"]["w"]
+    assert handles.shape == (8 * LAYERS, 2)
+    del state
+    gc.collect()
+    assert files() is None, "a cache keeps the files open"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_do_not_hang(tmp_path):
+    state, step = made(on_disk(tmp_path)), jzero.make_train_step(loss_fn, accumulate_steps=2)
+    before, store = bytes_read(state), files_of(state).pipeline.store
+    for seed in range(1000):
+        state, metrics = step(state, batch(seed % 7))
+    assert float(metrics["loss"]) < 0.5
+    assert bytes_read(state) - before == 1000 * (4 * LAYERS * 8 * len(STACKS) * PAGE + store.num_bytes)
+
+
+# The reader by itself.
+
+COUNTS = (3, 5)
+STACK = [Row((2 * i, 2 * i + 1), COUNTS, (2, 4), np.dtype(np.int16)) for i in range(4)]  # each in two records
+
+
+def reader_of_rows(threads=2):
+    store = RamStore([2 * PAGE] * 8, num_slots=1)
+    store.heads = (PAGE,) * 8
+    for record in range(8):
+        buffer = page_aligned(2 * PAGE)
+        count = COUNTS[record % 2]
+        buffer.view(np.int16)[:count] = np.arange(count) + 100 * (record // 2) + (record % 2) * COUNTS[0]
+        store.write(record, buffer)
+    return RowReader(store, [STACK, STACK], threads), store
+
+
+@pytest.mark.parametrize("taken", [[0, 1, 2, 3, 3, 2, 1, 0], [2, 0, 3], [0, 1, 3, 2, 2]], ids=str)
+def test_rows_come_in_any_order(taken):
+    reader, _ = reader_of_rows()
+    reader.begin([1, -1])
+    kept = []
+    for row in taken:
+        for first in reader.first:
+            kept.append((row, take_row(np.array([reader.ticket, first + row], np.int32), (2, 4), np.int16)))
+    for row, x in kept:  # each has memory of its own as long as it is used
+        np.testing.assert_array_equal(x, 100 * row + np.arange(8).reshape(2, 4))
+    reader.check()
+    reader.close()
+
+
+def test_what_a_program_gets_after_an_error_is_zero(monkeypatch):
+    reader, store = reader_of_rows()
+    monkeypatch.setattr(rows, "WAIT_S", 0.05)
+    goes_on = threading.Event()
+    monkeypatch.setattr(store, "read", lambda *_: goes_on.wait(10))
+    reader.begin([1])
+    assert not reader.take(0).any()
+    assert not reader.take(3).any()
+    with pytest.raises(DiskError, match=r"not read within 0.05 seconds"):
+        reader.check()
+    goes_on.set()
+    reader.check()  # said once
+    ticket = reader.ticket
+    reader.close()
+    del reader
+    gc.collect()
+    assert not take_row(np.array([ticket, 0], np.int32), (2, 4), np.int16).any()
+
+
+def test_the_head_of_a_record_has_a_checksum(tmp_path):
+    store = DiskStore(tmp_path, [3 * PAGE], [PAGE])
+    buffer = page_aligned(3 * PAGE)
+    buffer[:] = np.arange(buffer.size) % 251
+    store.write(0, buffer)
+    store.commit()
+    head = page_aligned(PAGE)
+    store.read(0, head)
+    np.testing.assert_array_equal(head, buffer[:PAGE])
+    assert store.stats.read_bytes == PAGE
+    other = page_aligned(3 * PAGE)
+    store._files[store.slot].write(other, 0)
+    for part in (head, other):
+        with pytest.raises(DiskError, match="the checksum of its"):
+            store.read(0, part)
+    store.close()
