@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jzero
+from jzero.disk.files import DiskError, UnnamedFile
 from jzero.state.disk import files_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
@@ -213,6 +214,52 @@ def test_a_skipped_step_adds_nothing():
     assert int(state.step) == 1
     assert (files.generation, files.waiting.count) == (number, count)
     assert_same_bits(whole(state), before)
+
+
+def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeypatch):
+    settings = jzero.ZenFlow(topk_ratio=0.2, update_interval=2, select_interval=100)
+    offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=2048, zenflow=settings)
+    expected, losses = train(sharded(offload, precision="bf16"), steps=7)
+    state, step = sharded(offload, precision="bf16"), jzero.make_train_step(models.mlp_loss)
+    count, raised, real = [len(files_of(state).records)], [], UnnamedFile.write  # the first choice writes all records
+
+    def fails(*args):
+        count[0] -= 1
+        if count[0] == -20:
+            raise DiskError("Writing failed: EIO.")
+        return real(*args)
+
+    monkeypatch.setattr(UnnamedFile, "write", fails)
+    for i in range(7):
+        batch = models.mlp_batch(48, seed=i)
+        try:
+            new, metrics = step(state, batch)
+        except DiskError:
+            raised.append(i)
+            new, metrics = step(state, batch)
+        state = new
+        assert float(metrics["loss"]) == losses[i]
+    assert raised == [3], "at the end of the interval beside which it ran"
+    assert_same_bits(whole(state), whole(expected))
+
+
+def test_an_update_that_fails_after_its_step_is_tried_again(tmp_path, monkeypatch):
+    settings = jzero.ZenFlow(topk_ratio=0, update_interval=2, select_interval=2, overlap=False)
+    offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=2048, zenflow=settings)
+    state, step = sharded(offload, precision="bf16"), jzero.make_train_step(models.mlp_loss)
+    state, _ = step(state, models.mlp_batch(48, seed=0))
+    before = arrays(jzero.gather_params(state))
+
+    def fail(*args):
+        raise DiskError("Writing failed: EIO.")
+
+    monkeypatch.setattr(UnnamedFile, "write", fail)
+    with pytest.warns(UserWarning, match="the next step tries again: .*EIO"):
+        state, _ = step(state, models.mlp_batch(48, seed=1))
+    monkeypatch.undo()
+    assert_same_bits(arrays(jzero.gather_params(state)), before)
+    expected, _ = train(sharded(offload, precision="bf16"), steps=2)
+    assert_same_bits(whole(jzero.apply_pending(state)), whole(expected))
 
 
 def test_what_cannot_be(tmp_path):

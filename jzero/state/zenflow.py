@@ -18,6 +18,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,6 +101,37 @@ class Flow:
         """The parameters of which some columns are on the devices once columns are chosen."""
         return [i for i in self.plan.disk_fields if self.plan.num_chosen(self.plan.leaves[i].grad)]
 
+    def begin_step(self, state: State, found: StepGrads, number: int) -> State:
+        """Returns the state, after which a step can change it; what raises does so here, and has changed nothing.
+
+        Args:
+          state: The state, detached.
+          found: The gradients of the step.
+          number: The number of the step.
+        """
+        chooses = self.chooses and (not self.chosen or number % self.settings.select_interval == 0)
+        if self.run is not None and (chooses or self._is_last(number)):
+            self.join()
+        if chooses:
+            state = state if self.run is None else self.land(state)[0]
+            self.choose(found)
+        return state
+
+    def end_step(self, state: State, number: int) -> tuple[State, RunStats | None]:
+        """Returns the state after a step; at the end of an interval one pass counts, and the next one begins."""
+        if not self.far or not self._is_last(number):
+            return state, None
+        stats = None
+        if self.run is not None:
+            state, stats = self.land(state)
+        self.begin(state)
+        if not self.settings.overlap or (self.chooses and (number + 1) % self.settings.select_interval == 0):
+            state, stats = self.try_to_land(state)
+        return state, stats
+
+    def _is_last(self, number: int) -> bool:
+        return (number + 1) % self.settings.update_interval == 0
+
     def choose(self, found: StepGrads) -> None:
         """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
         chosen = choose_columns(self.plan, {i: found.grads[i].reduced for i in self.chooses})
@@ -147,7 +179,7 @@ class Flow:
             for x, view in zip(into, views, strict=True):
                 x[at] = np.take(view, columns, dim)
 
-        pipeline.run(visit)
+        succeed_together(lambda: pipeline.run(visit))
         pipeline.store.commit()
         return taken
 
@@ -242,11 +274,11 @@ class Flow:
             self.files.waiting = self.files.overlay = None
         return state
 
-    def land(self, state: State) -> tuple[State, RunStats]:
-        """Returns the state once the pass is done and counts; consumes the state.
+    def join(self) -> RunStats:
+        """Waits for the pass; nothing of it counts yet.
 
         Raises:
-          DiskError: The pass failed. The next call begins it anew.
+          DiskError: The pass failed, in this process. It begins anew, beside the next step.
         """
         run, done = self.run, self.done
         assert run is not None
@@ -259,11 +291,24 @@ class Flow:
                 self.done = in_thread(run.run)
                 raise
 
-        stats = succeed_together(result)
-        landed = self.update.land(state, run.results(), self.chosen)
+        return succeed_together(result)
+
+    def land(self, state: State) -> tuple[State, RunStats]:
+        """Returns the state once the pass is done and counts; consumes the state. Raises as `join` does."""
+        stats = self.join()
+        assert self.run is not None
+        landed = self.update.land(state, self.run.results(), self.chosen)
         self.files.pipeline.store.commit()
         self.run = self.done = None
         return landed, stats
+
+    def try_to_land(self, state: State) -> tuple[State, RunStats | None]:
+        """Lands the pass if it succeeds; otherwise the next step tries again, which can raise before it changes any."""
+        try:
+            return self.land(state)
+        except RuntimeError as error:  # a `DiskError` in the process where it happened
+            warnings.warn(f"The update of records failed, and the next step tries again: {error}", stacklevel=2)
+            return state, None
 
 
 def flow_of(files: StateFiles) -> Flow:

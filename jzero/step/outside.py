@@ -97,29 +97,25 @@ class OutsideStep:
 
     def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
-        state, flow, number, stats, waited = detached(state), flow_of(files), int(state.step), NOTHING, 0.0
-        settings = flow.settings
+        state, flow, number = detached(state), flow_of(files), int(state.step)
         found, changed, metrics = self.gradients(state, batch, **rng)
         if not self._are_applied(found):
             new = self.update.rest(state, found, changed, found, NO_DISK)
-            return attached(new, files), metrics | _rates(files, stats, waited)
-        if number < settings.warm_up_steps:
+            return attached(new, files), metrics | _rates(files, NOTHING, 0)
+        if number < flow.settings.warm_up_steps:
             return self._applied(files, state, found, changed, metrics)
-        if flow.chooses and (not flow.chosen or number % settings.select_interval == 0):
-            flow.choose(found)
+        begun = time.perf_counter()
+        state = flow.begin_step(state, found, number)
+        waited = time.perf_counter() - begun
         sums, light = flow.note(state, found), found._replace(grads=[])
         flow.add(found)
         new, flow.near = self.update.rest_with_columns(state, found, changed, sums, flow.chosen, light, flow.near)
         self.update.wait(new)
         files.version += 1
-        if flow.far and (number + 1) % settings.update_interval == 0:
-            begun = time.perf_counter()
-            new, stats = (new, stats) if flow.run is None else flow.land(new)
-            flow.begin(new)
-            if not settings.overlap or (flow.chooses and (number + 1) % settings.select_interval == 0):
-                new, stats = flow.land(new)
-            waited = time.perf_counter() - begun
-        return attached(new, files, waits=True), metrics | _rates(files, stats, waited)
+        begun = time.perf_counter()
+        new, stats = flow.end_step(new, number)
+        waited += time.perf_counter() - begun
+        return attached(new, files, waits=True), metrics | _rates(files, stats or NOTHING, waited)
 
     def _late(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step beside the update with the gradients of the one before, see [Note: Delayed updates]."""
