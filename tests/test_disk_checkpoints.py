@@ -465,7 +465,7 @@ def test_a_flipped_bit_in_the_store_is_not_saved(on_disk, tmp_path):
 
 def damage(directory):
     """Flips bits everywhere in the files of values, since some bytes of Orbax's database are read by nobody."""
-    for path in directory.rglob("ocdbt.process_0/d/*"):
+    for path in directory.rglob("d/*"):
         data = bytearray(path.read_bytes())
         data[::500] = bytes(x ^ 4 for x in data[::500])
         path.write_bytes(bytes(data))
