@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[1]
-NUM_DEVICES = 4
+NUM_DEVICES = 3
 RATE, DECAY = 2.0**-10, 0.5  # powers of two: with them a step rounds in no more than one place, however it is compiled
-SHAPES = {"even": (128, 256), "odd": (257, 509), "flat": (9, 7), "small": (3,)}
+SHAPES = {"odd": (257, 509), "flat": (10, 7), "small": (2,)}
 KEEP = 2
 LITTLE = 1 << 20
 """Bytes that others may have taken on the disk meanwhile; a slot takes more."""

@@ -804,13 +804,6 @@ MUTANTS = [
         "test_disk_checkpoints.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),
     Mutant(
-        "failed_save_keeps_its_generation",
-        "checkpoint/orbax_io.py",
-        "    with contextlib.suppress(BaseException):  # Orbax raises it, too\n        future.result()",
-        "    future.result()",
-        "test_disk_checkpoints.py::test_a_save_that_fails_leaves_training_and_earlier_checkpoints",
-    ),
-    Mutant(
         "checksum_counts_padding",
         "checkpoint/checksum.py",
         "inside = inside & (index < natural[dim])",

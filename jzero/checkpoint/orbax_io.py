@@ -126,18 +126,26 @@ async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
 async def _create(x: CutArray | DiskArray, chunk: tuple[int, ...], info: Any, arg: Any) -> Any:
     """Returns a new array of a checkpoint, to be written in chunks."""
     await info.await_path_creation()
+    streams, process = isinstance(x, DiskArray), jax.process_index()
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=info.is_ocdbt_checkpoint,
         global_shape=x.shape,
         local_shape=chunk,
         dtype=x.dtype,
-        process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
+        process_index=(f"{process}disk" if streams else process) if info.is_ocdbt_checkpoint else None,
         arg=arg,
     )
-    if jax.process_index() == 0:
+    if streams and info.is_ocdbt_checkpoint:
+        spec["kvstore"]["config"]["max_decoded_node_bytes"] = NODE_BYTES
+    if process == 0:
         await ts.open(ts.Spec(spec), create=True, open=True, context=info.ts_context)
     return await ts.open(ts.Spec(spec), open=True, assume_metadata=True, context=info.ts_context)
+
+
+NODE_BYTES = 1 << 14
+"""Most bytes of a node of the database of streamed chunks, which is a database of its own. Each commit writes a node
+anew, and a stream makes many commits. Orbax's own arrays take few, and are all in one node."""
 
 
 class _DiskArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -175,7 +183,7 @@ async def _write_from_disk(fields: Sequence[tuple[DiskArray, Any, Any]]) -> None
     snapshot, i = fields[0][0].snapshot, fields[0][0].param
     opened = [await _create(x, snapshot.chunk_shape(i), info, arg) for x, info, arg in fields]
     under_way: collections.deque[tuple[int, Any]] = collections.deque()
-    # Many small chunks at once: each commit to Orbax's database writes the list of all chunks.
+    # Small chunks go together, since each commit has its price, see `NODE_BYTES`.
     left = 2 * snapshot.files.plan.config.offload.chunk_bytes
     for chunk, arrays in snapshot.chunks(i):
         here = [arrays[x.field] for x, _, _ in fields]
