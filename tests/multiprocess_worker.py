@@ -297,28 +297,28 @@ def records(folder: str | None = None) -> dict[str, Any]:
         for i in range(NUM_STEPS):
             batch = models.mlp_batch(ROWS, seed=i)
             if i == 2 and "path" in options and jax.process_count() > 1:
-                assert "EIO" in failing(step, state, batch)
+                assert "EIO" in failing(step, state, batch, "write")
             state, metrics = step(state, batch)
             numbers[f"loss {i}"] = float(metrics["loss"])
         results[name] = numbers | digest("params", jzero.unshard_train_state(state).params)
     return results
 
 
-def failing(step: Any, state: Any, batch: Any) -> str:
-    """Returns what a step says while the second process cannot write."""
+def failing(step: Any, state: Any, batch: Any, what: str) -> str:
+    """Returns what a step says while the second process cannot "read" or "write"."""
 
-    def fail(*args: Any) -> None:
-        raise DiskError("Writing failed: EIO.")
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise DiskError("The disk failed: EIO.")
 
     store = files_of(state).pipeline.store
     if jax.process_index() == 1:
-        store.write = fail
+        setattr(store, what, fail)
     try:
         step(state, batch)
     except RuntimeError as error:  # a `DiskError` where it happened
         return str(error)
     finally:
-        vars(store).pop("write", None)
+        vars(store).pop(what, None)
     raise AssertionError("it did not fail")
 
 
@@ -473,7 +473,7 @@ def rows(folder: str | None = None, num_steps: str | int | None = None) -> dict[
     for i in range(num_steps):
         batch = np.random.default_rng(i).normal(size=(ROWS, 29)).astype(np.float32)
         if i == 2 and jax.process_count() > 1:
-            assert "EIO" in failing_read(step, state, batch)
+            assert "EIO" in failing(step, state, batch, "read")
         state, metrics = step(state, batch)
         numbers |= {f"loss {i}": float(metrics["loss"])} if i < NUM_STEPS else {}
     return {"rows": numbers | digest("params", jzero.unshard_train_state(state).params)}
@@ -482,24 +482,6 @@ def rows(folder: str | None = None, num_steps: str | int | None = None) -> dict[
 def scanned_loss(params: Any, batch: Any) -> jax.Array:
     x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch.astype(params["out"].dtype), params["layers"])
     return jnp.square((x @ params["out"]).astype(jnp.float32) - 1).mean()
-
-
-def failing_read(step: Any, state: Any, batch: Any) -> str:
-    """Returns what a step says while the second process cannot read."""
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise DiskError("Reading failed: EIO.")
-
-    store = files_of(state).pipeline.store
-    if jax.process_index() == 1:
-        store.read = fail
-    try:
-        step(state, batch)
-    except RuntimeError as error:  # a `DiskError` where it happened
-        return str(error)
-    finally:
-        vars(store).pop("read", None)
-    raise AssertionError("it did not fail")
 
 
 SCENARIOS = {
