@@ -231,6 +231,8 @@ def test_errors_say_what_else_to_do(tmp_path):
         jax.jit(lambda s: jzero.make_eval_step(loss_fn)(s, batch()))(state)
     with pytest.raises(TypeError, match="'h/w' is on disk: it is no array"):
         jax.jit(lambda p: jnp.sum(p["h"]["w"]))(state.params)
+    with pytest.raises(ValueError, match=r"outside of `jax.jit`. Use them, or keep .*`Offload\(optimizer='host'\)`"):
+        jax.jit(lambda s: jzero.natural_params(s)["out"])(state)
     with pytest.raises(ValueError, match=r"updated by steps of `make_train_step` alone"):
         state.apply_gradients(grads=state.params)
     replaced = state.replace(params=params())
