@@ -137,7 +137,8 @@ class Offload:
       path: With "disk", a folder on a fast local disk, which must exist. Each process keeps unnamed files there, which
         vanish however it ends; jobs may share a folder.
       disk_threads: Records that are read at a time, and as many that are written: `2 * disk_threads + 1` of
-        `chunk_bytes` are in memory.
+        `chunk_bytes` are in memory. With `params="disk"`, also rows that are read at a time; in memory are two of each
+        stack and device.
       disk_checksum: Whether each record that is read is compared with the checksum of what was written.
 
     Raises:

@@ -121,10 +121,10 @@ def choose_merges(
         leaf = leaves[x.source]
         word = merge.word(x.name)
         why = _why_no_value(word, leaf, shape, fact, counts_rows)
-        if leaf is not None and leaf.on_host:
+        if leaf is not None and leaf.memory != "device":
             raise ValueError(
-                f"The loss writes a parameter that lies on the host (`Offload(params='host')`): {x.name!r}. Keep it on "
-                "the devices, `rules={path: LeafRule(offload=False)}`."
+                f"The loss writes a parameter that lies on the host or on disk (`Offload(params=...)`): {x.name!r}. "
+                "Keep it on the devices, `rules={path: LeafRule(offload=False)}`."
             )
         if why and merge.num_shards > 1:
             bad.append(f"  {x.name}: {shape.dtype}{list(shape.shape)}, {why}")

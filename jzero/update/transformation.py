@@ -191,6 +191,8 @@ class ZeroTransformation:
 
     def natural_params(self, params: PyTree) -> PyTree:
         """Returns stored parameters in their natural shapes and in the dtype that the loss sees."""
+        if self.plan.params_on_disk:
+            self._check_in_programs()
         leaves = self.plan.flat_params(self.constrain(params))
         natural = [
             natural_leaf(round_to(x, leaf.compute_dtype), leaf.param, self.plan)
