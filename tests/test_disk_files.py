@@ -126,14 +126,28 @@ def is_pipeline_thread(thread):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Every test ends its threads and closes its files."""
+    """Every test ends its threads and closes its files; those of other tests in this process do not count."""
+    gc.collect()
+    OTHERS.update(files._OPEN)
+    before = set(threading.enumerate())
     yield
     gc.collect()
     deadline = time.monotonic() + WAIT
-    while any(map(is_pipeline_thread, threading.enumerate())) and time.monotonic() < deadline:
+    while (left := pipeline_threads(before)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread)]
-    assert not list(files._OPEN)
+    assert not left
+    assert not open_files()
+
+
+OTHERS = weakref.WeakSet()
+
+
+def open_files():
+    return [file for file in files._OPEN if file not in OTHERS]
+
+
+def pipeline_threads(before):
+    return [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread) and thread not in before]
 
 
 def start_python(text, *args):
@@ -425,7 +439,7 @@ def test_an_error_holds_no_space(folder, monkeypatch):
             failing(patch, "pwritev", pipeline.store, slot=1, after=0)
             pipeline.run(adam_like(0))
         del pipeline, patch
-        assert not list(files._OPEN)
+        assert not open_files()
     finally:
         gc.enable()
 
@@ -500,7 +514,7 @@ def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypat
     monkeypatch.setattr(os, "posix_fallocate", fallocate)  # a quota, of which statvfs knows nothing
     with pytest.raises(DiskError, match=rf"another {sum(FEW):,} bytes: .*quota.*, and [\d,]+ are free") as caught:
         DiskStore(folder, FEW)
-    assert not list(files._OPEN), "although the error is still there"
+    assert not open_files(), "although the error is still there"
     assert folder in str(caught.value)
 
 

@@ -345,7 +345,10 @@ def test_without_nvme_its_keys_are_ignored(device):
     assert found["zero_optimization.offload_optimizer.nvme_path"] == found["aio.intra_op_parallelism"] == "ignored"
 
 
-def test_parameters_on_nvme_are_refused():
+def test_parameters_on_nvme_go_with_optimizer_state_there():
+    config, report = read({"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}})
+    assert config.offload == jzero.Offload(optimizer="disk", params="disk", path="/local/scratch")
+    assert not report.refused
     config, report = read_refused({"zero_optimization": {"stage": 3, "offload_param": NVME}})
     assert config.offload == jzero.Offload()
     assert [row.key for row in report.refused] == ["zero_optimization.offload_param.device"]

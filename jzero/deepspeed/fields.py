@@ -114,8 +114,8 @@ def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
     size = settings.values.get(path)
     if size is None:
         return {}
-    if _device(settings, "offload_param", "cpu_offload_param") == "host":
-        settings.judge(path, "compiler", "parameters on the host are fetched where they are gathered")
+    if _device(settings, "offload_param", "cpu_offload_param") != "none":
+        settings.judge(path, "compiler", "parameters that are offloaded are fetched where they are gathered")
         return {}
     return {"prefetch_bytes": size * _itemsize(precision.compute_dtype)}
 
@@ -185,6 +185,9 @@ def _offload(settings: Settings, stage: int) -> dict[str, Any]:
     if params != "none" and stage < 3:
         settings.judge_all(f"{ZERO}.cpu_offload_param", "ignored", "DeepSpeed reads it at stage 3 only")
         settings.judge_all(PARAM_BLOCK, "ignored", "DeepSpeed reads it at stage 3 only")
+        params = "none"
+    if params == "disk" and optimizer != "disk" and stage:
+        settings.judge(f"{PARAM_BLOCK}device", "refused", "it needs `offload_optimizer.device: nvme`, too: or set cpu")
         params = "none"
     if stage == 0:
         _disk(settings, is_used=False)
@@ -258,18 +261,13 @@ def _disk(settings: Settings, *, is_used: bool) -> dict[str, Any]:
 
 
 def _device(settings: Settings, block: str, old_name: str) -> str:
-    """Returns "host", "disk" or "none"; parameters on NVMe are refused."""
+    """Returns "host", "disk" or "none"."""
     path, old_path = f"{ZERO}.{block}.device", f"{ZERO}.{old_name}"
     if old_path in settings.values:
         if any(row.startswith(f"{ZERO}.{block}") for row in settings.rows):
             raise ValueError(f"`{old_path}` is the old name of `{block}`: got both, keep `{ZERO}.{block}`.")
         return "host" if settings[old_path] else "none"
-    device = settings[path]
-    if device == "nvme" and block == "offload_optimizer":
-        return "disk"
-    if device == "nvme":
-        settings.judge(path, "refused", "parameters cannot go to NVMe: set it to cpu")
-    return "host" if device == "cpu" else "none"
+    return {"nvme": "disk", "cpu": "host"}.get(settings[path], "none")
 
 
 def _precision(settings: Settings, stage: int) -> Precision:

@@ -13,7 +13,7 @@ Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "r
 REQUIRED = "required"
 """The default of a key that has none."""
 
-PARAMS_ON_NVME = "for parameters on NVMe, which jzero does not put there"
+PARAMS_ON_NVME = "for parameters on NVMe, which jzero keeps in the files of optimizer state"
 
 
 @dataclasses.dataclass(frozen=True)

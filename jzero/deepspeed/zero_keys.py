@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jzero.deepspeed.key import PARAMS_ON_NVME, Key
 
-__all__ = ["NO_CAP", "OFFLOAD", "ZERO"]
+__all__ = ["NO_CAP", "OFFLOAD", "ZENFLOW", "ZERO"]
 
 NO_CAP = 2**63 - 1
 """What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
@@ -289,7 +289,7 @@ OFFLOAD = (
         "string",
         "none",
         "honoured",
-        "`Offload.params`, at stage 3",
+        "`Offload.params`, at stage 3; nvme as 'disk', beside `offload_optimizer.device: nvme`",
         choices=DEVICES,
     ),
     Key(
