@@ -71,16 +71,13 @@ def test_two_processes_train_like_one():
                 assert found[name][what] == pytest.approx(number, rel=tolerance), (name, what)
 
 
-def test_two_processes_train_on_records_like_one(tmp_path):
+@pytest.mark.parametrize("kind", default_for(["one step later"], ["at once", "one step later", "columns"]))
+def test_two_processes_train_on_records_like_one(tmp_path, kind):
     """Although a disk of one of them fails once: both are told, nothing has changed, and both repeat the step."""
-    expected = multiprocess_worker.records(tmp_path)
-    for status, output, errors in run_processes("records", tmp_path):
+    expected = multiprocess_worker.records(tmp_path, kind)
+    for status, output, errors in run_processes("records", tmp_path, kind):
         assert status == 0, errors
-        found = json.loads(output.splitlines()[-1])
-        assert found.keys() == expected.keys()
-        for name, numbers in expected.items():
-            for what, number in numbers.items():
-                assert found[name][what] == pytest.approx(number, rel=1e-5), (name, what)
+        assert json.loads(output.splitlines()[-1]) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", default_for([3], [3, 200]))
