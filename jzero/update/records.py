@@ -5,8 +5,9 @@ numbers over all records. Every record has its own call of a jitted program, on 
 host's CPU; Python drives it while other records are read and written.
 
 [Note: Records outside of a program]
-A program of XLA cannot wait for a disk: its callbacks stall a device, and what they raise ends the process. So a step
-with state on disk runs several programs. The first computes loss and gradients and keeps the old state. The numbers of
+A program of XLA should not wait for a disk: its callbacks stall a device, and what they raise ends the process. Only
+rows of parameters, which it needs in between, are read so, see [Note: Rows for programs]. So a step with state on disk
+runs several programs. The first computes loss and gradients and keeps the old state. The numbers of
 the update (counters, learning rates, norms) come next, then this pass, then the rest of the state. Parameters with
 equal updates share a program, and each shape of records has its own.
 """
