@@ -2,6 +2,7 @@
 nothing."""
 
 import gc
+import itertools
 import os
 import weakref
 
@@ -187,7 +188,7 @@ class Failing:
     """Makes one read, write or computation of a pass fail; `with` puts everything back."""
 
     def __init__(self, monkeypatch, where, error, after):
-        self.monkeypatch, self.where, self.error, self.left = monkeypatch, where, error, after
+        self.monkeypatch, self.where, self.error, self.after = monkeypatch, where, error, after
 
     def __enter__(self):
         owner, name = {
@@ -195,11 +196,10 @@ class Failing:
             "write": (UnnamedFile, "write"),
             "update": (RecordRun, "_visit"),
         }[self.where]
-        real = getattr(owner, name)
+        real, calls = getattr(owner, name), itertools.count(1)  # several threads count
 
         def fails(*args):
-            self.left -= 1
-            if self.left == 0:
+            if next(calls) == self.after:
                 raise self.error
             return real(*args)
 

@@ -1,5 +1,7 @@
 """ZenFlow: equal to what it should be equal to, and else to a loop on one device that keeps its rules."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,11 +223,11 @@ def test_a_failed_update_raises_before_a_step_changes_anything(tmp_path, monkeyp
     offload = jzero.Offload(optimizer="disk", path=tmp_path, compute="host", chunk_bytes=2048, zenflow=settings)
     expected, losses = train(sharded(offload, precision="bf16"), steps=7)
     state, step = sharded(offload, precision="bf16"), jzero.make_train_step(models.mlp_loss)
-    count, raised, real = [len(files_of(state).records)], [], UnnamedFile.write  # the first choice writes all records
+    # The first choice writes all records. Several threads count.
+    fatal, calls, raised, real = len(files_of(state).records) + 20, itertools.count(1), [], UnnamedFile.write
 
     def fails(*args):
-        count[0] -= 1
-        if count[0] == -20:
+        if next(calls) == fatal:
             raise DiskError("Writing failed: EIO.")
         return real(*args)
 
