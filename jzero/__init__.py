@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
     from jzero.checkpoint.safetensors_files import ExportReport as ExportReport
     from jzero.checkpoint.saving import save_checkpoint as save_checkpoint
+    from jzero.config.keep import Keep as Keep
     from jzero.config.offload import Offload as Offload
     from jzero.config.offload import ZenFlow as ZenFlow
     from jzero.config.precision import DynamicLossScale as DynamicLossScale
@@ -106,6 +107,7 @@ __all__ = [
     "ExportReport",
     "Fit",
     "JsonLines",
+    "Keep",
     "LeafRule",
     "LossScaleError",
     "MemoryEstimate",
@@ -189,6 +191,7 @@ _HOMES = {
     "jzero.step.overflow": ("LossScaleError",),
     "jzero.plan.plan": ("ZeroPlan",),
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
+    "jzero.config.keep": ("Keep",),
     "jzero.config.quantization": ("Quantization",),
     "jzero.state.train_state": ("TrainState", "plan_of"),
     "jzero.state.disk_space": ("DiskStats", "disk_stats", "release_disk"),

@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
     AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DiskError DiskStats DynamicLossScale
-    EquivalenceReport ExportReport Fit JsonLines LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample
+    EquivalenceReport ExportReport Fit JsonLines Keep LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample
     PlanViolation Precision Quantization RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZenFlow
     ZeroConfig ZeroOptState ZeroPlan abstract_train_state
     analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fit

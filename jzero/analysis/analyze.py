@@ -23,6 +23,7 @@ from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
 from jzero.analysis.traced import Transfer, trace_program
 from jzero.analysis.violations import Compiled, axes_of, find_violations
+from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
@@ -88,6 +89,8 @@ def analyze(
     devices = None if topology is None else topology_devices(topology)
     placed = [relaid(x, devices=devices, mesh=mesh, config=config) for x in args]
     plans = [found for x in placed if (found := plan_of_argument(x)) is not None]
+    if isinstance(fn, TrainStep | ValueAndGrad) and isinstance(fn.remat, Keep) and plans:
+        plans[0] = fn.plan(*placed, **keywords)
     mesh = mesh or (plans[0].mesh if plans and isinstance(plans[0].mesh, Mesh) else None)
     mesh = mesh or (make_mesh(devices=devices) if devices is not None else mesh_of((args, keywords)))
     if topology is not None and not isinstance(fn, TrainStep | EvalStep | ValueAndGrad):

@@ -143,9 +143,9 @@ def _gather(x: Sent, way: Way, dtype: Any, plan: ZeroPlan) -> Iterator[Finding]:
         yield True, f"A gather of {what} is wider than the {dtype.name} of the plan."
     if x.fate is Fate.SCANNED:
         yield True, f"A gather of the whole stack {what}, outside of the loop over it."
-    if plan.regathers and x.fate is Fate.STACKED:
+    if plan.regathers_param(x.path) and x.fate is Fate.STACKED:
         yield True, f"A forward gather of {what} is stored in a stack that its loop carries."
-    if plan.regathers and x.fate is Fate.KEPT:
+    if plan.regathers_param(x.path) and x.fate is Fate.KEPT:
         yield True, f"A forward gather of {what} survives to the backward pass."
 
 

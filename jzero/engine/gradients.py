@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import batch_index, sum_over
 from jzero.arrays.placement import is_on_host
+from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
 from jzero.engine.lazy import is_lazy, make_lazy
@@ -27,7 +28,7 @@ from jzero.engine.merge import merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
 from jzero.engine.outputs import Weighted, aux_specs, reduce_aux
-from jzero.engine.recompute import recompute
+from jzero.engine.recompute import kept_bytes, recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Parameter
 from jzero.engine.rules import start_walk
@@ -40,7 +41,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 from jzero.plan.ways import Way
 
-__all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "evaluate", "loss_and_grads"]
+__all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "bytes_of_kept_blocks", "evaluate", "loss_and_grads"]
 
 PyTree = Any
 
@@ -106,6 +107,12 @@ def loss_and_grads(
         optimizer state are there. With several micro-batches they do not.
     """
     return _run(traced, plan, inputs, micro, differentiates=True, grads_to_host=grads_to_host)
+
+
+def bytes_of_kept_blocks(traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> int:
+    """Returns the bytes that the blocks of `Keep` save on one device for the backward pass of a micro-batch."""
+    local_step = _LocalStep(traced, plan, micro, differentiates=True, carried=[], grads_to_host=False)
+    return kept_bytes(local_step.joint([]).jaxpr)
 
 
 def evaluate(traced: TracedLoss, plan: ZeroPlan, inputs: LossInputs) -> LossResult:
@@ -184,8 +191,10 @@ class _LocalStep:
 
     def way(self, leaf: StateLeaf) -> Way:
         """Returns how a parameter reaches the loss."""
-        way = self.plan.way(leaf)  # an evaluation uses each only once
-        return way if self.differentiates else way._replace(is_secondary=False)
+        way, remat = self.plan.way(leaf), self.traced.remat
+        if not self.differentiates:  # an evaluation uses each only once
+            return way._replace(is_secondary=False)
+        return way._replace(stays=not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path)))
 
     @functools.cached_property
     def params(self) -> list[Parameter]:
@@ -293,9 +302,8 @@ class _LocalStep:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
-        keeps = self.differentiates and not self.plan.regathers and any(map(is_lazy, leaves))
         late = self.plan.config.stage == 3 and platform_facts(self.plan.mesh).hops_late
-        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, keeps=keeps, hops_late=late)
+        walk = start_walk(frozenset(self.plan.comm.batch_axes), order, hops_late=late)
         with jax.named_scope("zero_compute"):
             # A loss may return a parameter itself, which is still lazy.
             outputs = walk.gather(walk(joint.jaxpr, leaves))

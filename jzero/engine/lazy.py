@@ -79,6 +79,7 @@ class Lazy:
       row_of: In the body of a loop, the stack that it comes from.
       path: The parameter.
       on_disk: The dtype of its rows on disk, which the gather reads; `None` if it is in memory.
+      stays: Whether it stays whole from its first to its last use, in both passes.
     """
 
     shard: Any
@@ -90,10 +91,11 @@ class Lazy:
     row_of: RowOf | None = None
     path: str = ""
     on_disk: Any = None
+    stays: bool = False
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
-        layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk)
+        layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk, self.stays)
         return (self.shard, self.whole), layout
 
     @classmethod
@@ -150,7 +152,7 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:
         sent = cut.dtype_sent(dtype)
         shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=sent, comm=levels.between)
         cut, comm = levels.near(cut), levels.within
-    return Lazy(shard, None, cut, comm, dtype, dtype, path=path)
+    return Lazy(shard, None, cut, comm, dtype, dtype, path=path, stays=way.stays)
 
 
 class Operation(NamedTuple):

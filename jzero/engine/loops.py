@@ -112,9 +112,9 @@ class _Loop:
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
         new = inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])
         kept: dict[int, jax.Array] = {}
-        if self.walk.keeps_passes:
-            whole = {j: inner.held.get(row) for j, row in enumerate(rows)}
-            kept = {j: x for j, x in whole.items() if x is not None}  # [D, F] each; the scan stacks them
+        for j, (stack, row) in enumerate(zip(self.stacks, rows, strict=True)):
+            whole = inner.held.get(row) if is_cut(stack) and stack.stays else None
+            kept |= {} if whole is None else {j: whole}  # [D, F]; the scan stacks them
         ys = outputs[self.num_carry :]
         results = [self._split_result(inner, finished.get(i, y), rows, kept) for i, y in enumerate(ys)]
         self.restored = [restore for _, restore in results]
@@ -205,9 +205,11 @@ class _Loop:
         """
         number = {id(row.shard): j for j, row in enumerate(rows) if isinstance(row, Lazy)}
         bundle = Bundle.of([x])
-        # If whole rows are kept, all other values made of parameters are kept whole, too.
-        is_kept = all(number.get(id(getattr(y, "shard", None))) in kept for y in bundle.leaves)
-        if not is_lazy(x) or (self.walk.keeps_passes and not is_kept):
+        known = {j for j in number.values() if j in kept or not is_cut(self.stacks[j])}
+        is_known = all(number.get(id(getattr(y, "shard", None))) in known for y in bundle.leaves)
+        # What is made of a parameter that stays is kept whole, too, unless whole rows are.
+        stays = any(isinstance(y, Lazy) and y.stays for y in bundle.leaves)
+        if not is_lazy(x) or (stays and not is_known):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = {id(y) for y in jax.tree.leaves(self.consts)}  # the same in all turns, so not stacked
         arrays: list[Any] = []

@@ -17,6 +17,10 @@ enters one, and jax lowers one; compilers inline the calls before anything else.
 in their scopes, which are entered around the call, so that profiles still tell layers apart; in the numbers that are
 folded into random keys, which Flax derives from a layer's path, and which become inputs; and in source lines, which
 are those of the first layer.
+
+[Note: Kept blocks]
+With `Keep(blocks=k)` the last k blocks get no checkpoint. Blocks count in the order in which they run, through calls
+but not in loops and branches. A kept block is a call of its own name, by which `kept_bytes` finds what it saves.
 """
 
 from __future__ import annotations
@@ -33,24 +37,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from jzero import _compat
+from jzero.config.keep import Keep
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
+from jzero.jaxpr.repeats import aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.plan.mesh import HOST_MEMORY
 
 __all__ = [
     "Remat",
     "has_parts_to_recompute",
+    "kept_bytes",
+    "num_blocks",
     "offload_activations",
     "recompute",
     "recomputes",
 ]
 
 Apply = Callable[[Any, list[Any]], list[Any]]
-Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"]
+Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep
 AxisEnv: TypeAlias = list[tuple[str, int]]
 """Names and sizes of the mesh axes that the loss may name."""
 BOUNDARY = "jzero_block_boundary"
+KEPT_BLOCK = "kept_block"
 
 
 def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str] = ()) -> Callable[..., Any]:
@@ -110,7 +118,8 @@ def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
         "cheap": it also saves the results of heavy operations, and so does every repeated block of equations, see
         [Note: Blocks of unrolled models]; scans and blocks with side effects, such as printing, stay as they are.
         "offload": every iteration of the outermost scans is recomputed, whatever the code says, and its carry waits in
-        host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says.
+        host memory. False: nothing is recomputed, whatever the code says. "as_written": as the code says. `Keep`: as
+        its `remat`, but for the last blocks, see [Note: Kept blocks].
       axis_env: The names and sizes of the mesh axes that the loss may name.
 
     Example:
@@ -124,7 +133,31 @@ def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
       True
     """
     shapes = list(map(_compat.shape_of, jaxpr.in_avals))
-    return jax.make_jaxpr(lambda *inputs: _Rewrite(remat)(jaxpr, inputs), axis_env=axis_env)(*shapes)
+    before = None if not isinstance(remat, Keep) else max(0, num_blocks(jaxpr) - remat.blocks)
+    rewrite = _Rewrite(remat.remat if isinstance(remat, Keep) else remat, before)
+    return jax.make_jaxpr(lambda *inputs: rewrite(jaxpr, inputs), axis_env=axis_env)(*shapes)
+
+
+def num_blocks(jaxpr: Any) -> int:
+    """Returns how many repeated blocks `remat="cheap"` recomputes, outside of loops and branches."""
+    parts = split_into_parts(_compat.open_jaxpr(jaxpr)[0])
+    free = [part.is_block and _is_free(part.eqns) for part in parts]
+    others = [eqn for part, is_free in zip(parts, free, strict=True) if not is_free for eqn in part.eqns]
+    return sum(free) + sum(num_blocks(called_jaxpr(eqn)) for eqn in others if eqn.primitive.name in CALLS)
+
+
+def kept_bytes(jaxpr: Any) -> int:
+    """Returns the bytes that kept blocks save for the backward pass, given a differentiated program."""
+    opened, total = _compat.open_jaxpr(jaxpr)[0], 0
+    read = {v for eqn in opened.eqns if _compat.is_transposed(eqn) for v in eqn.invars if not _compat.is_literal(v)}
+    for eqn in opened.eqns:
+        if eqn.primitive.name not in CALLS or _compat.is_transposed(eqn):
+            continue
+        if eqn.params.get("name") == KEPT_BLOCK:
+            total += sum(aval_bytes(v.aval) for v in eqn.outvars if v in read)
+        else:
+            total += kept_bytes(called_jaxpr(eqn))
+    return total
 
 
 def has_parts_to_recompute(jaxpr: Any) -> bool:
@@ -157,12 +190,14 @@ class _Rewrite:
 
     Attributes:
       remat: The option.
+      before_kept: How many blocks are still to come before those that are kept; `None`: none is kept.
       in_loop: Whether this is a loop body, where no layers are shared, since it is traced once.
       structures: Gives equal layers the same number.
       calls: The functions of calls, kept so that `jax.jit` traces each once.
     """
 
     remat: Remat
+    before_kept: int | None = None
     in_loop: bool = False
     structures: Structures = dataclasses.field(default_factory=Structures)
     calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
@@ -182,7 +217,9 @@ class _Rewrite:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for i, part in enumerate(parts):
             values = [env[v] for v in part.invars]
-            if i in numbers and times[numbers[i]] > 1:  # a layer that occurs once stays in place
+            if is_cheap and i in layers and self._is_kept():
+                outputs = self._call_shared(layers[i], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
+            elif i in numbers and times[numbers[i]] > 1:  # a layer that occurs once stays in place
                 outputs = self._call_shared(layers[i], values, _compat.bind, wrap)
             elif is_cheap and i in layers:
                 outputs = wrap(functools.partial(_compat.evaluate, part, apply=_compat.bind))(values)
@@ -190,6 +227,13 @@ class _Rewrite:
                 outputs = _compat.evaluate(part, values, self._apply)
             env.update(zip(part.outvars, outputs, strict=True))
         return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+    def _is_kept(self) -> bool:
+        """Whether the next block is kept; counts it."""
+        if self.before_kept:
+            self.before_kept -= 1
+            return False
+        return self.before_kept == 0
 
     def _call_shared(
         self, common: CanonicalJaxpr, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
@@ -201,6 +245,7 @@ class _Rewrite:
             def layer(*inputs: Any) -> list[Any]:
                 return _compat.evaluate(common, inputs, apply)
 
+            layer.__name__ = key[1] if key[1] == KEPT_BLOCK else "layer"
             self.calls[key] = jax.jit(wrap(layer))  # one object, so that jax traces it once
         with _compat.in_names(common.names):
             return list(self.calls[key](*inputs, *common.numbers))  # numbers: those folded into random keys
@@ -212,12 +257,15 @@ class _Rewrite:
         if kind in CALLS:
             return list(self._call(eqn)(*inputs))
         if kind == "cond" and self.remat != "as_written":
-            inside = dataclasses.replace(self, in_loop=True)
+            inside = self._in_loop()
             branches = [lambda *xs, jaxpr=jaxpr: inside(jaxpr, xs) for jaxpr in eqn.params["branches"]]
             return list(lax.switch(inputs[0], branches, *inputs[1:]))
         if kind == "scan" and self._changes(eqn):
             return self._scan(eqn, inputs)
         return _compat.bind(eqn, inputs)
+
+    def _in_loop(self) -> _Rewrite:
+        return dataclasses.replace(self, in_loop=True, before_kept=None)
 
     def _changes(self, scan: Any) -> bool:
         """Whether a scan is changed."""
@@ -231,11 +279,15 @@ class _Rewrite:
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
             for name, variables in either
         )
-        key = self.remat, self.in_loop, id(jaxpr), given, returned
+        inside = self
+        if self.before_kept is not None:
+            inside = dataclasses.replace(self, before_kept=min(self.before_kept, num_blocks(jaxpr)))
+            self.before_kept -= inside.before_kept or 0
+        key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), given, returned
         if key not in self.calls:
 
             def call(*xs: Any) -> tuple[Any, ...]:
-                return tuple(self(jaxpr, xs))
+                return tuple(dataclasses.replace(inside)(jaxpr, xs))  # it counts blocks
 
             call.__name__ = eqn.params.get("name", "jit")
             self.calls[key] = jax.jit(call, in_shardings=given, out_shardings=returned)
@@ -244,7 +296,7 @@ class _Rewrite:
     def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         given, policy = eqn.params["prevent_cse"], eqn.params["policy"]
         prevent_cse = given if isinstance(given, bool) else any(given)
-        inside = dataclasses.replace(self, in_loop=True)
+        inside = self._in_loop()
         apply = _compat.bind if self.remat in ("cheap", "as_written") else inside._apply
 
         def wrap(body: Any) -> Any:

@@ -67,7 +67,7 @@ class _Static:
 
 def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Any]) -> list[Any]:
     """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
-    bundle = Bundle.of(inputs)
+    bundle = Bundle.of(walk.gather_staying(jaxpr, inputs))
     if is_recomputed(eqn):
         leaves, _ = walk.order.order_block(list(bundle.leaves))
         bundle = Bundle(tuple(leaves), bundle.template)
@@ -117,17 +117,15 @@ def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int,
 
 def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
-    given = eqn.params["prevent_cse"]
+    given, inputs = eqn.params["prevent_cse"], walk.gather_staying(eqn.params["jaxpr"], inputs)
     if is_recomputed(eqn):
         bundle = Bundle.of(inputs)
         leaves, may_be_ahead = walk.order.order_block(list(bundle.leaves))
         if given if isinstance(given, bool) else any(given):
             # Parameters that are kept from the forward pass, or that already wait, stay as they are.
-            stays = walk.keeps_passes or may_be_ahead
-            leaves = _put_behind_barrier(leaves, [stays and isinstance(x, Lazy) for x in leaves])
+            stays = [isinstance(x, Lazy) and (x.stays or may_be_ahead) for x in leaves]
+            leaves = _put_behind_barrier(leaves, stays)
         inputs = Bundle(tuple(leaves), bundle.template).values()
-    if walk.keeps_passes:  # what the block gathers stays whole after it
-        return walk(eqn.params["jaxpr"], inputs)
     outputs = walk.enter_block()(eqn.params["jaxpr"], inputs)
     walk.order.note_used(outputs)
     return outputs
@@ -267,8 +265,6 @@ RULES: dict[str, Rule] = {
 }
 
 
-def start_walk(
-    axes: frozenset[str], order: Order | None = None, *, keeps: bool = False, hops_late: bool = False
-) -> Walk:
-    """Returns the walk over a program; with `keeps`, parameters stay whole from their first use to the end."""
-    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=keeps), keeps_passes=keeps, hops_late=hops_late)
+def start_walk(axes: frozenset[str], order: Order | None = None, *, hops_late: bool = False) -> Walk:
+    """Returns the walk over a program."""
+    return Walk(RULES, axes, order or Order(), HeldParameters(keeps=False), hops_late=hops_late)

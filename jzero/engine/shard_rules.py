@@ -88,6 +88,8 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
 def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
     if lazy.cut.flat or is_on_host(lazy.shard) or lazy.on_disk is not None:  # hosts only copy
         return None
+    if lazy.stays:  # see [Note: Parameters that stay]
+        return None
     order = tuple(params["permutation"])
     return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
 

@@ -21,7 +21,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute
+from jzero.config.keep import Keep
+from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
 from jzero.jaxpr.rows import RowFacts, row_facts
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
@@ -199,6 +200,12 @@ def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
     """Returns `remat` with the default resolved: "cheap" if parameters are gathered again, else "as_written"."""
     if remat is None and not plan.regathers:
         return "as_written"
+    if isinstance(remat, Keep) and remat.blocks and not num_blocks(jaxpr):
+        warnings.warn(
+            f"`Keep(blocks={remat.blocks})` keeps no block: the loss has no repeated blocks outside of loops, or they "
+            "say themselves what to recompute. Drop `blocks`, or undo the loss's own `jax.checkpoint`s.",
+            stacklevel=2,
+        )
     if remat not in (None, "cheap") or has_parts_to_recompute(jaxpr):
         return "cheap" if remat is None else remat
     if remat is not None:

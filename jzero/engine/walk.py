@@ -16,6 +16,13 @@ dependence and `order` alone decide when a parameter is gathered again.
 A whole parameter is kept until an equation gathers another one, or until the backward pass begins, since the loss's
 largest activations are near there. So a weight that several equations read in a row, such as one divided by its norm,
 is gathered once. Loop bodies and recomputed blocks keep parameters to their end.
+
+[Note: Parameters that stay]
+A parameter with `stays` is gathered once and kept to its last use, forward or backward: all of them by
+`reshard_after_forward=False`, some by `Keep`. It is gathered before a call or a recomputed block that reads it, so
+layers still share functions; in the dtype of a cast, if that is all that reads it there. What is computed from its
+shard is another parameter to the walk and would be gathered by itself, so a transposed one, such as a tied head, is
+transposed after the gather. A forward loop stacks the rows that it gathers, and the backward loop scans that stack.
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
@@ -35,6 +42,7 @@ from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.jaxpr.uses import reads_of
 
 __all__ = ["HeldParameters", "Rule", "Walk"]
 
@@ -53,7 +61,7 @@ class HeldParameters:
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
         self._whole: dict[Any, dict[Any, jax.Array]] = {}  # by parameter and the dtype of the gather
-        self._alive: dict[Any, Any] = {}  # keeps shards alive, since their identities are keys
+        self._known: dict[Any, Lazy] = {}  # keeps shards alive, since their identities are keys
 
     def fill(self, x: Any) -> Any:
         """Returns `x`, with the whole array if it is a kept parameter."""
@@ -71,17 +79,19 @@ class HeldParameters:
         """Keeps parameters that were gathered for one equation; drops the others, unless all are kept."""
         new = [x for x in params if x.wire_dtype not in self._whole.get(x.key, {})]
         if new and not self.keeps:  # another gather ends the reuse
-            needed = {x.key for x in params}
-            self._whole = {k: x for k, x in self._whole.items() if k in needed}
+            self._drop_but({x.key for x in params})
         for x in new:
             assert x.whole is not None
             self._whole.setdefault(x.key, {})[x.whole.dtype] = x.whole
-            self._alive[x.key] = x.shard
+            self._known[x.key] = x
 
     def drop(self) -> None:
         """Drops all parameters, unless they are kept to the end."""
         if not self.keeps:
-            self._whole = {}
+            self._drop_but(set())
+
+    def _drop_but(self, needed: set[Any]) -> None:
+        self._whole = {k: x for k, x in self._whole.items() if k in needed or self._known[k].stays}
 
 
 @dataclasses.dataclass
@@ -93,7 +103,6 @@ class Walk:
       axes: The manual mesh axes: ZeRO's and the replicas'.
       order: Records what happened so far, and makes gathers wait.
       held: The whole parameters that are kept.
-      keeps_passes: Whether parameters are kept from the forward to the backward pass (`reshard_after_forward=False`).
       hops_late: Whether loops run the hops between nodes of their reductions one turn late.
       depth: How many loops enclose this walk.
       found: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
@@ -105,7 +114,6 @@ class Walk:
     axes: frozenset[str]
     order: Order
     held: HeldParameters
-    keeps_passes: bool = False
     hops_late: bool = False
     depth: int = 0
     found: list[tuple[RowOf, Any]] = dataclasses.field(default_factory=list)
@@ -114,9 +122,7 @@ class Walk:
 
     def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
-        of_body = dataclasses.replace(
-            self, order=self.order.enter_block(), held=HeldParameters(keeps=True), keeps_passes=False
-        )
+        of_body = dataclasses.replace(self, order=self.order.enter_block(), held=HeldParameters(keeps=True))
         return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
 
     def enter_call(self, gathered: Sequence[Lazy]) -> Walk:
@@ -185,8 +191,30 @@ class Walk:
         self.held.keep([dataclasses.replace(x, whole=made[x.key, x.wire_dtype]) for x in params])
         return Bundle(tuple(leaves), bundle.template).compute()
 
+    def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the inputs of a jaxpr, of which those that stay are whole; see [Note: Parameters that stay]."""
+        bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
+        variables = {id(x): v for x, v in zip(inputs, body.invars, strict=True)}
+        leaves = list(bundle.leaves)
+        staying = {i: x for i, x in enumerate(leaves) if isinstance(x, Lazy) and x.stays}
+        if not staying:
+            return list(inputs)
+        read = {i: _as_read(x, body, variables.get(id(x))) for i, x in staying.items()}
+        self.gather([x for x in map(self.held.fill, read.values()) if is_cut(x)])
+        for i, x in read.items():
+            leaves[i] = dataclasses.replace(leaves[i], whole=self.held.fill(x).whole)
+        return Bundle(tuple(leaves), bundle.template).values()
+
     def _gather_rows(self, x: Rows) -> jax.Array:
         """Returns all rows of a loop's result, whole."""
         stacks, shared = self.gather(x.stacks), self.gather(x.shared)  # stacks: [L, D, F]
         of_whole = dataclasses.replace(x, shared=tuple(shared))
         return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).compute()[0])(stacks)  # [L, ...]
+
+
+def _as_read(x: Lazy, jaxpr: Jaxpr, var: Var | None) -> Lazy:
+    """Returns a parameter in the dtype in which a jaxpr reads it as a variable: cast, if one cast is all it reads."""
+    reads = [] if var is None else list(reads_of(jaxpr, var))
+    dtypes = {eqn.params.get("new_dtype") for eqn in reads}
+    cast = apply_on_shard(reads[0], [x]) if len(dtypes) == 1 and None not in dtypes else None
+    return cast or x

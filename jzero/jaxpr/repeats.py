@@ -31,7 +31,7 @@ import numpy as np
 from jzero import _compat
 from jzero.jaxpr.primitives import LIGHT
 
-__all__ = ["Part", "keeps_heavy", "split_into_parts"]
+__all__ = ["Part", "aval_bytes", "keeps_heavy", "split_into_parts"]
 
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
@@ -84,10 +84,11 @@ def _is_thin(avals: Sequence[Any], *, dimension_numbers: Any, preferred_element_
     given = [a.dtype, b.dtype] if preferred_element_type is None else [jnp.dtype(preferred_element_type)]
     itemsize = max(dtype.itemsize for dtype in given)
     num_bytes = (a.size // depth) * (b.size // (depth * batch)) * itemsize
-    return num_bytes > _num_bytes(a) + _num_bytes(b) and 2 * depth < THIN * itemsize
+    return num_bytes > aval_bytes(a) + aval_bytes(b) and 2 * depth < THIN * itemsize
 
 
-def _num_bytes(aval: Any) -> int:
+def aval_bytes(aval: Any) -> int:
+    """Returns the bytes of a value of a type."""
     return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 4))
 
 
@@ -170,8 +171,8 @@ def _bytes_across(jaxpr: Any, last_read: Mapping[Any, int]) -> np.ndarray:
     change = np.zeros(len(jaxpr.eqns) + 2, np.int64)
     for v, i in made.items():
         if v in last_read and hasattr(v.aval, "dtype"):
-            change[i + 1] += _num_bytes(v.aval)
-            change[last_read[v] + 1] -= _num_bytes(v.aval)
+            change[i + 1] += aval_bytes(v.aval)
+            change[last_read[v] + 1] -= aval_bytes(v.aval)
     return np.cumsum(change)[: len(jaxpr.eqns) + 1]
 
 

@@ -16,6 +16,7 @@ from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
+from jzero.plan.kept import Kept
 from jzero.plan.leaves import LeafPlan, Memory, StateLeaf, itemsize
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
@@ -79,6 +80,7 @@ class ZeroPlan:
       other_leaves: One `StateLeaf` per leaf of the state's other fields (`step`, `batch_stats` …).
       closed_over: Arrays that the loss closes over, of more elements than the persistence threshold and than 4,096.
         Every device holds them whole; only the plan from `step.plan(state, batch)` knows them.
+      kept: What a step with `remat=Keep(...)` keeps between its passes; likewise.
       matrices: The matrix work of the optimizer: what one device computes, and what all of them do.
       params_treedef: Structure of `state.params`.
       opt_treedef: Structure of `state.opt_state`, as stored.
@@ -100,6 +102,7 @@ class ZeroPlan:
     opt_treedef: Any
     inner_treedef: Any
     closed_over: tuple[StateLeaf, ...] = ()
+    kept: Kept | None = None
     matrices: MatrixWork = NO_MATRICES
 
     def __hash__(self) -> int:
@@ -107,7 +110,9 @@ class ZeroPlan:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over))
+        return hash(
+            (self.config, self.mesh, self.leaves, self.opt_leaves, self.other_leaves, self.closed_over, self.kept)
+        )
 
     def flat_params(self, tree: PyTree) -> list[Any]:
         """Returns the leaves of a tree with the parameters' structure; for padded leaves, the stored arrays."""
@@ -155,6 +160,10 @@ class ZeroPlan:
         """Whether the backward pass gathers parameters again."""
         cut = any(leaf.param.cut for leaf in self.leaves) or any(x.is_param and x.cut for x in self.other_leaves)
         return self.config.reshard_after_forward and cut
+
+    def regathers_param(self, path: str) -> bool:
+        """Whether the backward pass gathers a partitioned parameter again."""
+        return self.config.reshard_after_forward and (self.kept is None or path not in self.kept.params)
 
     @property
     def rounds_stochastically(self) -> bool:
@@ -472,8 +481,9 @@ class ZeroPlan:
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Hop, ...]:
         """The collectives of the gathers of a loss and its gradient."""
-        hops = tuple(hop for _, of_use in self._hops for hop in of_use)
-        return (2 if self.config.reshard_after_forward else 1) * hops
+        held = [*(leaf.param for leaf in self.leaves), *(x for x in self.other_leaves if x.is_param)]
+        again = [of_use for x, (_, of_use) in zip(held, self._hops, strict=True) if self.regathers_param(x.path)]
+        return tuple(hop for hops in (*(of_use for _, of_use in self._hops), *again) for hop in hops)
 
     @functools.cached_property
     def gathers_before_loss(self) -> tuple[Hop, ...]:

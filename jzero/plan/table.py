@@ -64,7 +64,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
-    sections.append("\n".join([gathered, *_level_lines(plan)]))
+    sections.append("\n".join([gathered, *_kept_lines(plan), *_level_lines(plan)]))
     return "\n\n".join(sections)
 
 
@@ -78,6 +78,17 @@ def _memory_rows(plan: ZeroPlan) -> list[Row]:
     rows["replicated"] = (*whole, whole.total)
     header: Row = ("bytes per device", "params", "grads", "opt_state", "total")
     return [header, *((name, *map(format_bytes, sizes)) for name, sizes in rows.items())]
+
+
+def _kept_lines(plan: ZeroPlan) -> list[str]:
+    """Returns what stays on a device between the passes."""
+    kept = plan.kept
+    if kept is None:
+        return []
+    params = "all parameters" if len(kept.params) == kept.of_params else f"{len(kept.params)} of {kept.of_params}"
+    said = [f"{params} ({format_bytes(kept.param_bytes)})"] if kept.params else []
+    said += [f"{kept.blocks} of {kept.of_blocks} blocks ({format_bytes(kept.block_bytes)})"] if kept.of_blocks else []
+    return [f"kept between passes: {', '.join(said) or 'nothing'}"]
 
 
 def _level_lines(plan: ZeroPlan) -> list[str]:
@@ -162,6 +173,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         "bytes_replicated": {**whole._asdict(), "total": whole.total},
         "gathered_bytes": plan.gathered_bytes,
         "sent_bytes": plan.sent_bytes()._asdict(),
+        "kept": plan.kept and plan.kept.to_dict(),
         "secondary_bytes": plan.secondary_bytes,
         "unquantized": [x._asdict() for x in plan.unquantized],
         "parameters": [

@@ -24,12 +24,14 @@ class Way(NamedTuple):
       comm: How its shards travel.
       kind: In which blocks they travel, `int8`, or "none".
       is_secondary: Whether it is gathered between nodes once per step, before all uses.
+      stays: Whether it stays whole from its first to its last use, in both passes.
     """
 
     leaf: StateLeaf
     comm: Comm
     kind: str = "none"
     is_secondary: bool = False
+    stays: bool = False
 
     def hops(self, mesh: AnyMesh, dtype: Any) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
         """Returns the collectives once per step, and those of each use in a dtype; none if it stays whole."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jzero import _compat
+from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
 from jzero.engine.merge import MERGES, Merge, choose_merges
@@ -44,6 +45,7 @@ from jzero.step.inputs import (
     place_inputs,
     warn_closed_over,
 )
+from jzero.step.keeping import check_keep, kept_by
 from jzero.step.row_check import check_row_dims, results_of, warn_coupled
 
 __all__ = ["Loss", "Step"]
@@ -53,8 +55,10 @@ State = Any
 Loss = Callable[..., Any]
 
 
-REMAT = one_of(
-    None, True, False, "cheap", "offload", "as_written", says="None, True, False, 'cheap', 'offload' or 'as_written'"
+_WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
+REMAT = Setting(
+    "None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`",
+    lambda value: value if isinstance(value, Keep) else _WORDS.of(value),
 )
 MERGE = Setting(
     f"a dictionary from regular expressions over names of variables to one of {tuple(MERGES)}",
@@ -248,11 +252,12 @@ class Step:
         self._expected = _Expected()
 
     def plan(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> ZeroPlan:
-        """Returns the state's plan, which also lists the arrays that the loss closes over (`plan.closed_over`)."""
+        """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan = train_state.tx.plan
-        leaves = tuple(find_closed_over(self._trace_loss(train_state, plan, batch, rng)[0], plan))
-        return dataclasses.replace(plan, closed_over=leaves)
+        traced, _ = self._trace_loss(train_state, plan, batch, rng)
+        kept = kept_by(self.remat, traced, plan, self.micro) if isinstance(self.remat, Keep) else None
+        return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
@@ -263,6 +268,7 @@ class Step:
         self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
     ) -> tuple[TracedLoss, LossInputs]:
         """Returns the traced loss and its inputs."""
+        check_keep(self.remat, plan)
         check_rng(rng)
         _check_third_argument(self.loss_fn, self.mutable, rng)
         merge = self._merge(plan)

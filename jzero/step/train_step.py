@@ -193,6 +193,7 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
         `True`: every iteration of the loss's scans (scanned layers), unless the scan has its own checkpoint.
         `"offload"`: every iteration, whatever the scan says; activations between iterations wait in host memory.
         `False`: nothing, even if the loss has `jax.checkpoint`.
+        `Keep(params=..., blocks=...)`: less, for memory that is free; `fill_memory` chooses what fits.
         Code inside `while_loop`, `custom_vjp` and `shard_map` does not change.
       mutable: Fields of the state that the loss changes, such as `("batch_stats",)`. The loss takes each as a keyword
         argument, and `aux` must be a dictionary with its new value, of the same structure, shapes and dtypes. Not for

@@ -1,0 +1,31 @@
+"""What a step keeps between its passes (`Keep`), as its plan tells it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+__all__ = ["Kept"]
+
+
+class Kept(NamedTuple):
+    """Values that stay on a device from the forward to the backward pass, though stage 3 could make them again.
+
+    Attributes:
+      params: The paths of the parameters that stay whole, of those that are partitioned.
+      of_params: How many are partitioned.
+      param_bytes: Their bytes on one device.
+      blocks: How many of the loss's repeated blocks keep their activations.
+      of_blocks: How many there are, outside of loops.
+      block_bytes: The bytes that these blocks save on one device for the backward pass.
+    """
+
+    params: frozenset[str]
+    of_params: int
+    param_bytes: int
+    blocks: int
+    of_blocks: int
+    block_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as plain data."""
+        return {**self._asdict(), "params": sorted(self.params)}

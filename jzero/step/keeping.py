@@ -1,0 +1,53 @@
+"""`Keep` against a plan and a loss: what it keeps, and what it cannot keep."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from jzero.config.keep import Keep
+from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
+from jzero.engine.recompute import num_blocks
+from jzero.engine.trace import TracedLoss
+from jzero.plan.kept import Kept
+from jzero.plan.leaves import itemsize
+from jzero.plan.plan import ZeroPlan
+
+__all__ = ["check_keep", "kept_by"]
+
+
+def check_keep(remat: Any, plan: ZeroPlan) -> None:
+    """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""
+    if not isinstance(remat, Keep) or not remat.params:
+        return
+    away = plan.config.offload.params
+    if away in ("host", "disk"):
+        raise ValueError(
+            f"`Keep(params={remat.params!r})` keeps parameters whole on the devices, and `Offload(params={away!r})` "
+            "keeps them elsewhere for want of memory: drop one of the two."
+        )
+    paths = [leaf.path for leaf in plan.leaves] + [x.path for x in plan.other_leaves if x.is_param]
+    unused = [x for x in remat.params if remat.params != "all" and not any(re.fullmatch(x, path) for path in paths)]
+    if unused:
+        raise ValueError(
+            f"`Keep(params=...)` has patterns that match no parameter: {unused}. A pattern is a regular expression "
+            f"over a whole path, such as {re.escape(paths[0])!r}."
+        )
+
+
+def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
+    """Returns what a step keeps on one device between its passes."""
+    held = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
+    held += [(x, x.compute_dtype) for x in plan.other_leaves if x.is_param]
+    cut = [(leaf, dtype) for leaf, dtype in held if leaf.cut is not None]
+    stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
+    total = num_blocks(traced.jaxpr)
+    return Kept(
+        params=frozenset(leaf.path for leaf, _ in stay),
+        of_params=len(cut),
+        param_bytes=sum(math.prod(leaf.shape) * itemsize(dtype) for leaf, dtype in stay),
+        blocks=min(keep.blocks, total),
+        of_blocks=total,
+        block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,
+    )

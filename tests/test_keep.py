@@ -1,0 +1,236 @@
+"""`Keep`: parameters that stay whole between the passes, and blocks that are not recomputed."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.analysis.sent import sent
+from tests import test_engine
+from tests.compiled import analyze
+from tests.test_blocks import num_activations
+from tests.tiers import singles
+
+LAYERS, WIDTH, ROWS = 5, 35, 48  # 8 devices cut no dimension evenly
+
+
+def layer(w, x):
+    return x + jnp.tanh(jnp.square(x @ w["up"]) - 1.0) @ w["down"]
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
+    return {
+        "embed": draw(23, WIDTH),
+        "blocks": [{"up": draw(WIDTH, 51), "down": draw(51, WIDTH)} for _ in range(LAYERS)],
+    }
+
+
+def loss_fn(params, batch):
+    """Layers between a tied embedding and head."""
+    x = jnp.sin(batch @ params["embed"])
+    for block in params["blocks"]:
+        x = layer(block, x)
+    return jnp.square(jax.nn.softmax(x @ params["embed"].T)).mean()
+
+
+def nested_loss(params, batch):
+    """The same, with all layers but the last in functions of their own."""
+    x = jnp.sin(batch @ params["embed"])
+    encode = jax.jit(lambda blocks, x: layer(blocks[1], layer(blocks[0], x)))
+    x = jax.jit(lambda x: jnp.tanh(encode(params["blocks"][:2], x)))(x)
+    x = encode(params["blocks"][2:4], x)
+    return jnp.square(layer(params["blocks"][4], x) @ params["embed"].T).mean()
+
+
+def scan_loss(params, batch):
+    x = jnp.sin(batch @ params["embed"])
+    x = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["blocks"])[0]
+    return jnp.square(x @ params["embed"].T).mean()
+
+
+def stacked_params():
+    params = make_params()
+    return {**params, "blocks": jax.tree.map(lambda *rows: np.stack(rows), *params["blocks"])}
+
+
+def make_batch():
+    return np.random.default_rng(1).normal(size=(ROWS, 23)).astype(np.float32)
+
+
+def make_state(params=None, **fields):
+    state = jzero.TrainState.create(params=make_params() if params is None else params, tx=optax.sgd(1.0))
+    return jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, **fields))
+
+
+def traced(loss_fn, remat, state=None, **options):
+    step = jzero.make_train_step(loss_fn, remat=remat, **options)
+    return step.trace(make_state() if state is None else state, make_batch()).jaxpr
+
+
+def gathers(jaxpr):
+    counts = collections.Counter()
+    for x in sent(jaxpr):
+        counts[x.path] += x.times * x.gathers
+    return counts
+
+
+ALL = jzero.Keep(params="all")
+PATHS = ["embed", *(f"blocks/{i}/{name}" for i in range(LAYERS) for name in ("down", "up"))]
+
+
+@singles(
+    keep=[ALL, jzero.Keep(params=("embed", "blocks/1/.*")), jzero.Keep(params="all", blocks=2), jzero.Keep(blocks=9)],
+    accumulate_steps=[1, 3],
+    precision=["fp32", "bf16"],
+)
+def test_numbers_are_those_of_plain_jax(keep, accumulate_steps, precision):
+    state, batch = make_state(precision=precision), make_batch()
+    step = jzero.make_train_step(loss_fn, remat=keep, accumulate_steps=accumulate_steps)
+    new, metrics = step(state, batch)
+    of_bf16 = lambda params: loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch.astype(jnp.bfloat16))
+    reference = of_bf16 if precision == "bf16" else lambda params: loss_fn(params, batch)
+    loss, grads = jax.value_and_grad(reference)(make_params())
+    # Each device rounds its gradients to bf16 before they are summed, and plain jax rounds the whole batch's: 8 bits.
+    rtol, atol = (1e-5, 1e-6) if precision == "fp32" else (5e-2, 5e-4)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6 if precision == "fp32" else 1e-2)
+    old = make_params()
+    moved = jax.tree.map(lambda a, b: a - np.asarray(b), old, jzero.gather_params(new))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), moved, grads)
+
+
+@pytest.mark.parametrize("loss", [test_engine.scan, test_engine.remat, test_engine.tied, test_engine.nested_jit])
+def test_losses_of_all_kinds_train_alike(loss):
+    state, batch = test_engine._sharded(3, 8), test_engine._batch()
+    want_loss, want = jax.value_and_grad(loss)(test_engine._params(), batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some have no blocks
+        found, grads = jzero.value_and_grad(loss, remat=jzero.Keep(params="all", blocks=1))(state, batch)
+    np.testing.assert_allclose(found, want_loss, rtol=2e-6)
+    new = jzero.gather_params(test_engine._updated(state, grads))
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), jzero.gather_params(state), new)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
+
+
+@pytest.mark.parametrize("loss", [loss_fn, nested_loss])
+def test_parameters_that_stay_are_gathered_once(loss):
+    """The tied head, too, whose use is transposed; the others twice, in the forward and the backward pass."""
+    assert gathers(traced(loss, ALL)) == dict.fromkeys(PATHS, 1)
+    some = gathers(traced(loss, jzero.Keep(params=("embed", "blocks/3/up"))))
+    assert [path for path in PATHS if some[path] == 1] == ["embed", "blocks/3/up"]
+    default = gathers(traced(loss, None))
+    assert all(some[path] == default[path] > 1 for path in PATHS if path not in ("embed", "blocks/3/up"))
+
+
+def test_rows_of_stacks_that_stay_are_gathered_once():
+    state = make_state(stacked_params())
+    for keep, times in (
+        (ALL, LAYERS),
+        (jzero.Keep(params="blocks/.*"), LAYERS),
+        (jzero.Keep(params="embed"), 2 * LAYERS),
+    ):
+        assert gathers(traced(scan_loss, keep, state))["blocks/up"] == times
+
+
+def test_a_cast_weight_travels_narrow_to_a_call():
+    """Layers cast fp32 weights themselves, inside of the functions that they share."""
+
+    def casting(params, batch):
+        narrow = lambda x: x.astype(jnp.bfloat16)
+        x = narrow(batch @ params["embed"])
+        for block in params["blocks"]:
+            x = layer(jax.tree.map(narrow, block), x)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    found = {x.path: jnp.dtype(x.dtype) for x in sent(traced(casting, ALL)) if x.gathers}
+    assert {found.pop("embed")} == {jnp.dtype("float32")}
+    assert set(found.values()) == {jnp.dtype("bfloat16")}
+    assert gathers(traced(casting, ALL)) == dict.fromkeys(PATHS, 1)
+
+
+def test_what_stays_is_in_the_compiled_program():
+    state, batch = make_state(), make_batch()
+    report = analyze(jzero.make_train_step(loss_fn, remat=ALL), state, batch)
+    report.verify()
+    assert sum(c.count for c in report.collectives if c.kind == "all-gather") == len(PATHS)
+
+
+@pytest.mark.parametrize("loss", [loss_fn, nested_loss])
+def test_the_last_blocks_are_not_recomputed(loss):
+    """A layer has one tanh. Those of `nested_loss` count in the order in which they run, whatever calls them."""
+    plain = num_activations(jax.make_jaxpr(loss)(make_params(), make_batch()).jaxpr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        more = [num_activations(traced(loss, jzero.Keep(blocks=k)).jaxpr) - plain for k in range(LAYERS + 2)]
+        default = num_activations(traced(loss, None).jaxpr) - plain
+    assert more[0] == default
+    total = jzero.make_train_step(loss, remat=jzero.Keep()).plan(make_state(), make_batch()).kept.of_blocks
+    assert all(a > b for a, b in itertools.pairwise(more[: total + 1]))
+    assert more[0] > 0 == more[total] == more[-1]
+
+
+def test_the_plan_tells_what_is_kept():
+    state, batch = make_state(), make_batch()
+    plan = lambda keep: jzero.make_train_step(loss_fn, remat=keep).plan(state, batch)
+    size = 4 * sum(x.size for x in jax.tree.leaves(make_params()))
+    kept = plan(jzero.Keep(params="all", blocks=2)).kept
+    assert kept.params == frozenset(PATHS)
+    assert kept.param_bytes == size
+    assert (kept.blocks, kept.of_blocks) == (2, LAYERS)
+    # A block saves, of 51 columns, the square's operand, the derivative of tanh and tanh; and its sum, of 35 columns.
+    rows = ROWS // 8
+    assert kept.block_bytes == 2 * 4 * rows * (3 * 51 + WIDTH)
+    assert f"kept between passes: all parameters ({size / 1024:.2f} KiB), 0 of 5 blocks (0 B)" in str(plan(ALL))
+    assert "kept between passes: 1 of 11 (3.14 KiB), 0 of 5 blocks (0 B)" in str(plan(jzero.Keep(params="embed")))
+    assert plan(None).kept is None
+    assert "kept between passes" not in str(plan(None))
+    default, once = plan(None).gathered_bytes, plan(ALL).gathered_bytes
+    assert default == 2 * once
+
+
+def test_micro_batches_keep_less():
+    state, batch = make_state(), make_batch()
+    of = lambda steps: jzero.make_train_step(loss_fn, remat=jzero.Keep(blocks=3), accumulate_steps=steps)
+    whole, third = (of(steps).plan(state, batch).kept.block_bytes for steps in (1, 3))
+    assert whole == 3 * third
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"blocks": -1}, "Keep.blocks.*an integer >= 0: got -1"),
+        ({"blocks": True}, "Keep.blocks.*an integer >= 0: got True"),
+        ({"params": 3}, "Keep.params.*'all', or regular expressions.*got 3"),
+        ({"params": ("(",)}, "Keep.params"),
+        ({"remat": "offload"}, "Keep.remat.*got 'offload'"),
+        ({"remat": "as_written", "blocks": 2}, "Keep.blocks=2.*Keep.remat.*'as_written': drop one"),
+    ],
+)
+def test_impossible_fields_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        jzero.Keep(**fields)
+
+
+def test_patterns_without_a_parameter_are_refused():
+    with pytest.raises(ValueError, match=r"match no parameter: \['heads'\].*whole path"):
+        traced(loss_fn, jzero.Keep(params=("embed", "heads")))
+
+
+def test_parameters_on_the_host_cannot_stay():
+    state = make_state(offload=jzero.Offload(params="host"))
+    with pytest.raises(ValueError, match=r"Offload\(params='host'\).*drop one of the two"):
+        traced(loss_fn, ALL, state)
+
+
+def test_blocks_that_are_not_there_are_warned_about():
+    with pytest.warns(UserWarning, match=r"Keep\(blocks=2\).*keeps no block.*outside of loops"):
+        traced(scan_loss, jzero.Keep(blocks=2), make_state(stacked_params()))
