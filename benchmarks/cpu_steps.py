@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from benchmarks.engines import make_engine
 from benchmarks.gpt import AXIS, GPT, Size
+from benchmarks.turns import Training, in_turns, ratio
 
 MIB = 2**20
 
@@ -39,28 +38,22 @@ def main() -> None:
     wanted = [("replicated", 0), *((name, stage) for stage in options.stages for name in ("gspmd", "jzero"))]
     wanted += [("map_variables", 3)] if 3 in options.stages else []
     wanted += [("jzero as written", 3)] if 3 in options.stages and options.no_remat else []
-    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    runs, reports = {}, {}
     for name, stage in wanted:
         engine = make_engine(name, model, stage, mesh)
-        report = jzero.analyze(engine.step, engine.like, batch, mesh=mesh)
-        state, _ = jax.block_until_ready(engine.step(engine.make(jax.random.key(0)), batch))
-        runs[name, stage] = {"step": engine.step, "state": state, "times": [], "report": report}
-    for _ in range(options.repeats):  # in turns, so that all meet the same machine
-        for run in runs.values():
-            started = time.perf_counter()
-            run["state"], _ = jax.block_until_ready(run["step"](run["state"], batch))
-            run["times"].append(time.perf_counter() - started)
+        reports[name, stage] = jzero.analyze(engine.step, engine.like, batch, mesh=mesh)
+        runs[name, stage] = Training(engine.step, engine.make(jax.random.key(0)), batch)
+        runs[name, stage]()
+    times = in_turns(runs, options.repeats)
     print(f"{mesh.size} devices, jax {jax.__version__}, {model}, batch {tokens.shape}, median of {options.repeats}\n")
     print("| | ms per step | of GSPMD | peak, MiB | of GSPMD | sent, MiB |\n|---|---|---|---|---|---|")
-    for (name, stage), run in runs.items():
-        peer = runs.get(("gspmd", stage))
-        median, peak = statistics.median(run["times"]), run["report"].memory.peak
+    for (name, stage), report in reports.items():
+        peer = ("gspmd", stage)
+        median, peak = statistics.median(times[name, stage]), report.memory.peak
         ratios = ("", "")
-        if peer is not None:
-            # The median of the ratios of steps that ran side by side.
-            ratio = statistics.median(a / b for a, b in zip(run["times"], peer["times"], strict=True))
-            ratios = f"{ratio:.2f}", f"{peak / peer['report'].memory.peak:.2f}"
-        sent = sum(row.sent_bytes for row in run["report"].collectives)
+        if peer in reports:
+            ratios = f"{ratio(times[name, stage], times[peer]):.2f}", f"{peak / reports[peer].memory.peak:.2f}"
+        sent = sum(row.sent_bytes for row in report.collectives)
         label = name if name == "replicated" else f"{name}, stage {stage}"
         print(f"| {label} | {1e3 * median:.0f} | {ratios[0]} | {peak / MIB:.1f} | {ratios[1]} | {sent / MIB:.1f} |")
 

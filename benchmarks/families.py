@@ -41,7 +41,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jzero
 from benchmarks.by_compilation import MIB
-from benchmarks.engines import TX, State
+from benchmarks.engines import TX, Engine, State
 from benchmarks.family_models import LLAMA_1B, LLAMA_125M, Family, gpt, llama, mamba, moe, run, t5, unet, vit
 from benchmarks.gpt import AXIS
 from jzero.analysis.topologies import topology_devices
@@ -94,13 +94,14 @@ def batch_of(family: Family, mesh: Mesh) -> Any:
 
 def jzero_step(
     family: Family, stage: int, mesh: Mesh, *, keeps: bool = False, tx: optax.GradientTransformation = TX
-) -> tuple[Any, Any]:
-    """Returns jzero's step and its state as shapes; with `keeps`, it keeps activations and whole parameters."""
+) -> Engine:
+    """Returns jzero's step; with `keeps`, it keeps activations and whole parameters."""
     config = jzero.ZeroConfig(stage=stage, precision="bf16", reshard_after_forward=not keeps)
     make = lambda key: jzero.TrainState.create(params=family.init(key), tx=tx)
     shapes = jax.eval_shape(make, jax.random.key(0))
     step = jzero.make_train_step(own_loss(family), remat="as_written" if keeps else None)
-    return step, jzero.abstract_train_state(shapes, config=config, mesh=mesh)
+    start = functools.partial(jzero.init_train_state, make, config=config, mesh=mesh)
+    return Engine(step, start, jzero.abstract_train_state(shapes, config=config, mesh=mesh))
 
 
 def layout_of(path: Any, x: jax.ShapeDtypeStruct, mesh: Mesh) -> NamedSharding:
@@ -127,8 +128,8 @@ def updated(
     return optax.apply_updates(masters, updates), opt_state, optax.global_norm(grads)
 
 
-def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> tuple[Any, Any]:
-    """Returns the step by hand and its state as shapes."""
+def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTransformation = TX) -> Engine:
+    """Returns the step by hand."""
     rows = NamedSharding(mesh, PartitionSpec(AXIS))
     loss_fn = own_loss(family, lambda x: lax.with_sharding_constraint(x, rows))
 
@@ -156,11 +157,12 @@ def strong_step(family: Family, stage: int, mesh: Mesh, *, tx: optax.GradientTra
 
     jitted = jax.jit(step, donate_argnums=0, in_shardings=(layout, rows), out_shardings=(layout, None))
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jitted, jax.tree.map(place, shapes, layout)
+    return Engine(jitted, jax.jit(start, out_shardings=layout), jax.tree.map(place, shapes, layout))
 
 
-def plain_step(family: Family) -> tuple[Any, Any]:
-    """Returns a step of plain `jax.jit` on one device and its state as shapes."""
+def plain_step(family: Family, mesh: Mesh | None = None) -> Engine:
+    """Returns a step of plain `jax.jit`, on one device, or with everything but the batch whole on each of a mesh."""
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def start(key: jax.Array) -> State:
         masters = family.init(key)
@@ -171,7 +173,18 @@ def plain_step(family: Family) -> tuple[Any, Any]:
         masters, opt_state, norm = updated(state.masters, state.opt_state, grads)
         return State(None, masters, opt_state), {"loss": loss, "grad_norm": norm}
 
-    return jax.jit(step, donate_argnums=0), jax.eval_shape(start, jax.random.key(0))
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    like = jax.tree.map(place, jax.eval_shape(start, jax.random.key(0)))
+    return Engine(jax.jit(step, donate_argnums=0, out_shardings=whole), jax.jit(start, out_shardings=whole), like)
+
+
+def engine_of(name: str, family: Family, stage: int, mesh: Mesh) -> Engine:
+    """Returns one of `ENGINES`, or "plain"."""
+    if name == "plain":
+        return plain_step(family, mesh)
+    if name == "strong":
+        return strong_step(family, stage, mesh)
+    return jzero_step(family, stage, mesh, keeps=name == "keeping")
 
 
 def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any]:
@@ -179,11 +192,10 @@ def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any
     family = FAMILIES[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     started = time.process_time()
-    make = strong_step if engine == "strong" else functools.partial(jzero_step, keeps=engine == "keeping")
-    step, like = make(family, stage, mesh)
+    built = engine_of(engine, family, stage, mesh)
     facts = {"jax": jax.__version__, "engine_path": str(pathlib.Path(jzero.__file__).parent)}
     try:
-        report = jzero.analyze(step, like, batch_of(family, mesh), topology=topology, mesh=mesh)
+        report = jzero.analyze(built.step, built.like, batch_of(family, mesh), topology=topology, mesh=mesh)
     except Exception as error:  # a table of many programs is worth more than the first that fails
         return {"error": f"{type(error).__name__}: {error}"[:2000], **facts}
     size = sum(math.prod(x) for x in jax.tree.leaves(family.shapes, is_leaf=lambda x: isinstance(x, tuple)))
@@ -250,16 +262,16 @@ def cell(x: dict[str, Any], figure: str, show: Callable[[dict[str, Any]], str]) 
 def trace_seconds(family: Family, mesh: Mesh, repeats: int = 3) -> dict[str, float]:
     """Returns the CPU seconds of tracing and lowering a step, plain and by jzero, the best of some in turns."""
     makers = {
-        "plain": lambda: (*plain_step(family), family.batch(family.rows)),
-        "jzero": lambda: (*jzero_step(family, 3, mesh), batch_of(family, mesh)),
+        "plain": lambda: (plain_step(family), family.batch(family.rows)),
+        "jzero": lambda: (jzero_step(family, 3, mesh), batch_of(family, mesh)),
     }
     best = dict.fromkeys(makers, math.inf)
     for _, (name, make) in itertools.product(range(repeats), makers.items()):
-        step, like, batch = make()
+        engine, batch = make()
         jax.clear_caches()
         gc.collect()
         started = time.process_time()
-        step.lower(like, batch)
+        engine.step.lower(engine.like, batch)
         best[name] = min(best[name], time.process_time() - started)
     return best
 

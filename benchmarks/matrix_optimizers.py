@@ -64,8 +64,8 @@ def compiled(name: str, optimizer: str, engine: str, stage: int, topology: str) 
     family = FAMILIES[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     started = time.process_time()
-    step, like = ENGINES[engine](family, stage, mesh, tx=make_optimizer(optimizer))
-    report = jzero.analyze(step, like, batch_of(family, mesh), topology=topology, mesh=mesh)
+    built = ENGINES[engine](family, stage, mesh, tx=make_optimizer(optimizer))
+    report = jzero.analyze(built.step, built.like, batch_of(family, mesh), topology=topology, mesh=mesh)
     sent = collections.Counter[str]()
     for row in report.collectives:
         sent[row.kind] += row.sent_bytes

@@ -5,7 +5,7 @@ With `--topology v5p:2x2x2` (or `h200:8`) a step of a scanned GPT is compiled fo
 devices, on the host, on the host in larger chunks, and updated by the host's CPU, at once and one step later.
 
 Without, a smaller one is trained on the devices that are there: time per step with and without offload in one run, the
-bytes that travel, their rate, and that of a plain `jax.device_put` of as many bytes each way. On CPUs host memory and
+bytes that travel, their rate, and that of a plain `jax.device_put` of as many bytes. On CPUs host memory and
 device memory are the same, so the rates say nothing about a link.
 """
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,7 @@ import optax
 
 import jzero
 from benchmarks.gpt import GPT, Size, init_of, loss_of
+from benchmarks.turns import Training, in_turns
 from jzero.analysis.topologies import topology_devices
 
 MIB = 2**20
@@ -79,58 +80,71 @@ def compile_for(options: argparse.Namespace) -> None:
             print(f"{name:24}{row}{saved}", flush=True)
 
 
+def trained(options: argparse.Namespace, precision: str, mesh: jax.sharding.Mesh) -> dict[str, dict[str, Any]]:
+    """Returns, of each variant, its step, its plan, and its seconds per step in turns with the others."""
+    make_state, loss_fn = make_model(options)
+    tokens = np.random.default_rng(0).integers(0, options.vocab, (mesh.size * options.rows, options.seq_len + 1))
+    found: dict[str, dict[str, Any]] = {}
+    for name, offload in variants(options).items():
+        config = jzero.ZeroConfig(stage=options.stage, precision=precision, persistence_threshold=0, offload=offload)
+        step = jzero.make_train_step(loss_fn)
+        state = jzero.init_train_state(make_state, jax.random.key(0), config=config, mesh=mesh)
+        run = Training(step, state, tokens.astype(np.int32))
+        run()
+        peak = (mesh.devices.flat[0].memory_stats() or {}).get("peak_bytes_in_use")
+        found[name] = {"run": run, "plan": jzero.plan_of(state), "peak_so_far": peak}
+    times = in_turns({name: x["run"] for name, x in found.items()}, options.repeats)
+    return {name: {**x, "times": times[name]} for name, x in found.items()}
+
+
+def least_traffic(plan: jzero.ZeroPlan) -> tuple[int, int]:
+    """Returns the bytes that a step moves at least to one device from its host, and back.
+
+    Optimizer state moves there and back, parameters there for each of the two passes, and back. Not counted is the way
+    of gradients to the host, which not all steps send there. If the host's CPU updates, no state moves.
+    """
+    host = plan.host_bytes_per_device
+    state = host.opt_state if plan.config.offload.compute == "device" else 0
+    return state + 2 * host.params, state + host.params
+
+
 def measure(options: argparse.Namespace) -> None:
     """Trains, and prints times and rates."""
-    make_state, loss_fn = make_model(options)
     mesh = jzero.make_mesh()
-    tokens = np.random.default_rng(0).integers(0, options.vocab, (mesh.size * options.rows, options.seq_len + 1))
-    batch = tokens.astype(np.int32)
-    device = jax.devices()[0]
-    print(f"{mesh.size} x {device.device_kind}, jax {jax.__version__}, stage {options.stage}")
+    print(f"{mesh.size} x {jax.devices()[0].device_kind}, jax {jax.__version__}, stage {options.stage}")
     for precision in options.precision:
-        steps: dict[str, Any] = {}
-        for name, offload in variants(options).items():
-            config = jzero.ZeroConfig(
-                stage=options.stage, precision=precision, persistence_threshold=0, offload=offload
-            )
-            step = jzero.make_train_step(loss_fn)
-            state, metrics = step(jzero.init_train_state(make_state, jax.random.key(0), config=config), batch)
-            jax.block_until_ready(metrics)
-            plan = jzero.plan_of(state)
-            stats = device.memory_stats() or {}
-            steps[name] = (step, state, [], plan)
-            peak = stats.get("peak_bytes_in_use")
+        found = trained(options, precision, mesh)
+        for name, x in found.items():
+            plan, peak = x["plan"], x["peak_so_far"]
             print(f"{precision} {name}: plan {plan.bytes_per_device.total / MIB:.1f} MiB on a device, "
                   f"{plan.host_bytes_per_device.total / MIB:.1f} MiB on its host; "
                   f"peak so far {'unknown' if peak is None else f'{peak / MIB:.1f} MiB'}")  # fmt: skip
-        for _ in range(options.repeats):  # in turn, so that all meet the same machine
-            for name, (step, state, times, plan) in steps.items():
-                started = time.perf_counter()
-                after, metrics = step(state, batch)
-                jax.block_until_ready((after, metrics))
-                times.append(time.perf_counter() - started)
-                steps[name] = (step, after, times, plan)
-        plain = statistics.median(steps["none"][2])
-        for name, (_, _, times, plan) in steps.items():
-            median, host = statistics.median(times), plan.host_bytes_per_device.total * mesh.size
-            streams = host and plan.config.offload.compute == "device"
-            rate = f", at least {2 * host / median / 1e9:.2f} GB/s both ways together" if streams else ""
-            print(f"{precision} {name}: {1e3 * median:.1f} ms per step, {median / plain:.2f} of none{rate}")
-        print(f"plain device_put of as many bytes: {transfer_rate(steps['optimizer'][3], mesh):.2f} GB/s")
+        for name, x in found.items():
+            median, moved = statistics.median(x["times"]), sum(least_traffic(x["plan"])) * mesh.size
+            rate = f", at least {moved / median / 1e9:.2f} GB/s both ways together" if moved else ""
+            of_none = median / statistics.median(found["none"]["times"])
+            print(f"{precision} {name}: {1e3 * median:.1f} ms per step, {of_none:.2f} of none{rate}")
+        rates = copy_rates(found["optimizer"]["plan"].host_bytes_per_device.total, mesh)
+        shown = ", ".join(f"{way} {rate / 1e9:.2f} GB/s" for way, rate in rates.items())
+        print(f"plain device_put of as many bytes: {shown}")
 
 
-def transfer_rate(plan: jzero.ZeroPlan, mesh: jax.sharding.Mesh) -> float:
-    """Returns GB/s of bringing as much as the plan has on the host to the devices and back, all devices together."""
-    count = max(1, plan.host_bytes_per_device.total // 4)
+def copy_rates(num_bytes: int, mesh: jax.sharding.Mesh, repeats: int = 5) -> dict[str, float]:
+    """Returns bytes per second of plain copies of so many bytes between each device and its host, all devices together.
+
+    To the devices, from them, and both at once, with the bytes of both.
+    """
     near = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     away = near.with_memory_kind("pinned_host")
-    x = jax.block_until_ready(jax.device_put(np.zeros((mesh.size, count), np.float32), away))
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        jax.block_until_ready(jax.device_put(jax.block_until_ready(jax.device_put(x, near)), away))
-        times.append(time.perf_counter() - started)
-    return 2 * x.nbytes / statistics.median(times) / 1e9
+    x = jax.block_until_ready(jax.device_put(np.zeros((mesh.size, max(1, num_bytes // 4)), np.float32), away))
+    y = jax.block_until_ready(jax.device_put(x, near))
+    move = lambda *pairs: jax.block_until_ready([jax.device_put(*pair) for pair in pairs])
+    ways = {"to devices": [(x, near)], "from devices": [(y, away)], "both at once": [(x, near), (y, away)]}
+    runs = {way: functools.partial(move, *pairs) for way, pairs in ways.items()}
+    for run in runs.values():
+        run()
+    times = in_turns(runs, repeats)
+    return {way: len(ways[way]) * x.nbytes / statistics.median(seconds) for way, seconds in times.items()}
 
 
 def main() -> None:

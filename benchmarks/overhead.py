@@ -27,18 +27,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from benchmarks.engines import make_engine
 from benchmarks.gpt import AXIS, GPT, SIZES
+from benchmarks.turns import in_turns
 
 
 def medians(runs: dict[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
     """Returns the median seconds of each, measured in turns."""
-    times: dict[Any, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            gc.collect()
-            started = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(x) for name, x in times.items()}
+    return {name: statistics.median(x) for name, x in in_turns(runs, repeats, before=gc.collect).items()}
 
 
 def instructions(compiled: Any) -> int:
