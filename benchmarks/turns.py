@@ -17,11 +17,13 @@ class Training:
 
     def __init__(self, step: Any, state: Any, batch: Any, steps: int = 1) -> None:
         self.step, self.state, self.batch, self.steps = step, state, batch, steps
+        self.count, self.metrics = 0, None
 
     def __call__(self) -> None:
         for _ in range(self.steps):
-            self.state, metrics = self.step(self.state, self.batch)
-        jax.block_until_ready((self.state, metrics))
+            self.state, self.metrics = self.step(self.state, self.batch)
+        jax.block_until_ready((self.state, self.metrics))
+        self.count += self.steps
 
 
 def in_turns(

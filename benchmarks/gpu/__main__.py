@@ -1,0 +1,132 @@
+"""All that one or several real GPUs can tell in ten minutes, as one report: `python -m benchmarks.gpu`.
+
+* machine: what it is, and the checks of `jzero doctor` on it;
+* rates: what products, memory and links reach, beside the vendor's peaks;
+* steps: time and peak memory of jzero at each stage against plain `jax.jit` and GSPMD* (`strong` of
+  `benchmarks.families`), modelled and measured time, estimated, compiled and allocated memory, departures of the real
+  executable from the plan;
+* offload: steps with their state on the host, against a raw copy of the same bytes.
+
+Each part has a process of its own and a share of the time; what a part does not need goes to the later ones. What
+fails, does not fit or is out of time is in the report, and the others go on. The report is
+`benchmarks/results/DATE_gpu.md`, with its figures as lines of JSON beside it; it is written anew after each part.
+Models and sizes suit the memory of the devices (`--models` chooses; CUDA_VISIBLE_DEVICES chooses devices). `--small`
+tries everything out on any machine, at sizes whose figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.gpu.job import add_line, figures_of
+from benchmarks.gpu.report import report
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+ROOT = pathlib.Path(__file__).parents[2]
+WEIGHTS = {"machine": 4.0, "rates": 1.5, "offload": 5.0, "steps": 9.0}  # programs to compile, about
+ON_ONE = 4.0  # the same for steps on one device
+STARTING = 15  # seconds until a part begins: to import jax and to find the devices
+
+
+def weight(part: str) -> float:
+    """Returns the share of a part."""
+    return ON_ONE if part.endswith("/1") else WEIGHTS[part.partition("/")[0]]
+
+
+def run_part(part: str, seconds: float, lines: pathlib.Path, cache: str, options: argparse.Namespace) -> None:
+    """Runs a part in a process, ends it when its time is up, and tells how it ended unless it ended well."""
+    command = [sys.executable, "-m", "benchmarks.gpu.part", part, "--lines", str(lines), "--cache", cache]
+    command += [
+        f"--seconds={max(seconds - STARTING, seconds / 2)}",
+        *["--small"] * options.small,
+        "--models",
+        *options.models,
+    ]
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = child.wait(timeout=seconds)
+            failed = f"ended with {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            failed = f"ended after {seconds:.0f} s, its share of the time"
+        finally:  # also if the user interrupts
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        log.seek(0)
+        tail = log.read()[-1500:].strip()
+    add_line(
+        lines, part, "", {"seconds": time.monotonic() - began, **({"failed": failed, "log": tail} if failed else {})}
+    )
+
+
+def git(*arguments: str) -> str:
+    """Returns what git says, or nothing."""
+    found = subprocess.run(("git", *arguments), cwd=ROOT, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Path, cache: str) -> None:
+    """Runs the parts, and writes the report after each."""
+    deadline = time.monotonic() + 60 * options.minutes - STARTING
+    parts, done = ["machine"], 0
+    while done < len(parts):
+        left, part = deadline - time.monotonic(), parts[done]
+        planned = parts[done:] if done else [part, *["steps"] * 4]  # what follows is not known yet
+        seconds = left * weight(part) / sum(map(weight, planned))
+        print(f"{part}: up to {seconds:.0f} of {left:.0f} s", flush=True)
+        if seconds < 2:
+            add_line(lines, part, "", {"skipped": "no time was left"})
+        else:
+            run_part(part, seconds, lines, cache, options)
+        figures = figures_of(lines)
+        if not done:
+            facts = figures["machine"].get("facts", {})
+            if options.default_out and facts.get("platform", "gpu") != "gpu":
+                sys.exit(f"No GPU here, but {facts['count']} x {facts['kind']}: give --out FILE for a trial.")
+            parts += [x for x in figures["machine"].get("parts", {}).get("names", []) if wanted(x, options.only)]
+        out.write_text(report(figures))
+        done += 1
+
+
+def wanted(part: str, only: list[str]) -> bool:
+    """Returns whether the user asked for a part."""
+    return not only or any(x in part for x in only)
+
+
+def main() -> None:
+    """Runs all parts that suit this machine."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="the report; benchmarks/results/DATE_gpu.md by default")
+    parser.add_argument("--minutes", type=float, default=10, help="time for everything")
+    parser.add_argument("--small", action="store_true", help="try everything out at the least size")
+    parser.add_argument("--models", nargs="*", default=[], help="of benchmarks.families, in place of those that suit")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names of parts, such as rates, steps/llama_1b")
+    options = parser.parse_args()
+    options.default_out = options.out is None
+    today = datetime.datetime.now().astimezone()
+    out = options.out or RESULTS / f"{today.date()}_gpu.md"
+    lines = out.with_suffix(".jsonl")
+    lines.unlink(missing_ok=True)
+    commit = git("rev-parse", "--short=12", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    facts = {"command": command, "commit": commit, "date": today.isoformat(timespec="minutes")}
+    add_line(lines, "run", "", facts)
+    with tempfile.TemporaryDirectory() as cache:
+        run_parts(options, out, lines, cache)
+    print(f"{out} and {lines.name}")
+
+
+if __name__ == "__main__":
+    main()

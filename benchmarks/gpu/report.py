@@ -1,0 +1,215 @@
+"""The report of the GPU pack: Markdown from the figures of its parts."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.job import Figures
+from benchmarks.gpu.tables import GB, MIB, MS, Column, fixed, number, plan, quotient, short, span, table
+
+Part = dict[str, Figures]
+
+LABELS = {"plain": "plain jit", "strong": "GSPMD*", "jzero": "jzero", "keeping": "jzero, keeping"}  # in this order
+
+LEGEND = """
+* GSPMD*: `jax.jit` with specs for parameters and optimizer state, one constraint on the activations of each block, and
+  the model's own recomputation. Plain jit: everything but the batch whole on each device. Keeping: jzero with
+  `remat="as_written"` and `reshard_after_forward=False`, which keeps in memory what GSPMD* keeps.
+* All train by AdamW in bf16 with fp32 masters, from the same parameters on the same batch. Steps run several in a row,
+  then one waits for the last; programs of one stage, and plain jit, take turns. A ratio is the median of the ratios of
+  one turn. "Alone": both did not fit side by side, so they ran one after the other.
+* Peaks are of one device. Compiled: what the compiler says. Allocated: the most that the allocator had given out after
+  two steps; with ≤ it was no higher than before them. Estimated: `estimate_step_memory`, from the trace.
+* Modelled: the compiled schedule at the vendor's peak rates, as `jzero.analyze` tells it, or at those measured here.
+* Plan: whether `report.verify()` finds that the executable that ran keeps to it."""
+
+
+def report(found: dict[str, Part]) -> str:
+    """Returns the report."""
+    run, facts = found.get("run", {}).get("", {}), found.get("machine", {}).get("facts", {})
+    title = f"# jzero on {facts.get('count')} × {facts.get('kind')}, {run.get('date', '')[:10]}"
+    text = [title, "", f"`{run.get('command')}`, commit {run.get('commit')}."]
+    text += [*troubles(found), *summary(found), *machine(found.get("machine", {})), *rates(found.get("rates", {}))]
+    for part, programs in found.items():
+        text += steps(part, programs) if part.startswith("steps/") else []
+    text += [*offload(found.get("offload", {})), "", "## How to read this", LEGEND, "", times(found)]
+    return "\n".join(text) + "\n"
+
+
+def troubles(found: dict[str, Part]) -> list[str]:
+    """Returns what failed, departed from the plan or was skipped."""
+    text = []
+    for part, programs in found.items():
+        for name, x in programs.items():
+            label = f"{part}, {name}" if name else part
+            if x.get("failed") or x.get("status") == "failed":
+                text.append(f"* **{label} failed**: {' '.join(str(x.get('failed', x.get('detail'))).split())}")
+                text += ["", "```text", x["log"], "```", ""] if x.get("log") else []
+            text += [f"* **{label} departs from the plan**: {y}" for y in x.get("violations") or []]
+            text += [f"* {label} skipped: {x['skipped']}."] if x.get("skipped") else []
+    return ["", "## Failed or skipped", "", *(text or ["Nothing."])]
+
+
+def summary(found: dict[str, Part]) -> list[str]:
+    """Returns the few figures to look at first."""
+    text, trained = [], [x for part, programs in found.items() if part.startswith("steps/") for x in programs.values()]
+    for part, programs in found.items():
+        compared = []
+        for name, x in programs.items():
+            if "of_strong" in x:
+                peak = x["peak"] / programs[f"strong {name[-1]}"]["peak"]
+                compared.append(f"{name_of(name)} {x['of_strong']:.2f} of its step at {peak:.2f} of its peak")
+        text += [f"* {model_of(part)}, against GSPMD*: {'; '.join(compared)}."] if compared else []
+    parts = {
+        "the modelled step takes, at the vendor's peaks": ("modelled", "step"),
+        "the modelled step takes, at measured rates": ("modelled_at_rates", "step"),
+        "the estimated peak takes": ("reckoned", "peak"),
+        "the compiled peak takes": ("peak", "allocated"),
+    }
+    of = {"step": "measured", "peak": "compiled", "allocated": "allocated"}
+    for title, (a, b) in parts.items():
+        ratios = [x[a] / x[b] for x in trained if x.get(a) and x.get(b) and not (b in x and x.get(f"{b}_at_most"))]
+        text += [f"* Of what was {of[b]} {title} {span(ratios)} ({len(ratios)} programs)."] if ratios else []
+    for name, x in found.get("offload", {}).items():
+        if "raw" in x:
+            text.append(f"* Offload, {name}: {x['of_none']:.2f} of the step without; it uses the link for at least "
+                        f"{x['raw'] / x['step']:.2f} of the step.")  # fmt: skip
+    checked = [x for programs in found.values() for x in programs.values() if x.get("violations") is not None]
+    text += [f"* {sum(not x['violations'] for x in checked)} of {len(checked)} executables keep to their plans."]
+    return ["", "## In short", "", *text]
+
+
+def name_of(program: str) -> str:
+    """Returns the label of a program."""
+    engine, stage = program.split()
+    return LABELS[engine] + ("" if engine == "plain" else f", stage {stage}")
+
+
+def model_of(part: str) -> str:
+    """Returns the label of a part `steps/MODEL/DEVICES`."""
+    _, name, count = part.split("/")
+    return f"{name} on {count} device{'s' * (count != '1')}"
+
+
+def machine(part: Part) -> list[str]:
+    """Returns what machine it was, and what `jzero doctor` said."""
+    facts = part.get("facts", {})
+    limit, host = facts.get("memory_limit"), facts.get("host_bytes", 0) / 2**30
+    memory = f", {limit / 2**30:.1f} GiB of each for jax" if limit else ""
+    text = ["", "## Machine", "", f"* {facts.get('count')} × {facts.get('kind')}{memory}"]
+    text += [f"* {facts.get('cpus')} CPUs, {host:.0f} GiB, {facts.get('system')}"]
+    text += ["* " + ", ".join(f"{name} {x}" for name, x in facts.get("versions", {}).items() if x)]
+    text += ["* runtime: " + " ".join(str(facts.get("runtime")).split())]
+    text += [f"* `{name}={x}`" for name, x in facts.get("settings", {}).items()]
+    for key in ("gpus", "links"):
+        text += ["", "```text", facts[key], "```"] if facts.get(key) else []
+    checks = [x for name, x in part.items() if name.startswith("check: ")]
+    text += ["", "Checks of `jzero doctor`:", ""] if checks else []
+    return [*text, *(f"* {x['name']}: {x['status']}, {x['detail']}" for x in checks)]
+
+
+RATES = {
+    "bf16": ("products in bf16, Tflop/s", 1e12),
+    "tf32": ("products in fp32, default precision, Tflop/s", 1e12),
+    "f32": ("products in fp32, highest precision, Tflop/s", 1e12),
+    "memory": ("memory read and written, GB/s", GB),
+    "all-gather": ("sent in an all-gather, GB/s", GB),
+    "reduce-scatter": ("sent in a reduce-scatter, GB/s", GB),
+}
+
+
+def rates(part: Part) -> list[str]:
+    """Returns what the devices reach."""
+    in_unit = lambda x, unit: {key: x.get(key) and x[key] / unit for key in ("per_second", "vendor")}
+    rows = [(title, in_unit(part[name], unit)) for name, (title, unit) in RATES.items() if name in part]
+    columns = [("measured", number("per_second")), ("vendor's peak", number("vendor"))]
+    columns += [("part", quotient("per_second", "vendor"))]
+    return ["", "## Rates of each device, all of them busy", *table(columns, rows)]
+
+
+def spread(x: Figures) -> str:
+    """Shows between what nine of ten steps lie, and whether they ran alone."""
+    return f"{short(x['low'] / MS)}-{short(x['high'] / MS)}{' alone' * x.get('alone', False)}" if "low" in x else ""
+
+
+def allocated(x: Figures) -> str:
+    """Shows the allocator's peak, or what it was at most."""
+    return "≤ " * x.get("allocated_at_most", False) + number("allocated", MIB)(x)
+
+
+STEPS: list[Column] = [
+    ("step, ms", number("step", MS)),
+    ("8 of 10 steps", spread),
+    ("of plain", fixed("of_plain")),
+    ("of GSPMD*", fixed("of_strong")),
+    ("peak, MiB: compiled", number("peak", MIB)),
+    ("allocated", allocated),
+    ("compiled, of GSPMD*", quotient("peak", "strong_peak")),
+    ("sent, MiB", number("sent", MIB)),
+    ("loss", fixed("loss", 4)),
+    ("plan", plan),
+    ("compiled in, s", number("compile_seconds")),
+]
+MODELS: list[Column] = [
+    ("step, ms: measured", number("step", MS)),
+    ("modelled, vendor's peaks", number("modelled", MS)),
+    ("part", quotient("modelled", "step")),
+    ("modelled, measured rates", number("modelled_at_rates", MS)),
+    ("part ", quotient("modelled_at_rates", "step")),
+    ("communication exposed in that, %", number("exposed_at_rates", 0.01)),
+    ("products, Tflop/s", lambda x: short(x["flops"] / x["step"] / 1e12) if x.get("flops") and x.get("step") else ""),
+    ("peak, MiB: estimated", number("reckoned", MIB)),
+    ("of compiled", quotient("reckoned", "peak")),
+    ("of allocated", lambda x: "" if x.get("allocated_at_most") else quotient("reckoned", "allocated")(x)),
+]
+
+
+def steps(part: str, programs: Part) -> list[str]:
+    """Returns the tables of one model."""
+    order = list(LABELS)
+    found = {key: x for key, x in programs.items() if "peak" in x}
+    by_stage = lambda key: (key[-1] if not key.startswith("plain") else "", order.index(key.split()[0]))
+    peer = lambda key: programs.get(f"strong {key[-1]}", {}).get("peak")
+    rows = [(name_of(key), {**found[key], "strong_peak": peer(key)}) for key in sorted(found, key=by_stage)]
+    text = ["", f"## {model_of(part)}", *table(STEPS, rows)]
+    counts = sorted({x["steps"] for x in found.values() if "steps" in x})
+    text += (
+        [f"The losses are those after {counts[0]} steps; in bf16 they agree to about three digits."] if counts else []
+    )
+    return [*text, "", "Models against measurements:", *table(MODELS, rows)]
+
+
+OFFLOAD: list[Column] = [
+    ("step, ms", number("step", MS)),
+    ("without offload", number("none", MS)),
+    ("ratio", fixed("of_none")),
+    ("on the host, MiB", number("host", MIB)),
+    ("moved to a device, MiB", number("there", MIB)),
+    ("and back", number("back", MIB)),
+    ("raw copies of these, ms", number("raw", MS)),
+    ("of the step", quotient("raw", "step")),
+    ("longer than without, ms", lambda x: short((x["step"] - x["none"]) / MS)),
+    ("peak, MiB: compiled", number("peak", MIB)),
+    ("estimated", number("reckoned", MIB)),
+    ("plan", plan),
+]
+
+
+def offload(part: Part) -> list[str]:
+    """Returns the table of offload."""
+    if not part:
+        return []
+    model = ", ".join(f"{key} {x}" for key, x in part.get("model", {}).items())
+    copies = ", ".join(f"{way} {short(x / GB)} GB/s" for way, x in part.get("raw copy", {}).items())
+    about = (
+        f"A GPT ({model}) in bf16 at stage 3, in turns with the same training without offload. Bytes are those of one "
+        "device, at least: the way of gradients to the host is not counted. Raw copies between a device and pinned "
+        f"memory of its host, all devices at once: {copies}. In the table those to a device and back run one after "
+        "the other; a step may use both ways at once."
+    )
+    return ["", "## Offload", "", about, *table(OFFLOAD, [(name, x) for name, x in part.items() if "step" in x])]
+
+
+def times(found: dict[str, Part]) -> str:
+    """Returns how long each part took."""
+    took = {part: x[""]["seconds"] for part, x in found.items() if "seconds" in x.get("", {})}
+    each = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took.items())
+    return f"{sum(took.values()) / 60:.1f} minutes: {each}."
