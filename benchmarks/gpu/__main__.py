@@ -33,42 +33,37 @@ from benchmarks.gpu.report import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 ROOT = pathlib.Path(__file__).parents[2]
-WEIGHTS = {"machine": 4.0, "rates": 1.5, "offload": 5.0, "steps": 9.0}  # programs to compile, about
-ON_ONE = 4.0  # the same for steps on one device
+WEIGHTS = {"machine": 3.0, "rates": 1.0, "offload": 4.0, "steps": 2.0}  # shares of the time that is left
+STAGE_3 = 4.0  # the share of steps at stage 3, where there is most to compile
 STARTING = 15  # seconds until a part begins: to import jax and to find the devices
 
 
 def weight(part: str) -> float:
     """Returns the share of a part."""
-    return ON_ONE if part.endswith("/1") else WEIGHTS[part.partition("/")[0]]
+    return STAGE_3 if part.endswith("/3") else WEIGHTS[part.partition("/")[0]]
 
 
-def run_part(part: str, seconds: float, lines: pathlib.Path, cache: str, options: argparse.Namespace) -> None:
+def run_part(part: str, seconds: float, lines: pathlib.Path, options: argparse.Namespace) -> None:
     """Runs a part in a process, ends it when its time is up, and tells how it ended unless it ended well."""
-    command = [sys.executable, "-m", "benchmarks.gpu.part", part, "--lines", str(lines), "--cache", cache]
-    command += [
-        f"--seconds={max(seconds - STARTING, seconds / 2)}",
-        *["--small"] * options.small,
-        "--models",
-        *options.models,
-    ]
-    began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as log:
+    command = [sys.executable, "-m", "benchmarks.gpu.part", part, "--lines", str(lines)]
+    command += [f"--seconds={max(seconds - STARTING, seconds / 2)}", *["--small"] * options.small]
+    began, figures = time.monotonic(), {}
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as log:
+        command += ["--cache", cache, "--models", *options.models]
         child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = child.wait(timeout=seconds)
-            failed = f"ended with {code}" if code else ""
+            if code := child.wait(timeout=seconds):
+                figures["failed"] = f"ended with {code}"
         except subprocess.TimeoutExpired:
-            failed = f"ended after {seconds:.0f} s, its share of the time"
+            figures["failed"] = f"ended after {seconds:.0f} s, its share of the time"
         finally:  # also if the user interrupts
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         log.seek(0)
-        tail = log.read()[-1500:].strip()
-    add_line(
-        lines, part, "", {"seconds": time.monotonic() - began, **({"failed": failed, "log": tail} if failed else {})}
-    )
+        if figures:
+            figures["log"] = log.read()[-1500:].strip()
+    add_line(lines, part, "", {"seconds": time.monotonic() - began, **figures})
 
 
 def git(*arguments: str) -> str:
@@ -77,19 +72,19 @@ def git(*arguments: str) -> str:
     return found.stdout.strip()
 
 
-def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Path, cache: str) -> None:
+def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Path) -> None:
     """Runs the parts, and writes the report after each."""
     deadline = time.monotonic() + 60 * options.minutes - STARTING
     parts, done = ["machine"], 0
     while done < len(parts):
         left, part = deadline - time.monotonic(), parts[done]
-        planned = parts[done:] if done else [part, *["steps"] * 4]  # what follows is not known yet
+        planned = parts[done:] if done else [part, *["steps/MODEL/DEVICES/3"] * 4]  # what follows is not known yet
         seconds = left * weight(part) / sum(map(weight, planned))
         print(f"{part}: up to {seconds:.0f} of {left:.0f} s", flush=True)
         if seconds < 2:
             add_line(lines, part, "", {"skipped": "no time was left"})
         else:
-            run_part(part, seconds, lines, cache, options)
+            run_part(part, seconds, lines, options)
         figures = figures_of(lines)
         if not done:
             facts = figures["machine"].get("facts", {})
@@ -123,8 +118,7 @@ def main() -> None:
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
     facts = {"command": command, "commit": commit, "date": today.isoformat(timespec="minutes")}
     add_line(lines, "run", "", facts)
-    with tempfile.TemporaryDirectory() as cache:
-        run_parts(options, out, lines, cache)
+    run_parts(options, out, lines)
     print(f"{out} and {lines.name}")
 
 

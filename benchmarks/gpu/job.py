@@ -21,7 +21,7 @@ class Job:
     """A part to do.
 
     Attributes:
-      part: Its name, such as `steps/llama_1b/8`.
+      part: Its name, such as `steps/llama_1b/8/3`.
       lines: The file for what it finds; holds what earlier parts found.
       seconds: How long it may take.
       small: Whether to try everything at the least size, not to measure.

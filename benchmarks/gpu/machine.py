@@ -110,8 +110,11 @@ def parts(job: Job) -> Iterable[str]:
         else:
             why = f"two states at stage 3 take {2 * state / 2**30:.0f} GiB of {limit / 2**30:.0f}"
             job.tell(name, skipped=f"not on these devices: {why}")
-    yield from (f"steps/{name}/{count}" for name in suited[:2])
+    yield from (f"steps/{name}/{count}/3" for name in suited[:2])
     yield "offload"
-    if count > 1 and suited and not job.small:
-        yield f"steps/{suited[0]}/1"
-    yield from (f"steps/{name}/{count}" for name in suited[2:])
+    if job.small:
+        return
+    if count > 1:
+        yield from (f"steps/{name}/1/3" for name in suited[:1])
+    yield from (f"steps/{name}/{count}/3" for name in suited[2:])
+    yield from (f"steps/{name}/{count}/{stage}" for name in suited[:2] for stage in ((1, 2, 0) if count > 1 else (0,)))

@@ -19,6 +19,7 @@ LEGEND = """
 * Peaks are of one device. Compiled: what the compiler says. Allocated: the most that the allocator had given out after
   two steps; with ≤ it was no higher than before them. Estimated: `estimate_step_memory`, from the trace.
 * Modelled: the compiled schedule at the vendor's peak rates, as `jzero.analyze` tells it, or at those measured here.
+  Reckoned: the same from the trace.
 * Plan: whether `report.verify()` finds that the executable that ran keeps to it."""
 
 
@@ -28,10 +29,23 @@ def report(found: dict[str, Part]) -> str:
     title = f"# jzero on {facts.get('count')} × {facts.get('kind')}, {run.get('date', '')[:10]}"
     text = [title, "", f"`{run.get('command')}`, commit {run.get('commit')}."]
     text += [*troubles(found), *summary(found), *machine(found.get("machine", {})), *rates(found.get("rates", {}))]
-    for part, programs in found.items():
-        text += steps(part, programs) if part.startswith("steps/") else []
+    for name, programs in trained_models(found).items():
+        text += steps(name, programs)
     text += [*offload(found.get("offload", {})), "", "## How to read this", LEGEND, "", times(found)]
     return "\n".join(text) + "\n"
+
+
+def trained_models(found: dict[str, Part]) -> dict[str, Part]:
+    """Returns the compiled programs of each model on so many devices, from the parts for its stages."""
+    models: dict[str, Part] = {}
+    for part, programs in found.items():
+        if part.startswith("steps/"):
+            _, name, count, _ = part.split("/")
+            model = models.setdefault(f"{name} on {count} device{'s' * (count != '1')}", {})
+            for key, x in programs.items():
+                if "peak" in x:
+                    model.setdefault(key, x)  # plain jit is compared with two stages
+    return models
 
 
 def troubles(found: dict[str, Part]) -> list[str]:
@@ -50,17 +64,19 @@ def troubles(found: dict[str, Part]) -> list[str]:
 
 def summary(found: dict[str, Part]) -> list[str]:
     """Returns the few figures to look at first."""
-    text, trained = [], [x for part, programs in found.items() if part.startswith("steps/") for x in programs.values()]
-    for part, programs in found.items():
+    text, models = [], trained_models(found)
+    for model, programs in models.items():
         compared = []
         for name, x in programs.items():
             if "of_strong" in x:
                 peak = x["peak"] / programs[f"strong {name[-1]}"]["peak"]
                 compared.append(f"{name_of(name)} {x['of_strong']:.2f} of its step at {peak:.2f} of its peak")
-        text += [f"* {model_of(part)}, against GSPMD*: {'; '.join(compared)}."] if compared else []
+        text += [f"* {model}, against GSPMD*: {'; '.join(compared)}."] if compared else []
+    trained = [x for programs in models.values() for x in programs.values()]
     parts = {
         "the modelled step takes, at the vendor's peaks": ("modelled", "step"),
         "the modelled step takes, at measured rates": ("modelled_at_rates", "step"),
+        "the step reckoned from the trace takes": ("reckoned_seconds", "step"),
         "the estimated peak takes": ("reckoned", "peak"),
         "the compiled peak takes": ("peak", "allocated"),
     }
@@ -81,12 +97,6 @@ def name_of(program: str) -> str:
     """Returns the label of a program."""
     engine, stage = program.split()
     return LABELS[engine] + ("" if engine == "plain" else f", stage {stage}")
-
-
-def model_of(part: str) -> str:
-    """Returns the label of a part `steps/MODEL/DEVICES`."""
-    _, name, count = part.split("/")
-    return f"{name} on {count} device{'s' * (count != '1')}"
 
 
 def machine(part: Part) -> list[str]:
@@ -152,8 +162,10 @@ MODELS: list[Column] = [
     ("step, ms: measured", number("step", MS)),
     ("modelled, vendor's peaks", number("modelled", MS)),
     ("part", quotient("modelled", "step")),
+    ("reckoned, vendor's peaks", number("reckoned_seconds", MS)),
+    ("part ", quotient("reckoned_seconds", "step")),
     ("modelled, measured rates", number("modelled_at_rates", MS)),
-    ("part ", quotient("modelled_at_rates", "step")),
+    ("part  ", quotient("modelled_at_rates", "step")),
     ("communication exposed in that, %", number("exposed_at_rates", 0.01)),
     ("products, Tflop/s", lambda x: short(x["flops"] / x["step"] / 1e12) if x.get("flops") and x.get("step") else ""),
     ("peak, MiB: estimated", number("reckoned", MIB)),
@@ -162,15 +174,14 @@ MODELS: list[Column] = [
 ]
 
 
-def steps(part: str, programs: Part) -> list[str]:
+def steps(name: str, programs: Part) -> list[str]:
     """Returns the tables of one model."""
     order = list(LABELS)
-    found = {key: x for key, x in programs.items() if "peak" in x}
     by_stage = lambda key: (key[-1] if not key.startswith("plain") else "", order.index(key.split()[0]))
     peer = lambda key: programs.get(f"strong {key[-1]}", {}).get("peak")
-    rows = [(name_of(key), {**found[key], "strong_peak": peer(key)}) for key in sorted(found, key=by_stage)]
-    text = ["", f"## {model_of(part)}", *table(STEPS, rows)]
-    counts = sorted({x["steps"] for x in found.values() if "steps" in x})
+    rows = [(name_of(key), {**programs[key], "strong_peak": peer(key)}) for key in sorted(programs, key=by_stage)]
+    text = ["", f"## {name}", *table(STEPS, rows)]
+    counts = sorted({x["steps"] for x in programs.values() if "steps" in x})
     text += (
         [f"The losses are those after {counts[0]} steps; in bf16 they agree to about three digits."] if counts else []
     )

@@ -1,8 +1,8 @@
-"""Parts `steps/MODEL/DEVICES` of the GPU pack: one model by jzero, by plain jit and by hand, compiled and trained.
+"""Parts `steps/MODEL/DEVICES/STAGE` of the GPU pack: a model by jzero, by hand and by plain jit, compiled and trained.
 
 First all programs are compiled: peak memory, modelled step, estimated memory and departures from the plan. Then each is
-run alone, those of low peaks first, since an allocator tells only the highest peak of a process. Then jzero takes turns
-with its rivals, stage by stage, from the same parameters on the same batch.
+run alone, those of low peaks first, since an allocator tells only the highest peak of a process. Then all take turns,
+from the same parameters on the same batch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ from jzero.analysis.schedule import simulate
 COMPILING = 0.6  # of the time of a part; what would not be compiled by then is skipped
 VALUES = 1000  # tokens and labels are below: all models know so many
 
-# The most telling first. One device has nothing to partition.
-ON_ONE = [("strong", 3), ("jzero", 3), ("plain", 0), ("jzero", 0)]
-ON_MANY = [*ON_ONE, ("strong", 1), ("jzero", 1), ("keeping", 3), ("strong", 2), ("jzero", 2)]
+# The most telling first.
+PROGRAMS = {
+    0: [("plain", 0), ("jzero", 0)],
+    1: [("strong", 1), ("jzero", 1)],
+    2: [("strong", 2), ("jzero", 2)],
+    3: [("strong", 3), ("jzero", 3), ("plain", 0), ("keeping", 3)],
+}
 
 
 class Program(NamedTuple):
@@ -49,21 +53,22 @@ class Program(NamedTuple):
 
 def run(job: Job) -> None:
     """Compiles and trains."""
-    _, name, count = job.part.split("/")
+    _, name, count, stage = job.part.split("/")
     family = model(name)
     mesh = jzero.make_mesh(devices=jax.devices()[: int(count)], **{AXIS: -1})
-    programs = compiled(job, family, mesh)
+    wanted = [x for x in PROGRAMS[int(stage)] if x[0] != "keeping" or not (job.small or mesh.size == 1)]
+    programs = compiled(job, wanted, family, mesh)
     batch = batch_on(family, mesh)
     if memory_limit() is not None:
         programs = [x for x in sorted(programs, key=lambda x: x.peak) if runs_alone(job, x, mesh, batch)]
-    timed(job, programs, batch, pipelined=mesh.devices.flat[0].platform != "cpu")
+    # On CPUs several programs in flight can wait for each other for ever.
+    timed(job, programs, batch, steps=1 if jax.default_backend() == "cpu" else 5)
 
 
-def compiled(job: Job, family: Family, mesh: Mesh) -> list[Program]:
+def compiled(job: Job, wanted: list[tuple[str, int]], family: Family, mesh: Mesh) -> list[Program]:
     """Compiles what there is time for; returns what fits the devices."""
     limit, found = memory_limit() or math.inf, []
     rates = measured_machine(figures_of(job.lines).get("rates", {}), mesh.size)
-    wanted = ON_ONE if job.small or mesh.size == 1 else ON_MANY
     longest = 0.0
     for engine, stage in wanted:
         name, left = f"{engine} {stage}", job.left
@@ -97,6 +102,7 @@ def tell_of_program(job: Job, name: str, engine: Engine, batch: Any, mesh: Mesh,
         peak=report.memory.peak,
         sent=sum(x.sent_bytes for x in report.collectives),
         reckoned=report.reckoned and report.reckoned.peak,
+        reckoned_seconds=getattr(report.reckoned, "seconds", None),
         flops=report.reckoned and report.reckoned.flops,
         modelled=report.timeline and report.timeline.seconds,
         exposed=report.exposed_communication,
@@ -127,60 +133,54 @@ def started(program: Program, batch: Any, steps: int = 1) -> Training:
     return Training(program.engine.step, program.engine.make(jax.random.key(0)), batch, steps)
 
 
+def peak_in_use(mesh: Mesh) -> int:
+    """Returns the most bytes of a device that this process has ever used."""
+    return max(x.memory_stats()["peak_bytes_in_use"] for x in mesh.devices.flat)
+
+
 def runs_alone(job: Job, program: Program, mesh: Mesh, batch: Any) -> bool:
     """Runs two steps and tells the allocator's peak, if it is the highest so far; returns whether they ran."""
-    peak = lambda: max(x.memory_stats()["peak_bytes_in_use"] for x in mesh.devices.flat)
     name = f"{program.name} {program.stage}"
     gc.collect()
     with job.recorded(name):
         training = started(program, batch)
-        before = peak()
+        before = peak_in_use(mesh)
         training()
         training()
-        job.tell(name, allocated=peak(), allocated_at_most=peak() == before)
+        peak = peak_in_use(mesh)
+        job.tell(name, allocated=peak, allocated_at_most=peak == before)
         return True
     return False
 
 
-def timed(job: Job, programs: list[Program], batch: Any, *, pipelined: bool) -> None:
-    """Trains jzero and its rivals in turns, stage by stage."""
-    rivals = lambda stage: [x for x in programs if x.stage == stage or x.name == "plain"]
-    groups = [group for stage in (3, 0, 1, 2) if len(group := rivals(stage)) > 1]
-    limit, steps = memory_limit() or math.inf, 5 if pipelined else 1
-    for i, group in enumerate(groups):
-        seconds = 0.9 * job.left / (len(groups) - i)
-        needed = sum(x.arguments for x in group) + max(x.peak - x.arguments for x in group)
-        together = needed < 0.95 * limit
-        times = measured(job, [group], batch, seconds, steps) if together else {}
-        if not times:  # too large side by side: one after the other
-            together, times = False, measured(job, [[x] for x in group], batch, seconds, steps)
-        for x in group:
-            if x.name == "plain" and i:
-                continue  # told already; here it is but what the others are compared with
-            tell_times(job, f"{x.name} {x.stage}", times, f"strong {x.stage}", together=together)
+def timed(job: Job, programs: list[Program], batch: Any, *, steps: int) -> None:
+    """Trains the programs in turns, of some steps in a row, if they fit side by side; else one after the other."""
+    if not programs:
+        return
+    needed = sum(x.arguments for x in programs) + max(x.peak - x.arguments for x in programs)
+    together = needed < 0.95 * (memory_limit() or math.inf)
+    times = times_of(job, [programs], batch, steps) if together else {}
+    if not times:
+        together, times = False, times_of(job, [[x] for x in programs], batch, steps)
+    for x in programs:
+        tell_times(job, f"{x.name} {x.stage}", times, f"strong {x.stage}", together=together)
 
 
-def measured(job: Job, groups: list[list[Program]], batch: Any, seconds: float, steps: int) -> dict[str, list[float]]:
-    """Returns the seconds per step of the programs of some groups, each of which takes turns."""
+def times_of(job: Job, groups: list[list[Program]], batch: Any, steps: int) -> dict[str, list[float]]:
+    """Returns the seconds per step of the programs of all groups; those of one group take turns."""
     times: dict[str, list[float]] = {}
-    for group in groups:
+    for i, group in enumerate(groups):
         gc.collect()
         with job.recorded(" and ".join(f"{x.name} {x.stage}" for x in group)):
-            times |= times_of(job, group, batch, seconds / len(groups), steps)
+            until = time.monotonic() + 0.9 * job.left / (len(groups) - i)
+            runs = {f"{x.name} {x.stage}": started(x, batch, steps) for x in group}
+            in_turns(runs, 2)
+            for name, training in runs.items():  # of all programs after equally many steps
+                job.tell(name, loss=float(training.metrics["loss"]), steps=training.count)
+            turn = sum(map(sum, in_turns(runs, 1).values()))
+            repeats = 3 if job.small else min(max(int((until - time.monotonic()) / turn), 3), 40)
+            times |= {name: [x / steps for x in found] for name, found in in_turns(runs, repeats).items()}
     return times
-
-
-def times_of(job: Job, group: list[Program], batch: Any, seconds: float, steps: int) -> dict[str, list[float]]:
-    """Returns seconds per step of programs that take turns for some seconds, of some steps in a row each."""
-    began = time.monotonic()
-    runs = {f"{x.name} {x.stage}": started(x, batch, steps) for x in group}
-    in_turns(runs, 2)
-    for name, training in runs.items():  # of all programs after equally many steps
-        job.tell(name, loss=float(training.metrics["loss"]), steps=training.count)
-    turn = sum(map(sum, in_turns(runs, 1).values()))
-    repeats = int((seconds - (time.monotonic() - began)) / turn)
-    times = in_turns(runs, 3 if job.small else min(max(repeats, 3), 40))
-    return {name: [x / steps for x in found] for name, found in times.items()}
 
 
 def tell_times(job: Job, name: str, times: dict[str, list[float]], peer: str, *, together: bool) -> None:
