@@ -1,12 +1,14 @@
 """ZenFlow: equal to what it should be equal to, and else to a loop on one device that keeps its rules."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 
 import jzero
 from jzero.disk.files import DiskError, UnnamedFile
@@ -14,7 +16,7 @@ from jzero.state.disk import files_of
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits
 from tests.compiled import DEFAULT_FUSIONS
-from tests.tiers import default_for
+from tests.tiers import default_for, singles
 
 
 def sharded(offload, *, stage=3, precision="fp32", tx=None, dtype=None, mesh=None):
@@ -203,6 +205,56 @@ def test_training_resumes_at_an_interval_to_the_bit(tmp_path):
     restored, losses = train(restored, steps=5, start=4)
     assert losses == expected
     assert_same_bits(whole(restored), whole(state))
+
+
+KERNEL = "layer_1/kernel"
+EDITS = {
+    "optimizer state": (
+        lambda state, value, _: jzero.set_full_opt_state(state, KERNEL, name="mu", value=value),
+        lambda state: jzero.get_full_opt_state(state, KERNEL, name="mu"),
+    ),
+    "parameter": (
+        lambda state, value, _: jzero.set_full_param(state, KERNEL, value=value),
+        lambda state: jzero.get_full_param(state, KERNEL),
+    ),
+    "file": (
+        lambda state, value, path: jzero.load_params(state, exported(value, path), paths=KERNEL),
+        lambda state: jzero.get_full_param(state, KERNEL),
+    ),
+}
+
+
+def exported(value, path):
+    save_file({KERNEL.replace("/", "."): value}, path / "params.safetensors")
+    return path
+
+
+LATE = {"zenflow": {"zenflow": jzero.ZenFlow(topk_ratio=0.2, update_interval=2)}, "delay": {"delay": 1}}
+
+
+@singles(late=list(LATE), where=["host", "disk"], case=list(EDITS))
+def test_an_edit_counts_after_all_that_waits(tmp_path, case, where, late):
+    """As an edit of a state that nothing waits for: it reads back at once, and a step goes on from it."""
+    path = {"path": tmp_path} if where == "disk" else {}
+    offload = jzero.Offload(optimizer=where, compute="host", chunk_bytes=2048, **path, **LATE[late])
+    edit, read = EDITS[case]
+    state, _ = train(sharded(offload, precision="bf16"), steps=3)
+    settled = jzero.shard_train_state(jzero.unshard_train_state(state), config=jzero.plan_of(state).config)
+    value = np.linspace(-1, 1, math.prod(read(state).shape), dtype=np.float32).reshape(read(state).shape)
+    edited, expected = (edit(x, value, tmp_path) for x in (state, settled))
+    np.testing.assert_array_equal(read(edited), value)
+    assert_same_bits(whole(edited), whole(expected))
+    later, wanted = (train(x, steps=2, start=3) for x in (edited, expected))
+    assert later[1] == wanted[1]
+    assert_same_bits(whole(later[0]), whole(wanted[0]))
+
+
+def test_what_is_not_restored_keeps_the_columns_on_the_devices(tmp_path):
+    state, _ = train(sharded(on_host(**LATE["zenflow"])), steps=3)
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    mu = np.asarray(jzero.get_full_opt_state(state, KERNEL, name="mu"))
+    restored = jzero.restore_checkpoint(tmp_path / "checkpoint", state, paths="opt_state/.*/nu/.*")
+    np.testing.assert_array_equal(jzero.get_full_opt_state(restored, KERNEL, name="mu"), mu)
 
 
 def test_a_skipped_step_adds_nothing():

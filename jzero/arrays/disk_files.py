@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
@@ -134,6 +135,12 @@ class StateFiles:
         if done is not None:
             concurrent.futures.wait([done])
 
+    def read(self, number: int, buffer: np.ndarray) -> None:
+        """Reads a record, with the columns that are on the devices."""
+        self.pipeline.store.read(number, buffer)
+        if self.overlay is not None:
+            self.overlay(self.records[number], self.views(number, buffer))
+
     def views(self, number: int, buffer: np.ndarray) -> list[np.ndarray]:
         """Returns the fields of a record as arrays of the record's shape, which share its bytes."""
         record = self.records[number]
@@ -173,7 +180,9 @@ class StateFiles:
             logging.getLogger("jzero").warning("Laying out records of optimizer state: %s of %s are written.", *written)
 
     def rewrite(self, new: Mapping[str, jax.Array]) -> None:
-        """Writes all records anew, with new values of some leaves, by path and as stored."""
+        """Writes all records anew, with new values of some leaves, by path, as stored; nothing may wait for a step."""
+        assert self.overlay is None, "columns on the devices would overwrite the new values"
+        self.wait()
         parts = {path: {x.device: np.asarray(x.data) for x in array.addressable_shards} for path, array in new.items()}
 
         def change(number: int, buffer: np.ndarray) -> None:
@@ -183,7 +192,7 @@ class StateFiles:
                 if leaf.path in parts:
                     view[...] = parts[leaf.path][record.device][record.place.slices]
 
-        self.pipeline.run(change)
+        succeed_together(lambda: self.pipeline.run(change))
         self.pipeline.store.commit()
 
     def place_of(self, path: str) -> tuple[int, int]:

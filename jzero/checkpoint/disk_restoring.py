@@ -180,7 +180,7 @@ class _Run:
     def _copy(self, number: int, buffer: np.ndarray) -> None:
         """Takes a whole record from the old files."""
         assert self.old is not None
-        self.old.pipeline.store.read(number, buffer)
+        self.old.read(number, buffer)
 
 
 def _is_comparable(leaf: StoredLeaf) -> bool:

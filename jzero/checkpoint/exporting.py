@@ -37,6 +37,7 @@ from jzero.checkpoint.safetensors_files import (
     write_tensors,
 )
 from jzero.plan.layout import Cut
+from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
 __all__ = ["export_checkpoint", "export_params", "load_params", "read_whole"]
@@ -157,7 +158,8 @@ def load_params(
 ) -> Any:
     r"""Returns the state with parameters from safetensors files, masters included; nothing else changes.
 
-    Each process reads the slices for its devices. The result shares all other arrays with `state`.
+    Each process reads the slices for its devices. The result shares all other arrays with `state`; gradients that wait
+    for a later step are applied first (`apply_pending`).
 
     Args:
       state: A sharded train state with values.
@@ -205,6 +207,7 @@ def load_params(
             + ". If that is meant, pass `strict=False`; if parameters have other names there, `rename`."
         )
     target.check_kept(found)
+    target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
     if donate:
         target.free(found)
     read = everywhere(lambda: {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()})

@@ -53,7 +53,8 @@ class DiskState:
     Attributes:
       generation: Number of times that a step wrote the records, int32: a state with another number than they have is
         not the newest.
-      waiting: With `Offload(delay=1)`, whether gradients wait for the next step, a 0-d boolean; else `None`.
+      waiting: With `Offload(delay=1)` or `zenflow`, whether gradients wait for a later step, a 0-d boolean;
+        else `None`.
     """
 
     generation: jax.Array
@@ -71,7 +72,8 @@ class ZeroOptState:
         `None` if the stored parameter is its own master (stage 3) or is not trained.
       loss_scale: State of a dynamic loss scale, else `None`.
       num_updates: Number of optimizer steps, int32; seeds stochastic rounding. `None` if nothing is rounded that way.
-      disk: What belongs to the records of a state on disk, or of one with `Offload(delay=1)`; else `None`.
+      disk: What belongs to the records of a state on disk, or of one with `Offload(delay=1)` or
+        `zenflow`; else `None`.
 
     Example:
       >>> config = jzero.ZeroConfig(stage=2, precision="bf16")

@@ -27,6 +27,8 @@ from jzero.update.whole import Grad
 __all__ = [
     "attached",
     "check_newest",
+    "check_update",
+    "checked_files",
     "detached",
     "files_of",
     "for_loss",

@@ -18,6 +18,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.gather import place_given, write_params
+from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
 __all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]
@@ -69,6 +70,8 @@ def get_full_param(state: State, path: str) -> jax.Array:
 def set_full_param(state: State, path: str, *, value: Any) -> State:
     """Replaces one parameter, its master copy included. The optimizer state does not change.
 
+    Gradients that wait for a later step are applied first (`apply_pending`), so the other parameters may change, too.
+
     Args:
       state: A sharded train state.
       path: The key path of the parameter, trained or frozen.
@@ -104,6 +107,7 @@ def set_full_param(state: State, path: str, *, value: Any) -> State:
     check_alive(adapted.state)
     # Cast to the master's dtype first: a parameter that is not the rounded master counts as edited.
     value = _as_leaf(value, plan.leaves[i].updated)
+    adapted = adapt_sharded(apply_pending(state))
     return adapted.rebuild(write_params(adapted.state, {i: value}, [i == j for j in range(len(plan.leaves))]))
 
 
@@ -141,6 +145,8 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
 def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
     """Replaces one leaf of the optimizer state for one parameter.
 
+    Gradients that wait for a later step are applied first (`apply_pending`).
+
     Args:
       state: A sharded train state.
       path: The key path of the parameter.
@@ -163,13 +169,16 @@ def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> Sta
     References:
       DeepSpeed's `safe_set_full_optimizer_state`.
     """
-    adapted = adapt_sharded(state)
-    train_state, plan = adapted.state, adapted.state.tx.plan
+    train_state = adapt_sharded(state).state
+    plan = train_state.tx.plan
     i = _opt_index(plan, path, name)
     check_alive(train_state)
     leaf = plan.inner_leaves[i]
+    value = _as_leaf(value, leaf)
+    adapted = adapt_sharded(apply_pending(state))
+    train_state = adapted.state
     leaves = plan.flat_opt_state(train_state.opt_state)
-    (leaves[i],) = place_given([(_as_leaf(value, leaf), leaf)], plan)
+    (leaves[i],) = place_given([(value, leaf)], plan)
     new = train_state.replace(opt_state=plan.stored_opt_state(leaves))
     return adapted.rebuild(kept_on_disk(new, files_of(train_state) if plan.has_files else None))
 

@@ -53,12 +53,12 @@ class Waiting(NamedTuple):
 
 
 def apply_pending(state: State, *, donate: bool = False) -> State:
-    """Applies the gradients that `Offload(delay=1)` delayed, so that none is lost when training ends.
+    """Applies the gradients that `Offload(delay=1)` or `zenflow` delayed, so that none is lost when training ends.
 
-    Saving a checkpoint, sharding a state again, editing parameters and `unshard_train_state` do so themselves.
-    Reading parameters does not, and restoring a checkpoint drops pending gradients. Training can continue from the
-    result, but its first step then has nothing to apply, so the numbers differ from those of an uninterrupted run.
-    Not for use inside `jax.jit`.
+    Saving a checkpoint, sharding a state again, editing or loading parameters or optimizer state, and
+    `unshard_train_state` do so themselves. Reading parameters does not, and restoring a checkpoint drops pending
+    gradients. Training can continue from the result, but its first step then has nothing to apply, so the numbers
+    differ from those of an uninterrupted run. Not for use inside `jax.jit`.
 
     Args:
       state: A sharded train state.
@@ -108,7 +108,8 @@ def _waits(state: Any) -> bool:
     waiting = None if own is None else own.disk.waiting
     if isinstance(waiting, jax.core.Tracer):
         raise ValueError(
-            "`apply_pending` updates state outside of programs (`Offload(delay=1)`): call it outside of `jax.jit`."
+            "`apply_pending` updates state outside of programs (`Offload(delay=1)` or `zenflow`): call it outside of "
+            "`jax.jit`."
         )
     return isinstance(waiting, jax.Array | np.ndarray) and bool(waiting)
 
