@@ -92,6 +92,9 @@ class LeafRule:
             )
 
 
+_NO_RULE = LeafRule()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """What is partitioned over the data-parallel devices, and how.
@@ -344,7 +347,7 @@ class ZeroConfig:
         for pattern, rule in self.rules.items():
             if re.fullmatch(pattern, path):
                 return rule
-        return LeafRule()
+        return _NO_RULE
 
 
 def may_prefetch(config: ZeroConfig) -> bool:

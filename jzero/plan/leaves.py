@@ -103,9 +103,10 @@ class StateLeaf:
 
     def bytes_per_device(self, mesh: AnyMesh, comm: Comm) -> int:
         """Bytes of one device's part of the stored array, padding included."""
-        # Only the sizes of the axes count, so the mesh may be abstract.
-        names = jax.tree.leaves(tuple(self.spec(comm)))
-        parts = math.prod(int(mesh.shape[name]) for name in names)
+        parts = 1 if self.cut is None else self.cut.num_shards
+        if len(self.base):  # only the sizes of the axes count, so the mesh may be abstract
+            names = jax.tree.leaves(tuple(self.spec(comm)))
+            parts = math.prod(int(mesh.shape[name]) for name in names)
         return math.prod(self.stored_shape) // parts * itemsize(self.stored_dtype)
 
 
