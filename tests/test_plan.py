@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
+from jzero.plan.plan import ZeroPlan
+from jzero.state import inspect
 
 STAGES = (0, 1, 2, 3)
 SIZES = (1, 2, 5, 7, 8, 64, 511, 512)
@@ -499,6 +501,36 @@ def test_text_counts_the_rows_that_it_hides():
 
 
 # Plans are values.
+
+
+def all_opt_indices(plan):
+    return [inspect._opt_index(plan, leaf.path, "mu") for leaf in tuple(plan.leaves)]
+
+
+class Counted(tuple):
+    """A tuple that counts how many of its items are taken."""
+
+    taken = 0
+
+    def __iter__(self):
+        Counted.taken += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Counted.taken += len(found) if isinstance(key, slice) else 1
+        return Counted(found) if isinstance(key, slice) else found
+
+
+@pytest.mark.parametrize("look", [str, ZeroPlan.to_json, all_opt_indices])
+def test_looking_at_a_plan_takes_time_in_proportion_to_its_leaves(look):
+    config = {"stage": 3, "persistence_threshold": 0, "precision": "bf16", "offload": jzero.Offload(optimizer="host")}
+    plan = plan_for({f"w{i}": (64, 8) for i in range(150)}, **config)
+    plan = dataclasses.replace(plan, leaves=Counted(plan.leaves), opt_leaves=Counted(plan.opt_leaves))
+    Counted.taken = 0
+    look(plan)
+    num_leaves = len(plan.leaves) + len(plan.opt_leaves)
+    assert num_leaves <= Counted.taken <= 20 * num_leaves  # every leaf for each parameter: 150 times as many
 
 
 @pytest.mark.parametrize("stage", STAGES)

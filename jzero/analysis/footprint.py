@@ -44,21 +44,30 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
     # A backward loop reduces the gradients of one iteration during the next.
     reduced = {t: _reduced_bytes(body) for t, body in _reducing_loops(program)} if gpu else {}
 
+    ends: dict[int, list[int]] = {}
+    for i, t in last.items():
+        ends.setdefault(t, []).append(i)
     live: set[int] = set()
+    held = _no_bytes()  # of what is live
     best, at_peak = -1, _no_bytes()
     for t, op in enumerate(program.operations):
-        if op.in_place:
-            live -= _find_reused(op, live, sizes, last, t)
-        live |= set(op.writes)
-        found = _no_bytes()
-        found["working"] = reduced.get(t, 0)
-        for i in live:
-            found[kinds[i]] += sizes[i]
+        reused = _find_reused(op, live, sizes, last, t) if op.in_place else set()
+        for i in reused:
+            held[kinds[i]] -= sizes[i]
+        live -= reused
+        for i in set(op.writes) - live:
+            held[kinds[i]] += sizes[i]
+        live.update(op.writes)
+        found = {**held, "working": held["working"] + reduced.get(t, 0)}
         for kind, num_bytes in bodies[t].at_peak.items() if t in bodies else ():
             found[kind] += num_bytes
         if sum(found.values()) >= best:
             best, at_peak = sum(found.values()), found
-        live = {i for i in live if last.get(i, -1) > t}
+        unread = (i for i in op.writes if last.get(i, -1) <= t)
+        dead = live.intersection((*ends.get(t, ()), *unread))
+        for i in dead:
+            held[kinds[i]] -= sizes[i]
+        live -= dead
     regathered = regathered_bytes([sizes[i] for i in program.regathered], limit)
     if regathered > best:
         at_peak = {**_no_bytes(), "gathered": regathered}

@@ -233,6 +233,20 @@ class ZeroPlan:
         return comm_of(self.config, self.mesh)
 
     @functools.cached_property
+    def indices(self) -> dict[str, int]:
+        """The index of each parameter, by its path."""
+        return {leaf.path: i for i, leaf in enumerate(self.leaves)}
+
+    @functools.cached_property
+    def opt_leaves_of(self) -> list[list[tuple[int, StateLeaf]]]:
+        """For each parameter its leaves of the user's own optimizer's state, with their indices."""
+        found: list[list[tuple[int, StateLeaf]]] = [[] for _ in self.leaves]
+        for i, leaf in enumerate(self.inner_leaves):
+            if leaf.owner is not None:
+                found[leaf.owner].append((i, leaf))
+        return found
+
+    @functools.cached_property
     def keys(self) -> frozenset[int]:
         """Indices of the parameters that are random keys."""
         return frozenset(i for i, leaf in enumerate(self.leaves) if is_key(leaf.param.dtype))

@@ -42,8 +42,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     if idle:
         head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
     params: list[Row] = [("parameter", "shape", "stored as", "gradient", "master", "scan", "optimizer state")]
-    wheres = _optimizer_memories(plan)
-    params += [_param_row(leaf, wheres[i], plan) for i, leaf in enumerate(plan.leaves)]
+    params += [_param_row(leaf, i, plan) for i, leaf in enumerate(plan.leaves)]
     params += [(x.path, str(x.shape), _placement(x, plan), "none: not trained", "", "", "") for x in _frozen(plan)]
     if not plan.offloaded:
         params = [row[:-1] for row in params]
@@ -120,21 +119,12 @@ def _frozen(plan: ZeroPlan) -> list[StateLeaf]:
     return [leaf for leaf in plan.other_leaves if leaf.is_param]
 
 
-def _optimizer_memories(plan: ZeroPlan) -> list[set[str]]:
-    """Returns for each parameter where its optimizer state is."""
-    wheres: list[set[str]] = [set() for _ in plan.leaves]
-    for x in plan.inner_leaves:
-        if x.owner is not None:
-            wheres[x.owner].add(WHERE[x.memory])
-    return wheres
-
-
-def _param_row(leaf: LeafPlan, wheres: set[str], plan: ZeroPlan) -> Row:
+def _param_row(leaf: LeafPlan, index: int, plan: ZeroPlan) -> Row:
     scan = "" if leaf.scan_dim is None else f"dim {leaf.scan_dim}"
     grad = _placement(leaf.grad, plan) if leaf.trained else "none: not trained"
     master = "" if leaf.master is None else _placement(leaf.master, plan)
-    placed = _placement(leaf.param, plan)
-    return (leaf.path, str(leaf.param.shape), placed, grad, master, scan, ", ".join(sorted(wheres)))
+    where = sorted({WHERE[x.memory] for _, x in plan.opt_leaves_of[index]})
+    return (leaf.path, str(leaf.param.shape), _placement(leaf.param, plan), grad, master, scan, ", ".join(where))
 
 
 def _placement(leaf: StateLeaf, plan: ZeroPlan) -> str:

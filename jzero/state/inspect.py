@@ -228,7 +228,7 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
 
 def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
     """Returns the index of a parameter outside `params`, by its path with or without its field; `None` if none."""
-    if any(leaf.path == path for leaf in plan.leaves):
+    if path in plan.indices:
         return None
     return next(
         (i for i, x in enumerate(plan.other_leaves) if x.is_param and path in (x.path, x.path.partition("/")[2])), None
@@ -237,24 +237,20 @@ def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
 
 def _index(plan: ZeroPlan, path: str) -> int:
     """Returns the index of the parameter with this path."""
-    paths = [leaf.path for leaf in plan.leaves]
     if _frozen_index(plan, path) is not None:
         raise ValueError(f"{path!r} is not trained: it has no gradient and no optimizer state.")
-    if path not in paths:
+    if path not in plan.indices:
+        paths = list(plan.indices)
         near = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
         listed = f"The nearest are {near}." if near else f"The first paths are {paths[:5]}."
         raise ValueError(f"`path` {path!r} names no parameter: it must be a whole key path. {listed}")
-    return paths.index(path)
+    return plan.indices[path]
 
 
 def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
     """Returns the index of the leaf of the optimizer's own state for a parameter and a name."""
     owner = _index(plan, path)
-    names = {
-        leaf.path.removesuffix(path).removesuffix("/"): i
-        for i, leaf in enumerate(plan.inner_leaves)
-        if leaf.owner == owner
-    }
+    names = {leaf.path.removesuffix(path).removesuffix("/"): i for i, leaf in plan.opt_leaves_of[owner]}
     if not names:
         why = "" if plan.leaves[owner].trained else ", which is not trained"
         raise ValueError(f"The optimizer keeps nothing for {path!r}{why}.")
