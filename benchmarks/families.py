@@ -1,9 +1,9 @@
-"""Ten families of models by compilation, by jzero and by hand: `python -m benchmarks.families --topology h200:8`.
+"""Sixteen families of models by compilation, by jzero and by hand: `python -m benchmarks.families --topology h200:8`.
 
 `benchmarks.by_compilation` asks much about GPTs; this asks the same few things about many models, of the sizes in
-`family_models.py`: peak memory per device, the modelled step, how much of its communication nothing hides, and what is
-sent, in parameters (ZeRO's bound at stage 3 is 3). All train by AdamW in bf16 with fp32 masters and tell the norm of
-their gradients.
+`family_models.py` and `more_family_models.py`: peak memory per device, the modelled step, how much of its communication
+nothing hides, and what is sent, in parameters (ZeRO's bound at stage 3 is 3). All train by AdamW in bf16 with fp32
+masters and tell the norm of their gradients.
 
 * `jzero`: `make_train_step` and a sharded train state, as a user writes them.
 * `keeping`: the same, but it keeps for the backward pass what `strong` keeps: all activations that the model does not
@@ -42,8 +42,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jzero
 from benchmarks.by_compilation import MIB
 from benchmarks.engines import TX, Engine, State
-from benchmarks.family_models import LLAMA_1B, LLAMA_125M, Family, gpt, llama, mamba, moe, run, t5, unet, vit
+from benchmarks.family_models import (
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_125M,
+    LLAMA_128K,
+    Family,
+    gpt,
+    llama,
+    mamba,
+    moe,
+    run,
+    t5,
+    unet,
+    vit,
+)
 from benchmarks.gpt import AXIS
+from benchmarks.more_family_models import dit, gnn, hybrid, perceiver
 from jzero.analysis.topologies import topology_devices
 
 FAMILIES: dict[str, Callable[[], Family]] = {
@@ -57,6 +72,12 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "mamba": mamba,
     "vit_l": vit,
     "unet": unet,
+    "gnn": gnn,
+    "dit": dit,
+    "hybrid": hybrid,
+    "perceiver": perceiver,
+    "llama_128k": functools.partial(llama, LLAMA_128K, scanned=False, remat=False),
+    "llama_8b": functools.partial(llama, LLAMA_8B, scanned=True, remat=True),
 }
 
 

@@ -158,7 +158,7 @@ def attended(x: jax.Array, p: Any, head: int) -> jax.Array:
 
 
 class LlamaSize(NamedTuple):
-    """What a Llama is made of; heads are 64 wide."""
+    """What a Llama is made of."""
 
     width: int
     layers: int
@@ -166,16 +166,19 @@ class LlamaSize(NamedTuple):
     hidden: int
     vocab: int
     tied: bool
+    head: int = 64
 
 
 LLAMA_125M = LlamaSize(768, 12, 4, 2048, 32000, tied=False)
 LLAMA_1B = LlamaSize(2048, 16, 8, 8192, 128256, tied=True)  # Llama 3.2
+LLAMA_128K = LLAMA_125M._replace(vocab=128256)
+LLAMA_8B = LlamaSize(4096, 32, 8, 14336, 128256, tied=False, head=128)  # Llama 3
 
 
 def llama(size: LlamaSize, *, scanned: bool, remat: bool, seq_len: int = 1024) -> Family:
     """Llama: grouped queries, rotary positions, SwiGLU; with `remat` it recomputes each block."""
     width, hidden = size.width, size.hidden
-    layer = gqa_layer(width, 64 * size.kv_heads)
+    layer = gqa_layer(width, size.head * size.kv_heads)
     layer |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     blocks = {"stack": stacked(layer, size.layers)} if scanned else {"layers": [layer] * size.layers}
     shapes = {"embed": (size.vocab, width), "norm": (width,), **blocks}
@@ -183,7 +186,7 @@ def llama(size: LlamaSize, *, scanned: bool, remat: bool, seq_len: int = 1024) -
         shapes["head"] = (width, size.vocab)
 
     def block(x: jax.Array, p: Any) -> jax.Array:
-        x = attended(x, p, 64)
+        x = attended(x, p, size.head)
         y = rms_norm(x, p["norm2"])
         return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
