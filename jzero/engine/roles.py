@@ -88,11 +88,11 @@ class Parameter:
 
     @property
     def leaving(self) -> GradientExit | None:
-        """How its gradient leaves the program; `None` if it is all-reduced after that."""
+        """How its gradient leaves the program; `None` if it is all-reduced after that, and nothing waits for it."""
         is_held_cut, is_cut, as_made = self.role.value
         cut = self.leaf.grad.for_collectives(self.mesh)
         if not is_cut or cut is None:
-            return None
+            return Unreduced(self.leaf.path) if self.stage == 0 else None
         # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
         is_awaited = is_held_cut or self.stage < 3
         if not as_made:
