@@ -37,7 +37,7 @@ from jzero import _compat
 from jzero.analysis.sizes import bytes_of, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
-from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
+from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
 __all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
 
@@ -46,6 +46,8 @@ Kind = Literal["activations", "gradients", "gathered", "working"]
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
+JOINED = ":concatenate"
+"""What compilers write for each reader anew, rather than keep it beside its parts."""
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -110,6 +112,7 @@ class Operation:
       inner: The body of a loop or branch.
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
+      is_product: Whether it is a product of matrices, or a convolution.
     """
 
     reads: frozenset[int]
@@ -119,6 +122,7 @@ class Operation:
     inner: TracedProgram | None = None
     is_transfer: bool = False
     gathers: bool = False
+    is_product: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,6 +155,7 @@ class TracedProgram:
       transfers: The collectives, including those of inner loops.
       flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
+      barriers: The positions of its barriers among the operations.
       transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
       copies: Maps the buffers of such stacks to the buffers of their copies.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
@@ -162,6 +167,7 @@ class TracedProgram:
         self.transfers: list[Transfer] = []
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
+        self.barriers: list[int] = []
         self.regathered: frozenset[int] = NOTHING
         self.transposed: set[int] = set()
         self.copies: dict[int, int] = {}
@@ -221,7 +227,10 @@ class TracedProgram:
             self.buffers.append(Buffer(x.num_bytes, x.name))
             made = len(self.buffers) - 1
             self.operations.append(Operation(reads, (made,), backward, in_place=True))
-            self._written[x] = dataclasses.replace(x, buffer=made, sources=())
+            done = dataclasses.replace(x, buffer=made, sources=())
+            if x.name.endswith(JOINED):
+                return done
+            self._written[x] = done
         return self._written[x]
 
     def include(self, *bodies: TracedProgram, times: int = 1) -> None:
@@ -264,10 +273,12 @@ class _Visitor:
         if self.eqn.primitive in PLACED:
             return self._placed(inputs)
         if kind == "optimization_barrier":
-            return [self._write(x) for x in inputs]
+            return self._barrier(inputs)
         if kind in primitives_with(Trait.ALIAS):
             return [self._reshard(inputs[0]) if kind == "sharding_constraint" else inputs[0]]
         if kind in RUNS:
+            if kind in REMAT and self.eqn.params["differentiated"] and self.eqn.params["prevent_cse"]:
+                inputs = self._barrier(inputs)  # jax lowers it so
             return self.program.run(called_jaxpr(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
@@ -293,6 +304,11 @@ class _Visitor:
             for x in hops_of(self.eqn)
         ]
         return made
+
+    def _barrier(self, inputs: list[_Value]) -> list[_Value]:
+        """Adds a barrier, which needs all its inputs as arrays."""
+        self.program.barriers.append(len(self.program.operations))
+        return [self._write(x) for x in inputs]
 
     def _write(self, x: _Value) -> _Value:
         return self.program.write(x, backward=self.backward)
@@ -407,9 +423,9 @@ class _Visitor:
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
             values.append(_Value(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
-        gathers = moves and kind == "gathered"
+        gathers, is_product = moves and kind == "gathered", product_flops(self.eqn) > 0
         self.program.operations.append(
-            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers)
+            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers, is_product)
         )
         return values
 
