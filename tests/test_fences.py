@@ -141,6 +141,26 @@ def test_blocks_wait_for_the_gradients_of_the_one_after_the_next(platform, thres
     assert found == ([0, 0, 1, 2, 3, 4] if platform == "gpu" else [0] * 6)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_blocks_wait_for_whole_gradients_as_well(stage, monkeypatch):
+    """At stage 0, whose gradients are reduced at the end, blocks wait for the same four gradients as at others."""
+    on("gpu", monkeypatch)
+    params = {f"w{i}": np.full((32, 32), 0.1, np.float32) for i in range(6)}
+
+    def loss(params, batch):
+        for name in sorted(params):
+            batch = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(params[name], batch)
+        return jnp.square(batch).mean()
+
+    config = jzero.ZeroConfig(stage=stage, persistence_threshold=0)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    joint = jax.make_jaxpr(jzero.value_and_grad(loss))(state, batch()).jaxpr
+    placed = next(eqn for eqn in joint.eqns if eqn.primitive.name == "shard_map").params["jaxpr"]
+    waits = [eqn for eqn in placed.eqns if eqn.primitive.name == "zero_wait" and eqn.params["how"] == "select"]
+    of_cotangent, gradient = (ROWS, 32), (32, 32) if stage == 0 else (4, 32)
+    assert [[v.aval.shape for v in eqn.invars] for eqn in waits] == [[of_cotangent, gradient]] * 4
+
+
 def test_the_first_block_waits_for_all_that_comes_before(monkeypatch):
     """A norm and a head, say: both of them, not the first alone."""
     on("gpu", monkeypatch)
