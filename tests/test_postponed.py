@@ -61,7 +61,7 @@ def test_concatenated_features_are_joined_for_each_reader():
             out = jnp.square(out @ w)
         return out.sum()
 
-    params = [jnp.ones((8 * WIDTH, WIDTH))] + PARAMS[1:]
+    params = [jnp.ones((8 * WIDTH, WIDTH)), *PARAMS[1:]]
     parts = [X] * 8
     jaxpr = jax.jit(jax.grad(loss)).trace(params, parts).jaxpr
     kept = footprint(trace_program(jaxpr, [1] * len(jaxpr.jaxpr.invars)), gpu=True).kept

@@ -204,7 +204,7 @@ class Cut:
         """Returns values per dimension of a shard, given those per natural dimension: `of_cut` for the cut one."""
         return [*values[: self.dim], of_cut, *(() if self.flat else values[self.dim + 1 :])]
 
-    def with_other_axes(self, spec: Sequence[Any], sizes: Mapping[str, int]) -> Cut:
+    def with_other_axes(self, spec: Iterable[Any], sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of a leaf that other mesh axes shard, too.
 
         Args:
@@ -219,9 +219,10 @@ class Cut:
             names = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if sizes[n] > 1)
             return names if names and self.shape[d] % math.prod(sizes[n] for n in names) == 0 else None
 
-        if not any(spec) and not self.other_axes:
+        given = tuple(spec)
+        if not any(given) and not self.other_axes:
             return self
-        entries = [*spec, *[None] * len(self.shape)][: len(self.shape)]
+        entries = [*given, *[None] * len(self.shape)][: len(self.shape)]
         other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
         return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
