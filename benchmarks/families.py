@@ -79,6 +79,14 @@ FAMILIES: dict[str, Callable[[], Family]] = {
     "llama_128k": functools.partial(llama, LLAMA_128K, scanned=False, remat=False),
     "llama_8b": functools.partial(llama, LLAMA_8B, scanned=True, remat=True),
 }
+UNTIED = functools.partial(gpt, tied=False, remat=True)
+LARGE: dict[str, Callable[[], Family]] = {
+    "gpt_350m": functools.partial(UNTIED, layers=24, width=1024, scanned=False),
+    "gpt_1_4b": functools.partial(UNTIED, layers=24, width=2048, scanned=True),
+    "gpt_1_4b_unrolled": functools.partial(UNTIED, layers=24, width=2048, scanned=False),
+    "gpt_7b": functools.partial(UNTIED, layers=32, width=4096, head=128, scanned=True),
+}
+"""Compiled if they are named: GPTs that recompute each block, without a tied embedding."""
 
 
 def mlp(*, width: int = 1024, layers: int = 4) -> Family:
@@ -210,7 +218,7 @@ def engine_of(name: str, family: Family, stage: int, mesh: Mesh) -> Engine:
 
 def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any]:
     """Returns the figures of one program."""
-    family = FAMILIES[name]()
+    family = {**FAMILIES, **LARGE}[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
     started = time.process_time()
     built = engine_of(engine, family, stage, mesh)
@@ -260,7 +268,7 @@ def table(files: dict[str, list[dict[str, Any]]]) -> str:
         heads = [f"{title}: {name}" for title, _ in FIGURES.values() for name in columns]
         text += [f"\n**{topology}, stage {stage}**\n", f"| | {' | '.join([*heads, 'peak ratio', 'step ratio'])} |"]
         text.append("|---" * (len(heads) + 3) + "|")
-        for family in FAMILIES:
+        for family in {**FAMILIES, **LARGE}:
             line = [
                 lines.get((topology, family, name if name in ENGINES else "jzero", stage), {})
                 for name, lines in columns.items()
@@ -318,13 +326,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
-    parser.add_argument("--family", nargs="*", default=[], help=f"of {', '.join(FAMILIES)}; all by default")
+    names = f"{', '.join(FAMILIES)} (all by default), {', '.join(LARGE)}"
+    parser.add_argument("--family", nargs="*", default=[], help=f"of {names}")
     parser.add_argument("--engine", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("families.jsonl"))
     parser.add_argument("--table", type=pathlib.Path, nargs="+", help="print these files, compile nothing")
     parser.add_argument("--trace", action="store_true", help="time tracing and lowering, compile nothing")
     options = parser.parse_args()
-    known = TRACED if options.trace else FAMILIES
+    known = TRACED if options.trace else {**FAMILIES, **LARGE}
     if unknown := set(options.family) - set(known):
         parser.error(f"no families {sorted(unknown)}: choose of {', '.join(known)}")
     jax.config.update("jax_platforms", "cpu")

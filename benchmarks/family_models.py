@@ -89,27 +89,39 @@ def biased_layer(width: int) -> dict[str, tuple[int, ...]]:
     return {**norms, **weights, **{f"{name}_bias": shape[1:] for name, shape in weights.items()}}
 
 
-def biased_block(x: jax.Array, p: Any, *, causal: bool) -> jax.Array:  # [B, S, D]
+def biased_block(x: jax.Array, p: Any, *, causal: bool, head: int = 64) -> jax.Array:  # [B, S, D]
     y = layer_norm(x, p["norm1_scale"], p["norm1_bias"])
-    q, k, v = (heads(part, 64) for part in jnp.split(y @ p["qkv"] + p["qkv_bias"], 3, axis=-1))
+    q, k, v = (heads(part, head) for part in jnp.split(y @ p["qkv"] + p["qkv_bias"], 3, axis=-1))
     y = jax.nn.dot_product_attention(q, k, v, is_causal=causal).reshape(x.shape)
     x = x + y @ p["out"] + p["out_bias"]
     y = layer_norm(x, p["norm2_scale"], p["norm2_bias"])
     return x + jax.nn.gelu(y @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
 
 
-def gpt(*, layers: int = 12, scanned: bool, seq_len: int = 1024, vocab: int = 50304, width: int = 768) -> Family:
-    """GPT-2 with learned positions and a tied embedding: 124M with 12 layers."""
+def gpt(  # noqa: PLR0913  # what a GPT is made of
+    *,
+    layers: int = 12,
+    scanned: bool,
+    seq_len: int = 1024,
+    vocab: int = 50304,
+    width: int = 768,
+    head: int = 64,
+    tied: bool = True,
+    remat: bool = False,
+) -> Family:
+    """GPT-2 with learned positions and a tied embedding: 124M with 12 layers; with `remat` it recomputes each block."""
     layer = biased_layer(width)
     blocks = {"stack": stacked(layer, layers)} if scanned else {"layers": [layer] * layers}
     shapes = {"embed": (vocab, width), "positions": (seq_len, width), "scale": (width,), "bias": (width,), **blocks}
+    if not tied:
+        shapes["head"] = (width, vocab)
 
     def loss(params: Any, batch: jax.Array, own: Own) -> jax.Array:
         x = params["embed"][batch[:, :-1]] + params["positions"]
-        block = functools.partial(biased_block, causal=True)
-        x = run(block, x, params["stack" if scanned else "layers"], own)
+        block = functools.partial(biased_block, causal=True, head=head)
+        x = run(block, x, params["stack" if scanned else "layers"], own, remat=remat)
         x = layer_norm(own(x), params["scale"], params["bias"])
-        return cross_entropy(x @ params["embed"].T, batch[:, 1:])
+        return cross_entropy(x @ (params["embed"].T if tied else params["head"]), batch[:, 1:])
 
     return Family(shapes, loss, tokens(seq_len))
 
