@@ -17,7 +17,8 @@ compilers for GPUs and TPUs share:
 * On GPUs, if a stack of layers is cut along another dimension than a layer's first, it is copied into another layout
   for as long as loops gather from it.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
-  donated argument. If that would exceed the scheduler's limit, they are gathered one by one.
+  donated argument. If that would exceed the scheduler's limit, they are gathered one by one. Rows of stacks do not:
+  each is written into the stack's argument.
 
 Left out: workspaces of kernels, tiles and alignment, fragmentation, other copies into other layouts, gathering ahead,
 `unroll` of loops, and arrays that the loss closes over. Mesh axes other than ZeRO's (tensor parallelism) are left out,
@@ -396,7 +397,14 @@ class _Visitor:
         if made == "gathered" and self.eqn.params.get("all_gather_dimension", 0) > 0 and inputs[0].stack is not None:
             self.program.transposed.add(inputs[0].stack)
         in_place, moves = kind in primitives_with(Trait.IN_PLACE), kind in TRANSFERS
-        return self._operation(inputs, whole, in_place=in_place, inner=largest, kind=made, moves=moves)
+        written = self._operation(inputs, whole, in_place=in_place, inner=largest, kind=made, moves=moves)
+        if kind == "dynamic_update_slice" and not self._size_of(inputs[0]):  # into a donated argument
+            self.program.buffers[written[0].buffer or 0].num_bytes = 0
+        return written
+
+    def _size_of(self, x: _Value) -> int:
+        """Returns the bytes that a value takes: none if it is part of an argument."""
+        return x.num_bytes if x.buffer is None else self.program.buffers[x.buffer].num_bytes
 
     def _body(self, jaxpr: Any, operands: Sequence[_Value]) -> TracedProgram:
         """Returns the program of a body; only a branch has the equation's operands as they are."""

@@ -21,6 +21,7 @@ __all__ = [
     "batch_index",
     "from_first",
     "gather_leaf",
+    "gather_onto",
     "gather_param",
     "gather_rows",
     "mean",
@@ -53,6 +54,48 @@ def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
         check_vma=False,
     )(x)
     return gathered
+
+
+def gather_onto(old: jax.Array, x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+    """Returns a stored leaf whole in its natural shape, like `gather_leaf`, in the place of `old`. Inside `jit`.
+
+    A gather along another dimension than the first moves what all devices sent. Compilers would rather transpose each
+    shard, with all that was computed beside it: masters and moments would no longer be updated in place. So shards
+    arrive one behind the other here and are moved then, those of a stack of matrices row by row: only a few rows are
+    in memory twice.
+    """
+    cut, comm = leaf.for_collectives(plan.mesh), plan.comm
+    if cut is None:
+        return x
+    is_stack = cut.num_stacked == 1 and len(cut.shape) > 2 and not any(cut.other_axes[:1])
+
+    def write(old: jax.Array, shard: jax.Array) -> jax.Array:
+        if not is_stack:
+            return _gather_parts(shard, cut, comm)
+        for i in range(len(shard)):
+            row = _gather_parts(shard[i], cut.drop_leading(), comm)  # [D/N, F] -> [D, F]
+            old = lax.dynamic_update_index_in_dim(old, row, i, 0)
+        return old
+
+    gathered: jax.Array = jax.shard_map(
+        write,
+        mesh=plan.mesh,
+        in_specs=(PartitionSpec(), leaf.manual_spec(comm)),
+        out_specs=PartitionSpec(),
+        axis_names=set(comm.batch_axes),
+        check_vma=False,
+    )(old, x)
+    return gathered
+
+
+def _gather_parts(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
+    """Returns a whole parameter from its shards. [..., P/N, F] -> [..., D, F]."""
+    if cut.dim == 0:
+        return gather_param(shard, cut, comm)
+    beside = (None, *cut.axes_beside()) if cut.other_axes else ()
+    apart = Cut(0, (cut.num_shards, *shard.shape), cut.num_shards, other_axes=beside)
+    parts = gather_param(shard[None], apart, comm)  # [N, ..., P/N, F]
+    return to_natural(jnp.moveaxis(parts, 0, cut.dim).reshape(cut.stored_shape), cut)
 
 
 def reduce_shard(x: jax.Array, cut: Cut, comm: Comm, sums: Sums) -> jax.Array:

@@ -27,6 +27,8 @@ class PlatformFacts(NamedTuple):
       hops_late: Whether loops finish the reductions of one turn beside the products of the next, over several nodes.
       copies_results: Whether gathered arrays lie beside those that they replace until the end, unless these are an
         operand; see [Note: Gathering new parameters].
+      transposes_gathers: Whether a gather along another dimension than the first makes it transpose what computes the
+        shards, see `jzero.arrays.collectives.gather_onto`.
       is_tiled: Whether it lays out arrays in tiles.
       sums_bf16: Whether it can sum bf16 over some of several mesh axes; otherwise the process crashes.
     """
@@ -36,15 +38,16 @@ class PlatformFacts(NamedTuple):
     prefetches: bool = False
     hops_late: bool = False
     copies_results: bool = False
+    transposes_gathers: bool = False
     is_tiled: bool = False
     sums_bf16: bool = True
 
 
 PLATFORMS = {
     "cpu": PlatformFacts(fence="data", sums_bf16=False),
-    "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True),
+    "gpu": PlatformFacts(postpones=True, prefetches=True, hops_late=True, transposes_gathers=True),
     "tpu": PlatformFacts(fence="light", copies_results=True, is_tiled=True),
-    None: PlatformFacts(is_tiled=True),  # an abstract mesh: safe on every platform
+    None: PlatformFacts(transposes_gathers=True, is_tiled=True),  # an abstract mesh: safe on every platform
 }
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from jzero import _compat
 from jzero.arrays.casts import round_to
-from jzero.arrays.collectives import gather_leaf
+from jzero.arrays.collectives import gather_leaf, gather_onto
 from jzero.arrays.placement import is_far, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.leaves import LeafPlan, StateLeaf
@@ -294,11 +294,13 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -
     """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
     if is_far(new):
         return new
-    new = natural_leaf(new, leaf.grad, plan)
-    if leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop
+    new, platform = natural_leaf(new, leaf.grad, plan), platform_facts(plan.mesh)
+    if leaf.param.cut is None and leaf.grad.cut is not None and platform.transposes_gathers:
+        new = gather_onto(old, stored_leaf(new, leaf.grad, plan), leaf.grad, plan)
+    elif leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop
         new = gather_leaf(stored_leaf(new, leaf.grad, plan), leaf.grad, plan)
     new = stored_leaf(new, leaf.param, plan)
-    return jnp.where(new == old, old, new) if platform_facts(plan.mesh).copies_results else new
+    return jnp.where(new == old, old, new) if platform.copies_results else new
 
 
 def _change(plan: ZeroPlan, i: int, param: Any, result: Any, is_new: bool) -> Any:

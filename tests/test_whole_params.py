@@ -1,0 +1,113 @@
+"""Stages 1 and 2 hold parameters whole: how new ones are gathered where compilers transpose gathers, as for GPUs."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jzero
+from jzero.plan.platform import PLATFORMS
+from tests import test_two_hops
+from tests.compiled import analyze
+from tests.tiers import singles
+
+LAYERS, WIDTH = 6, 128
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpus(monkeypatch):
+    """Has parameters gathered as for GPUs."""
+    monkeypatch.setitem(PLATFORMS, "cpu", PLATFORMS["cpu"]._replace(transposes_gathers=True))
+
+
+def by_hand(loss_fn, tx, params, batches, is_trained=lambda _: True):
+    """Returns parameters after steps of optax."""
+    opt_state = tx.init(params)
+    for batch in batches:
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch), opt_state, params)
+        new = optax.apply_updates(params, updates)
+        params = {name: new[name] if is_trained(name) else params[name] for name in params}
+    return params
+
+
+def assert_equal(state, params):
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+    jax.tree.map(same, jzero.gather_params(state), params)
+
+
+@singles(stage=[1, 2], sizes=[{"data": 8}, {"node": 2, "data": 4}, {"replica": 2, "data": 4}])
+def test_steps_equal_plain_optax(stage, sizes):
+    """Of parameters that are padded, flattened, stacked, cut on their second dimension, or frozen."""
+    params, batches = test_two_hops.make_params(), [np.roll(test_two_hops.BATCH, i, axis=0) for i in range(3)]
+    levels = {f"{name}_axis": name for name in ("node", "replica") if name in sizes}
+    state = test_two_hops.sharded(params, jzero.ZeroConfig(stage=stage, **levels), **sizes)
+    step = jzero.make_train_step(test_two_hops.loss_fn)
+    for batch in batches:
+        state, _ = step(state, batch)
+    is_trained = lambda name: name != "frozen"
+    assert_equal(state, by_hand(test_two_hops.loss_fn, optax.adam(1e-2), params, batches, is_trained))
+
+
+SHAPES = {"stack": {"in": (LAYERS, WIDTH, 4 * WIDTH), "out": (LAYERS, 4 * WIDTH, WIDTH)}, "head": (WIDTH, 2 * WIDTH)}
+
+
+def stack_loss(params, batch):
+    layer = lambda x, w: (x + jnp.tanh(x @ w["in"]) @ w["out"], None)
+    return jnp.square(lax.scan(layer, batch, params["stack"])[0] @ params["head"]).mean()
+
+
+def stack_params():
+    rng = np.random.default_rng(0)
+    draw = lambda shape: (rng.normal(size=shape) / WIDTH**0.5).astype(np.float32)
+    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def stacked_state(params, stage, *, precision="bf16", mesh=None):
+    plain = jzero.TrainState.create(params=params, tx=TX)
+    return jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, precision=precision), mesh=mesh)
+
+
+def test_steps_beside_tensor_parallelism_equal_plain_optax():
+    """Each device gathers its own part of a layer: nothing travels along the other axis but activations."""
+    mesh, params = jzero.make_mesh(data=4, model=2), stack_params()
+    batch = np.random.default_rng(1).normal(size=(8, WIDTH)).astype(np.float32)
+    specs = {"stack": {"in": (None, None, "model"), "out": (None, "model")}, "head": (None, "model")}
+    place = lambda spec, x: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    placed = jax.tree.map(place, specs, params, is_leaf=lambda x: isinstance(x, tuple))
+    state, step = stacked_state(placed, 2, precision="fp32", mesh=mesh), jzero.make_train_step(stack_loss)
+    report = analyze(step, state, batch)
+    gathered = {row.axis: row.elements for row in report.collectives if row.kind == "all-gather"}
+    assert gathered == {"data": sum(x.size for x in jax.tree.leaves(params)) // 2}
+    for _ in range(2):
+        state, _ = step(state, batch)
+    assert_equal(state, by_hand(stack_loss, TX, params, [batch] * 2))
+
+
+def gathered_shapes(step, *args):
+    """Returns the shapes of the results of all gathers."""
+    text = step.lower(*args).as_text()
+    found = re.findall(r"stablehlo\.all_gather.*?-> tensor<([\dx]+)xbf16>", text)
+    return [tuple(map(int, shape.split("x"))) for shape in found]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stacks_are_gathered_row_by_row(stage):
+    """Gathered as a whole, a stack would be in memory twice. No shard is transposed: they come one behind the other."""
+    step, batch = jzero.make_train_step(stack_loss), jnp.ones((8, WIDTH))
+    state = stacked_state(stack_params(), stage)
+    row, head = 4 * WIDTH**2, 2 * WIDTH**2
+    found = gathered_shapes(step, state, batch)
+    assert sorted(map(math.prod, found)) == sorted([head, *[row] * (2 * LAYERS)])
+    assert (8, WIDTH, 2 * WIDTH // 8) in found, "the head is cut on its second dimension"
+    report = analyze(step, state, batch)
+    report.verify()
+    assert sum(row.elements for row in report.collectives if row.kind == "all-gather") == head + 2 * LAYERS * row
