@@ -203,8 +203,7 @@ class ZeroConfig:
         self._check_quantization()
         if self.prefetch_bytes is not None and not may_prefetch(self):
             raise ValueError(
-                f"`prefetch_bytes={self.prefetch_bytes}` needs `reshard_after_forward=True` and parameters on the "
-                f"device: got reshard_after_forward={self.reshard_after_forward}, "
+                f"`prefetch_bytes={self.prefetch_bytes}` needs parameters on the device: got "
                 f"Offload(params={self.offload.params!r}). Drop one of them."
             )
         self._check_rules()
@@ -351,5 +350,5 @@ class ZeroConfig:
 
 
 def may_prefetch(config: ZeroConfig) -> bool:
-    """Whether loops can gather ahead: only parameters that they gather again, and that are on the devices."""
-    return config.reshard_after_forward and config.offload.params == "none"
+    """Whether loops can gather ahead: only parameters that are on the devices."""
+    return config.offload.params == "none"

@@ -30,7 +30,7 @@ from jzero import _compat
 from jzero.engine.bundles import Bundle, Rows, is_unevaluated
 from jzero.engine.late import without_last_hops
 from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
-from jzero.engine.placed import reduce_p
+from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
 from jzero.jaxpr.primitives import CALLS, REMAT
@@ -139,12 +139,12 @@ class _Loop:
         def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
             carry, late, whole, at = state  # whole: rows of this turn, [D, F]
             following = gather({j: _slice_row(self.stacks[j], at + step) for j in ahead})  # unused after the last turn
-            carry, late, results = self.turn(carry, self._rows(stacks, whole), late)
-            return (carry, late, following, at + step), results
+            carry, late, (arrays, kept) = self.turn(carry, self._rows(stacks, whole), late)
+            return (carry, late, following, at + step), (arrays, self._after(kept, [*carry, *following.values()]))
 
         def plain(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
-            carry, late, results = self.turn(state[0], self._rows(stacks, {}), state[1])
-            return (carry, late), results
+            carry, late, (arrays, kept) = self.turn(state[0], self._rows(stacks, {}), state[1])
+            return (carry, late), (arrays, self._after(kept, carry))
 
         late = self._none_late()
         if not ahead:
@@ -160,6 +160,16 @@ class _Loop:
             parts = [row[None], stack[:-1]] if step < 0 else [stack[1:], row[None]]
             ys[i] = [jnp.concatenate(parts)]
         return end, (ys, kept)
+
+    def _after(self, kept: dict[int, jax.Array], others: Sequence[Any]) -> dict[int, jax.Array]:
+        """Returns the whole rows that a turn keeps, not written to their stacks before the turn is done.
+
+        The compiler for GPUs would write a row as early as it can, and so gather it before its use, beside nothing.
+        """
+        if self.walk.order.ahead == 0:
+            return kept
+        behind, _ = wait([*kept.values()], [x for x in others if isinstance(x, jax.Array)], "barrier")
+        return dict(zip(kept, behind, strict=True))
 
     def _none_late(self) -> Late:
         """Returns what the first turn finishes: zeros."""

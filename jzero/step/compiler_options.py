@@ -6,7 +6,7 @@ for 8 H200 (figures in `benchmarks/README.md`). At stage 3 the compiler for GPUs
 begins, and waits for it. With pipelined gathers, it carries the next layer's gathered parameters through the loop, for
 1 to 5 % more memory. Loops that gather ahead by themselves, see [Note: Gathering one turn ahead], do better, and the
 option makes them slower (7B: 284.8 and 296.4 ms as modelled). So the option is for the other loops: with
-`reshard_after_forward=False` or `prefetch_bytes=0`. For TPUs, no helpful option is known.
+`prefetch_bytes=0`. For TPUs, no helpful option is known.
 
 On CPUs with jax 0.12, a bf16 step of a scanned GPT (`benchmarks.cpu_steps`) takes 1.7 to 1.9 times as long without the
 option of `_compat.plain_products`, and a plain `jax.jit` step 1.8 times. The option makes fp32 steps, and all steps of
@@ -76,8 +76,7 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
         found[REDUCE_BUCKET] = -(-reduced // count)
         if config.all_gather_bucket_bytes is not None:
             found[GATHER_BUCKET] = config.all_gather_bucket_bytes
-        loops_wait = config.prefetch_bytes == 0 or not config.reshard_after_forward
-        if given == "recommended" and config.stage == 3 and loops_wait:
+        if given == "recommended" and config.stage == 3 and config.prefetch_bytes == 0:
             found |= _compat.pipelined_gathers()
     elif platform is not None:
         asked = [x for x in ("all_gather_bucket_bytes", "reduce_bucket_bytes") if getattr(config, x) is not None]
