@@ -1,6 +1,7 @@
 """Plans: what is cut at each stage, who owns an optimizer leaf, bytes per device, and what stays whole."""
 
 import dataclasses
+import functools
 import gc
 import math
 import weakref
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
 from jzero.state import inspect
 
 STAGES = (0, 1, 2, 3)
@@ -343,6 +345,22 @@ def test_gathered_bytes_by_hand():
     assert kept.bytes_gathered_in(micro_batches=3) == 3 * (w + v) + b
     assert plan_for({"scalar": ()}, stage=3).gathered_bytes == 0, "what is not cut is never gathered"
     assert plan_for({"odd": (129, 3)}, stage=3, persistence_threshold=0).gathered_bytes == 2 * 4 * 136 * 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_plans_of_whole_parameters_tell_what_stage_3_would_hold(stage, precision):
+    rules = {"kept": jzero.LeafRule(persistent=True), "shared": jzero.LeafRule(replicated=True)}
+    params = {"w": (512, 256), "odd": (129, 3), "b": (512,), "kept": (64, 64), "shared": (64, 64)}
+    make = functools.partial(plan_for, params, precision=precision, persistence_threshold=512, rules=rules)
+    other = make(stage=3, reshard_after_forward=False)
+    held = lambda plan: format_bytes(plan.bytes_per_device.params + plan.bytes_per_device.opt_state)
+    plan = make(stage=stage)
+    said = f"params and opt_state take {held(other)} then, not {held(plan)}"
+    assert (said in str(plan)) == (stage in (1, 2))
+    assert ("reshard_after_forward" in str(plan)) == (stage in (1, 2))
+    if stage in (1, 2):
+        assert plan.gathered_bytes == other.gathered_bytes
 
 
 # What stays whole.

@@ -64,7 +64,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
     if plan.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
-    sections.append("\n".join([gathered, *_kept_lines(plan), *_level_lines(plan)]))
+    sections.append("\n".join([gathered, *_kept_lines(plan), *_level_lines(plan), *_stage_3_line(plan)]))
     return "\n\n".join(sections)
 
 
@@ -89,6 +89,25 @@ def _kept_lines(plan: ZeroPlan) -> list[str]:
     said = [f"{params} ({format_bytes(kept.param_bytes)})"] if kept.params else []
     said += [f"{kept.blocks} of {kept.of_blocks} blocks ({format_bytes(kept.block_bytes)})"] if kept.of_blocks else []
     return [f"kept between passes: {', '.join(said) or 'nothing'}"]
+
+
+def _stage_3_line(plan: ZeroPlan) -> list[str]:
+    """Returns what a plan of stage 1 or 2 says about stage 3 with parameters kept, if that holds less."""
+    config, saved = plan.config, 0
+    for leaf in plan.leaves:
+        rule = config.rule_for(leaf.path).persistent
+        stays = leaf.param.size <= config.persistence_threshold if rule is None else rule
+        if leaf.param.cut is None and leaf.grad.cut is not None and not stays:
+            saved += leaf.param.bytes_per_device(plan.mesh, plan.comm)
+            if leaf.master is None:  # a master is what stage 3 stores
+                saved -= dataclasses.replace(leaf.param, cut=leaf.grad.cut).bytes_per_device(plan.mesh, plan.comm)
+    if config.stage not in (1, 2) or plan.offloaded or not saved:
+        return []
+    here = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
+    return [
+        "`stage=3, reshard_after_forward=False` gathers as much in each micro-batch, beside its forward pass instead of"
+        f" after the update: params and opt_state take {format_bytes(here - saved)} then, not {format_bytes(here)}"
+    ]
 
 
 def _level_lines(plan: ZeroPlan) -> list[str]:
