@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -252,3 +253,22 @@ def test_what_does_not_fit_is_not_run(tmp_path, monkeypatch):
         assert len(programs) == (4 if why is None else 0)
         if why:
             assert figures_in(tmp_path)["jzero 3"]["skipped"].startswith(why)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(100, 3), (25, 2)])
+def test_what_is_compiled_beside_the_two_rivals_depends_on_the_time(seconds, expected, tmp_path, monkeypatch):
+    """Each program takes 10 s; of the time 0.6 is for compiling."""
+    clock = {"now": 0}
+
+    def compile_one(*_):
+        clock["now"] += 10
+        return argparse.Namespace(peak=20, arguments=16)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(steps, "engine_of", lambda *_: Engine(None, None, {}))
+    monkeypatch.setattr(steps, "batch_of", lambda *_: None)
+    monkeypatch.setattr(steps, "tell_of_program", compile_one)
+    job = Job("steps/counter/1/3", tmp_path / "lines.jsonl", seconds, small=False, started=0)
+    found = steps.compiled(job, steps.PROGRAMS[3][:3], None, jzero.make_mesh())
+    assert len(found) == expected
+    assert ("plain 0" in figures_of(job.lines).get(job.part, {})) == (expected == 2)

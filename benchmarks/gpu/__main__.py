@@ -7,11 +7,11 @@
   executable from the plan;
 * offload: steps with their state on the host, against a raw copy of the same bytes.
 
-Each part has a process of its own and a share of the time; what a part does not need goes to the later ones. What
-fails, does not fit or is out of time is in the report, and the others go on. The report is
-`benchmarks/results/DATE_gpu.md`, with its figures as lines of JSON beside it; it is written anew after each part.
-Models and sizes suit the memory of the devices (`--models` chooses; CUDA_VISIBLE_DEVICES chooses devices). `--small`
-tries everything out on any machine, at sizes whose figures mean nothing.
+Each part has a process of its own and a share of the time that is left, the most telling part first. What fails, does
+not fit or is out of time is in the report, and the others go on. The report is `benchmarks/results/DATE_gpu.md`, with
+its figures as lines of JSON beside it; it is written anew after each part. Models and sizes suit the memory of the
+devices (`--models` chooses; CUDA_VISIBLE_DEVICES chooses devices). `--small` tries everything out on any machine, at
+sizes whose figures mean nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,10 @@ from benchmarks.gpu.report import report
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
 ROOT = pathlib.Path(__file__).parents[2]
-WEIGHTS = {"machine": 3.0, "rates": 1.0, "offload": 4.0, "steps": 2.0}  # shares of the time that is left
-STAGE_3 = 4.0  # the share of steps at stage 3, where there is most to compile
+# The most of the time that is left. The most telling parts come first: if compilation is slow, the others are left out.
+MOST = {"machine": 0.15, "rates": 0.1, "offload": 0.4, "steps": 0.4}
+LEAST = 60  # seconds of a part, if there are as many
 STARTING = 15  # seconds until a part begins: to import jax and to find the devices
-
-
-def weight(part: str) -> float:
-    """Returns the share of a part."""
-    return STAGE_3 if part.endswith("/3") else WEIGHTS[part.partition("/")[0]]
 
 
 def run_part(part: str, seconds: float, lines: pathlib.Path, options: argparse.Namespace) -> None:
@@ -78,10 +74,10 @@ def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Pat
     parts, done = ["machine"], 0
     while done < len(parts):
         left, part = deadline - time.monotonic(), parts[done]
-        planned = parts[done:] if done else [part, *["steps/MODEL/DEVICES/3"] * 4]  # what follows is not known yet
-        seconds = left * weight(part) / sum(map(weight, planned))
+        most = 1 if done == len(parts) - 1 and done else MOST[part.partition("/")[0]]
+        seconds = min(left, max(LEAST, left * most))
         print(f"{part}: up to {seconds:.0f} of {left:.0f} s", flush=True)
-        if seconds < 2:
+        if seconds < LEAST / 2:
             add_line(lines, part, "", {"skipped": "no time was left"})
         else:
             run_part(part, seconds, lines, options)

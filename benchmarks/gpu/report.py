@@ -49,16 +49,18 @@ def trained_models(found: dict[str, Part]) -> dict[str, Part]:
 
 
 def troubles(found: dict[str, Part]) -> list[str]:
-    """Returns what failed, departed from the plan or was skipped."""
-    text = []
+    """Returns what failed or departed from the plan, and then what was skipped."""
+    failed, skipped = [], {}
     for part, programs in found.items():
         for name, x in programs.items():
             label = f"{part}, {name}" if name else part
             if x.get("failed") or x.get("status") == "failed":
-                text.append(f"* **{label} failed**: {' '.join(str(x.get('failed', x.get('detail'))).split())}")
-                text += ["", "```text", x["log"], "```", ""] if x.get("log") else []
-            text += [f"* **{label} departs from the plan**: {y}" for y in x.get("violations") or []]
-            text += [f"* {label} skipped: {x['skipped']}."] if x.get("skipped") else []
+                failed.append(f"* **{label} failed**: {' '.join(str(x.get('failed', x.get('detail'))).split())}")
+                failed += ["", "```text", x["log"], "```", ""] if x.get("log") else []
+            failed += [f"* **{label} departs from the plan**: {y}" for y in x.get("violations") or []]
+            if x.get("skipped"):
+                skipped.setdefault(x["skipped"], []).append(label)
+    text = [*failed, *(f"* Skipped, as {why}: {'; '.join(labels)}." for why, labels in skipped.items())]
     return ["", "## Failed or skipped", "", *(text or ["Nothing."])]
 
 
@@ -89,8 +91,10 @@ def summary(found: dict[str, Part]) -> list[str]:
             text.append(f"* Offload, {name}: {x['of_none']:.2f} of the step without; it uses the link for at least "
                         f"{x['raw'] / x['step']:.2f} of the step.")  # fmt: skip
     checked = [x for programs in found.values() for x in programs.values() if x.get("violations") is not None]
-    text += [f"* {sum(not x['violations'] for x in checked)} of {len(checked)} executables keep to their plans."]
-    return ["", "## In short", "", *text]
+    text += [f"* {sum(not x['violations'] for x in checked)} of {len(checked)} executables keep to their plans."] * any(
+        checked
+    )
+    return ["", "## In short", "", *(text or ["Nothing was measured."])]
 
 
 def name_of(program: str) -> str:
@@ -163,9 +167,9 @@ MODELS: list[Column] = [
     ("modelled, vendor's peaks", number("modelled", MS)),
     ("part", quotient("modelled", "step")),
     ("reckoned, vendor's peaks", number("reckoned_seconds", MS)),
-    ("part ", quotient("reckoned_seconds", "step")),
+    ("part", quotient("reckoned_seconds", "step")),
     ("modelled, measured rates", number("modelled_at_rates", MS)),
-    ("part  ", quotient("modelled_at_rates", "step")),
+    ("part", quotient("modelled_at_rates", "step")),
     ("communication exposed in that, %", number("exposed_at_rates", 0.01)),
     ("products, Tflop/s", lambda x: short(x["flops"] / x["step"] / 1e12) if x.get("flops") and x.get("step") else ""),
     ("peak, MiB: estimated", number("reckoned", MIB)),
@@ -212,9 +216,9 @@ def offload(part: Part) -> list[str]:
     copies = ", ".join(f"{way} {short(x / GB)} GB/s" for way, x in part.get("raw copy", {}).items())
     about = (
         f"A GPT ({model}) in bf16 at stage 3, in turns with the same training without offload. Bytes are those of one "
-        "device, at least: the way of gradients to the host is not counted. Raw copies between a device and pinned "
-        f"memory of its host, all devices at once: {copies}. In the table those to a device and back run one after "
-        "the other; a step may use both ways at once."
+        "device, at least: the way of gradients to the host is not counted. Raw copies run between a device and pinned "
+        "memory of its host, on all devices at once; in the table those to a device and back run one after the other, "
+        f"while a step may use both ways at once. Their rates: {copies or 'not measured'}."
     )
     return ["", "## Offload", "", about, *table(OFFLOAD, [(name, x) for name, x in part.items() if "step" in x])]
 

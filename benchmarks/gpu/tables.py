@@ -16,19 +16,17 @@ MIB, GB, MS = 2**20, 1e9, 1e-3
 def table(columns: Sequence[Column], rows: Iterable[tuple[str, Figures]]) -> list[str]:
     """Returns a table with one line for each of `rows`; columns without any cell are left out."""
     rows = list(rows)
-    cells = {title: [show(x) for _, x in rows] for title, show in columns}
-    cells = {title: column for title, column in cells.items() if any(column)}
-    if not cells:
+    shown = [(title, show) for title, show in columns if any(show(x) for _, x in rows)]
+    if not shown:
         return ["", "Nothing was measured.", ""]
-    lines = ["", f"| | {' | '.join(cells)} |", "|---" * (len(cells) + 1) + "|"]
-    for i, (name, _) in enumerate(rows):
-        lines.append(f"| {name} | {' | '.join(column[i] for column in cells.values())} |")
+    lines = ["", f"| | {' | '.join(title for title, _ in shown)} |", "|---" * (len(shown) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(show(x) for _, show in shown)} |" for name, x in rows]
     return [*lines, ""]
 
 
 def short(x: float) -> str:
     """Returns a number with three digits or all before the point, without an exponent."""
-    digits = 2 - math.floor(math.log10(abs(x))) if x else 0
+    digits = 2 - math.floor(math.log10(abs(float(f"{x:.3g}")))) if x else 0
     return f"{x:.{min(max(digits, 0), 6)}f}"
 
 
