@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,11 +28,20 @@ class Training:
 
 
 def in_turns(
-    runs: Mapping[K, Callable[[], Any]], repeats: int, *, before: Callable[[], Any] = lambda: None
+    runs: Mapping[K, Callable[[], Any]],
+    repeats: int,
+    *,
+    before: Callable[[], Any] = lambda: None,
+    until: float = math.inf,
 ) -> dict[K, list[float]]:
-    """Returns the seconds of each call of each run; `before` is called before each and not counted."""
+    """Returns the seconds of each call of each run.
+
+    `before` is called before each and not counted. No turn but the first begins after `until` of `time.monotonic`.
+    """
     times: dict[K, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
+    for i in range(repeats):
+        if i and time.monotonic() > until:
+            break
         for name, run in runs.items():
             before()
             started = time.perf_counter()

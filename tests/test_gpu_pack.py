@@ -162,6 +162,7 @@ def test_runs_take_turns():
     times = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2, before=lambda: order.append("-"))
     assert order == ["-", "a", "-", "b"] * 2
     assert [len(x) for x in times.values()] == [2, 2]
+    assert len(in_turns({"": lambda: None}, 5, until=time.monotonic() - 1)[""]) == 1
     assert ratio([1.0, 2.0, 9.0], [2.0, 4.0, 3.0]) == 0.5
 
 

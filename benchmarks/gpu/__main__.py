@@ -73,7 +73,7 @@ def run_parts(options: argparse.Namespace, out: pathlib.Path, lines: pathlib.Pat
     deadline = time.monotonic() + 60 * options.minutes - STARTING
     parts, done = ["machine"], 0
     while done < len(parts):
-        left, part = deadline - time.monotonic(), parts[done]
+        left, part = max(deadline - time.monotonic(), 0), parts[done]
         most = 1 if done == len(parts) - 1 and done else MOST[part.partition("/")[0]]
         seconds = min(left, max(LEAST, left * most))
         print(f"{part}: up to {seconds:.0f} of {left:.0f} s", flush=True)

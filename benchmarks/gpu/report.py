@@ -15,7 +15,8 @@ LEGEND = """
   `remat="as_written"` and `reshard_after_forward=False`, which keeps in memory what GSPMD* keeps.
 * All train by AdamW in bf16 with fp32 masters, from the same parameters on the same batch. Steps run several in a row,
   then one waits for the last; programs of one stage, and plain jit, take turns. A ratio is the median of the ratios of
-  one turn. "Alone": both did not fit side by side, so they ran one after the other.
+  one turn. Spread: of eight in ten turns, of all if they are fewer than ten. "Alone": not all fit side by side, so they
+  ran one after the other.
 * Peaks are of one device. Compiled: what the compiler says. Allocated: the most that the allocator had given out after
   two steps; with ≤ it was no higher than before them. Estimated: `estimate_step_memory`, from the trace.
 * Modelled: the compiled schedule at the vendor's peak rates, as `jzero.analyze` tells it, or at those measured here.
@@ -140,7 +141,7 @@ def rates(part: Part) -> list[str]:
 
 
 def spread(x: Figures) -> str:
-    """Shows between what nine of ten steps lie, and whether they ran alone."""
+    """Shows between what steps lie, and whether they ran alone."""
     return f"{short(x['low'] / MS)}-{short(x['high'] / MS)}{' alone' * x.get('alone', False)}" if "low" in x else ""
 
 
@@ -151,7 +152,8 @@ def allocated(x: Figures) -> str:
 
 STEPS: list[Column] = [
     ("step, ms", number("step", MS)),
-    ("8 of 10 steps", spread),
+    ("spread", spread),
+    ("turns", fixed("turns", 0)),
     ("of plain", fixed("of_plain")),
     ("of GSPMD*", fixed("of_strong")),
     ("peak, MiB: compiled", number("peak", MIB)),

@@ -177,9 +177,8 @@ def times_of(job: Job, groups: list[list[Program]], batch: Any, steps: int) -> d
             in_turns(runs, 2)
             for name, training in runs.items():  # of all programs after equally many steps
                 job.tell(name, loss=float(training.metrics["loss"]), steps=training.count)
-            turn = sum(map(sum, in_turns(runs, 1).values()))
-            repeats = 3 if job.small else min(max(int((until - time.monotonic()) / turn), 3), 40)
-            times |= {name: [x / steps for x in found] for name, found in in_turns(runs, repeats).items()}
+            found = in_turns(runs, 3 if job.small else 40, until=until)
+            times |= {name: [x / steps for x in seconds] for name, seconds in found.items()}
     return times
 
 
@@ -190,7 +189,8 @@ def tell_times(job: Job, name: str, times: dict[str, list[float]], peer: str, *,
     compared = ratio if together else lambda a, b: statistics.median(a) / statistics.median(b)
     ratios = {key: compared(times[name], times[x]) for key, x in {"of_plain": "plain 0", "of_strong": peer}.items()
               if x in times and x != name}  # fmt: skip
-    low, *_, high = statistics.quantiles(times[name], n=10)
-    job.tell(name, step=statistics.median(times[name]), low=low, high=high, turns=len(times[name]), **ratios)
+    count = len(times[name])
+    low, *_, high = statistics.quantiles(times[name], n=10) if count >= 10 else sorted([*times[name]] * 2)
+    job.tell(name, step=statistics.median(times[name]), low=low, high=high, turns=count, **ratios)
     if not together:
         job.tell(name, alone=True)
