@@ -100,7 +100,7 @@ def parts(job: Job) -> Iterable[str]:
     """Yields the other parts, the most telling first, and tells which models do not suit the devices."""
     count, limit = jax.device_count(), memory_limit() or math.inf
     yield "rates"
-    names = job.models or [x for x in MODELS[scale(job)] if x in {**FAMILIES, **SMALL}]
+    names = job.models or MODELS[scale(job)]
     suited = []
     for name in names:
         shapes = jax.tree.leaves(model(name).shapes, is_leaf=lambda x: isinstance(x, tuple))
