@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from jzero.analysis.postponed import postpone_products
+from jzero.analysis.postponed import postpone_gradients
 from jzero.analysis.traced import Buffer, Kind, Operation, TracedProgram
 
 __all__ = ["Footprint", "footprint", "regathered_bytes"]
@@ -36,7 +36,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> 
       limit: The bytes that its scheduler plans with.
     """
     if gpu:
-        program = postpone_products(program)
+        program = postpone_gradients(program)
     bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
     last = _last_uses(program, gpu=gpu)
     kept = _find_residuals(program, last)

@@ -1,9 +1,10 @@
 """The order in which compilers for GPUs run a traced program.
 
-[Note: Postponed products]
-A product that makes the gradient of a weight is read by nothing in the backward pass. XLA's scheduler for GPUs starts
-from the results and goes back, so such products come as late as possible: before the next barrier, or before their
-first reader. Their operands stay in memory until then. Reductions of gradients move with them.
+[Note: Postponed gradients]
+What makes the gradient of a weight is read by nothing else in the backward pass: a product, or a reduction, such as of
+the cotangents of a bias that all layers add to their scores. XLA's scheduler for GPUs goes from the results back to the
+arguments, so it runs such operations late, and their operands stay in memory until then: before the next barrier if a
+later part of the backward pass waits for the gradient, else until all of the backward pass is done.
 """
 
 from __future__ import annotations
@@ -11,36 +12,30 @@ from __future__ import annotations
 import bisect
 import copy
 
-from jzero.analysis.traced import Operation, TracedProgram
+from jzero.analysis.traced import TracedProgram
 
-__all__ = ["postpone_products"]
+__all__ = ["postpone_gradients"]
 
 
-def postpone_products(program: TracedProgram) -> TracedProgram:
-    """Returns a program whose backward products run as late as they may, see [Note: Postponed products].
-
-    Args:
-      program: One body of code.
-    """
-    operations = program.operations
-    place: dict[int, float] = {}
-    first_read: dict[int, float] = {}
-    for t in range(len(operations) - 1, -1, -1):
+def postpone_gradients(program: TracedProgram) -> TracedProgram:
+    """Returns a program that makes gradients as late as it may, see [Note: Postponed gradients]."""
+    operations, end = program.operations, len(program.operations)
+    starts = [x.start for x in program.barriers]
+    awaited = {t for x in program.barriers for t in x}  # barriers, and what they wait for
+    place: list[float] = [*range(end), end]
+    reader: dict[int, int] = {}  # of each buffer, the first operation that reads it
+    for t in reversed(range(end)):
         op = operations[t]
-        place[t] = t
-        if _may_wait(op):
-            nearest = min((first_read.get(i, len(operations)) for i in op.writes), default=t)
-            barrier = bisect.bisect_left(program.barriers, t + 1)
-            if barrier < len(program.barriers):
-                nearest = min(nearest, program.barriers[barrier])
-            place[t] = max(t, nearest - 0.5)
+        if op.backward and op.may_wait:
+            first = min((reader.get(i, end) for i in op.writes), key=place.__getitem__)
+            place[t] = place[first] - 0.5
+            following = bisect.bisect_right(starts, t)
+            if first in awaited and following < len(starts):
+                awaited.add(t)
+                place[t] = min(place[t], starts[following] - 0.5)
         for i in op.reads:
-            first_read[i] = min(place[t], first_read.get(i, len(operations)))
-    order = sorted(range(len(operations)), key=lambda t: (place[t], t))
+            if place[t] < place[reader.get(i, end)]:
+                reader[i] = t
     late = copy.copy(program)
-    late.operations = [operations[t] for t in order]
+    late.operations = [operations[t] for t in sorted(range(end), key=place.__getitem__)]
     return late
-
-
-def _may_wait(op: Operation) -> bool:
-    return op.backward and (op.is_product or (op.is_transfer and not op.gathers))

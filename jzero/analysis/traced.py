@@ -113,7 +113,7 @@ class Operation:
       inner: The body of a loop or branch.
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
-      is_product: Whether it is a product of matrices, or a convolution.
+      may_wait: Whether compilers postpone it: a product, a reduction over devices, or of what is not written.
     """
 
     reads: frozenset[int]
@@ -123,7 +123,7 @@ class Operation:
     inner: TracedProgram | None = None
     is_transfer: bool = False
     gathers: bool = False
-    is_product: bool = False
+    may_wait: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,7 +156,7 @@ class TracedProgram:
       transfers: The collectives, including those of inner loops.
       flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
-      barriers: The positions of its barriers among the operations.
+      barriers: Its barriers: each one's place among the operations.
       transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
       copies: Maps the buffers of such stacks to the buffers of their copies.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
@@ -168,7 +168,7 @@ class TracedProgram:
         self.transfers: list[Transfer] = []
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
-        self.barriers: list[int] = []
+        self.barriers: list[range] = []
         self.regathered: frozenset[int] = NOTHING
         self.transposed: set[int] = set()
         self.copies: dict[int, int] = {}
@@ -218,6 +218,10 @@ class TracedProgram:
                 seen.add(x)
                 pending += x.sources
         return frozenset(found)
+
+    def is_written(self, x: _Value) -> bool:
+        """Returns whether a value has a buffer."""
+        return self._written.get(x, x).buffer is not None
 
     def write(self, x: _Value, *, backward: bool) -> _Value:
         """Returns a value with a buffer; writes it unless it has one or was written before."""
@@ -292,7 +296,7 @@ class _Visitor:
         if kind == "scan":
             return self._scan(inputs)
         if kind in REDUCTIONS:
-            return self._operation(inputs, inputs)
+            return self._operation(inputs, inputs, may_wait=not self.program.is_written(inputs[0]))
         return self._opaque(inputs)
 
     def _placed(self, inputs: list[_Value]) -> list[_Value]:
@@ -308,8 +312,10 @@ class _Visitor:
 
     def _barrier(self, inputs: list[_Value]) -> list[_Value]:
         """Adds a barrier, which needs all its inputs as arrays."""
-        self.program.barriers.append(len(self.program.operations))
-        return [self._write(x) for x in inputs]
+        start = len(self.program.operations)
+        values = [self._write(x) for x in inputs]
+        self.program.barriers.append(range(start, len(self.program.operations)))
+        return values
 
     def _write(self, x: _Value) -> _Value:
         return self.program.write(x, backward=self.backward)
@@ -422,6 +428,7 @@ class _Visitor:
         inner: TracedProgram | None = None,
         kind: Kind = "working",
         moves: bool = False,
+        may_wait: bool = False,
     ) -> list[_Value]:
         """Adds the operation, which reads `read` and writes all its outputs."""
         name = f"{self.name}:{self.eqn.primitive.name}"
@@ -431,9 +438,11 @@ class _Visitor:
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
             values.append(_Value(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
-        gathers, is_product = moves and kind == "gathered", product_flops(self.eqn) > 0
+        gathers = moves and kind == "gathered"
+        may_wait = may_wait or product_flops(self.eqn) > 0 or (moves and not gathers)
+        may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
         self.program.operations.append(
-            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers, is_product)
+            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers, may_wait)
         )
         return values
 
