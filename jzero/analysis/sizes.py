@@ -1,4 +1,4 @@
-"""Sizes of an equation in a traced program: the bytes of its arrays, the operations of its product."""
+"""Facts about an equation of a traced program: the bytes of its arrays, the operations and operands of its product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 from jzero.plan.leaves import itemsize
 
-__all__ = ["bytes_of", "product_flops", "size_of"]
+__all__ = ["bytes_of", "dims_are_adjacent", "product_flops", "size_of"]
 
 
 def bytes_of(aval: Any) -> int:
@@ -37,3 +37,22 @@ def product_flops(eqn: Any) -> float:
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / features
     return 0.0
+
+
+def dims_are_adjacent(eqn: Any) -> list[bool]:
+    """Returns for each operand of a matrix product whether it can be read in the order of its dimensions.
+
+    A product reads an operand as batch, rows and columns. If one of these is made of dimensions that are no neighbours,
+    such as the queries of grouped heads, compilers need a copy in another layout. Empty for any other equation.
+    """
+    if eqn.primitive.name != "dot_general":
+        return []
+    contracted, batch = eqn.params["dimension_numbers"]
+    return [_are_adjacent(v.aval.shape, x, y) for v, x, y in zip(eqn.invars, contracted, batch, strict=True)]
+
+
+def _are_adjacent(shape: tuple[int, ...], *groups: tuple[int, ...]) -> bool:
+    place = {d: i for i, d in enumerate(d for d, size in enumerate(shape) if size > 1)}
+    known = {d for group in groups for d in group}
+    merged = [sorted(place[d] for d in group if d in place) for group in (*groups, set(range(len(shape))) - known)]
+    return all(x == list(range(x[0], x[-1] + 1)) for x in merged if x)

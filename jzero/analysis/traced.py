@@ -35,7 +35,7 @@ from typing import Any, Literal
 import jax
 
 from jzero import _compat
-from jzero.analysis.sizes import bytes_of, product_flops, size_of
+from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
@@ -223,8 +223,8 @@ class TracedProgram:
         """Returns whether a value has a buffer."""
         return self._written.get(x, x).buffer is not None
 
-    def write(self, x: _Value, *, backward: bool) -> _Value:
-        """Returns a value with a buffer; writes it unless it has one or was written before."""
+    def write(self, x: _Value, *, backward: bool, keep: bool = True) -> _Value:
+        """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""
         if x.buffer is not None or not x.num_bytes:
             return x
         if x not in self._written:
@@ -233,7 +233,7 @@ class TracedProgram:
             made = len(self.buffers) - 1
             self.operations.append(Operation(reads, (made,), backward, in_place=True))
             done = dataclasses.replace(x, buffer=made, sources=())
-            if x.name.endswith(JOINED):
+            if not keep or x.name.endswith(JOINED):
                 return done
             self._written[x] = done
         return self._written[x]
@@ -296,7 +296,7 @@ class _Visitor:
         if kind == "scan":
             return self._scan(inputs)
         if kind in REDUCTIONS:
-            return self._operation(inputs, inputs, may_wait=not self.program.is_written(inputs[0]))
+            return self._operation(inputs, inputs)
         return self._opaque(inputs)
 
     def _placed(self, inputs: list[_Value]) -> list[_Value]:
@@ -391,7 +391,10 @@ class _Visitor:
         if bodies:
             self.program.include(*bodies)
         self.program.flops += product_flops(self.eqn)
-        whole = [self._write(x) for x in inputs]
+        in_order = dims_are_adjacent(self.eqn) or [True] * len(inputs)
+        whole = [
+            self.program.write(x, backward=self.backward, keep=keep) for x, keep in zip(inputs, in_order, strict=True)
+        ]
         if kind in TRANSFERS:
             axes = self.eqn.params.get("axis_name", self.eqn.params.get("axes", ()))
             axes = tuple(str(a) for a in (axes if isinstance(axes, tuple | list) else (axes,)))
@@ -428,7 +431,6 @@ class _Visitor:
         inner: TracedProgram | None = None,
         kind: Kind = "working",
         moves: bool = False,
-        may_wait: bool = False,
     ) -> list[_Value]:
         """Adds the operation, which reads `read` and writes all its outputs."""
         name = f"{self.name}:{self.eqn.primitive.name}"
@@ -439,7 +441,8 @@ class _Visitor:
             values.append(_Value(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
         gathers = moves and kind == "gathered"
-        may_wait = may_wait or product_flops(self.eqn) > 0 or (moves and not gathers)
+        is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
+        may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
         self.program.operations.append(
             Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers, may_wait)
