@@ -27,6 +27,7 @@ too: the compiler adds their collectives, and activations count as if not split 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,8 @@ Kind = Literal["activations", "gradients", "gathered", "working"]
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
+COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos", "pow"}
+"""Elementwise operations that compilers do not repeat in each reader."""
 JOINED = ":concatenate"
 """What compilers write for each reader anew, rather than keep it beside its parts."""
 TRANSFERS = {
@@ -137,6 +140,8 @@ class _Value:
       buffer: The index of its buffer.
       sources: If it has no buffer, the values that it is computed from.
       stack: Inside a loop, if it is a slice of a stack, cast or not: the index of that input of the loop.
+      is_shared: Whether several equations read it.
+      is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
     """
 
     num_bytes: int
@@ -145,6 +150,8 @@ class _Value:
     buffer: int | None = None
     sources: tuple[_Value, ...] = ()
     stack: int | None = None
+    is_shared: bool = False
+    is_costly: bool = False
 
 
 class TracedProgram:
@@ -194,10 +201,13 @@ class TracedProgram:
 
         used = used or [True] * len(jaxpr.outvars)
         wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
-        for eqn, is_read in find_needed(jaxpr, wanted).equations:
+        needed = list(find_needed(jaxpr, wanted).equations)
+        uses = collections.Counter(v for eqn, _ in needed for v in {v for v in eqn.invars if not _compat.is_literal(v)})
+        for eqn, is_read in needed:
             stack = str(eqn.source_info.name_stack)
             path = "/".join(filter(None, [name, stack]))
-            visitor = _Visitor(self, eqn, is_read, path, backward or "transpose(" in stack)
+            is_shared = [uses[v] > 1 for v in eqn.outvars]
+            visitor = _Visitor(self, eqn, is_read, is_shared, path, backward or "transpose(" in stack)
             env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -270,6 +280,7 @@ class _Visitor:
     program: TracedProgram
     eqn: Any
     used: list[bool]
+    is_shared: list[bool]
     name: str
     backward: bool
 
@@ -288,16 +299,32 @@ class _Visitor:
         if kind == "shard_map":
             return self._shard_map(inputs)
         if kind in FUSIBLE:
-            stack = inputs[0].stack if len(inputs) == 1 else None
-            return [
-                _Value(num_bytes, f"{self.name}:{kind}", parts, sources=tuple(inputs), stack=stack)
-                for num_bytes, parts in (_split(v.aval, inputs) for v in self.eqn.outvars)
-            ]
+            return self._fused(inputs)
         if kind == "scan":
             return self._scan(inputs)
         if kind in REDUCTIONS:
+            self._write_beside(inputs)
             return self._operation(inputs, inputs)
         return self._opaque(inputs)
+
+    def _fused(self, inputs: list[_Value]) -> list[_Value]:
+        kind = self.eqn.primitive.name
+        stack = inputs[0].stack if len(inputs) == 1 else None
+        is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
+        return [
+            _Value(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
+            for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
+        ]
+
+    def _write_beside(self, inputs: list[_Value]) -> None:
+        """Writes what a reduction of the backward pass computes at a cost and others read: fusions may write several."""
+        pending = list(inputs) if self.backward else []
+        while pending:
+            x = pending.pop()
+            if x.buffer is None and x.is_shared and x.is_costly:
+                self._write(x)
+            elif x.buffer is None and not self.program.is_written(x):
+                pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
     def _placed(self, inputs: list[_Value]) -> list[_Value]:
         """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
