@@ -10,7 +10,7 @@ from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Array, Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
-__all__ = ["collective_seconds", "compute_seconds", "flops_of", "unknown_kernel"]
+__all__ = ["collective_seconds", "compute_seconds", "flops_of", "rate_of", "unknown_kernel"]
 
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast opt-barrier after-all partition-id replica-id domain "
@@ -32,7 +32,7 @@ def compute_seconds(program: Program, computation: Computation, instruction: Ins
     """Returns the seconds that an instruction keeps a device busy, without loops and calls."""
     if instruction.opcode in FREE or instruction.target.startswith(_BOOKKEEPING):
         return 0.0
-    arithmetic = sum(flops / _rate(machine, dtype, highest) for flops, dtype, highest in
+    arithmetic = sum(flops / rate_of(machine, dtype, highest) for flops, dtype, highest in
                      flops_of(program, computation, instruction))  # fmt: skip
     return max(arithmetic, _bytes(program, computation, instruction) / machine.hbm_bytes_per_s)
 
@@ -70,8 +70,8 @@ def flops_of(program: Program, computation: Computation, x: Instruction) -> Iter
                 yield from flops_of(program, called, inner)
 
 
-def _rate(machine: Machine, dtype: str, highest: bool) -> float:
-    """Operations per second. By default jax multiplies fp32 as `tf32` on GPUs and as `bf16` on TPUs."""
+def rate_of(machine: Machine, dtype: str, highest: bool) -> float:
+    """Returns operations per second. By default jax multiplies fp32 as `tf32` on GPUs and as `bf16` on TPUs."""
     flops = machine.flops
     if dtype == "f32" and not highest:
         return flops.get("tf32", flops["bf16"])

@@ -10,21 +10,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import format_rows
-from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.record_memory import update_at_peak
 from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
 from jzero.analysis.stages import arrays_on_host
-from jzero.analysis.traced import Buffer, Transfer, trace_program
+from jzero.analysis.step_time import StepTime, step_time, traffic_of
+from jzero.analysis.traced import Buffer, trace_program
 from jzero.config.zero import ZeroConfig
-from jzero.plan.comm import PASSES
 from jzero.plan.mesh import AnyMesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
@@ -74,6 +72,7 @@ class StepMemory:
       communication_seconds: The time that these take at the machine's rates if nothing else slows them; `None`
         without a machine.
       flops: Operations of one device's products per step, including recomputation.
+      time: The seconds of the step at the machine's rates; `None` without a machine.
       host: The state's bytes in the memory of the device's host. Not part of the other figures.
       disk: The state's bytes on disk, both copies. Likewise.
 
@@ -96,6 +95,7 @@ class StepMemory:
     nic_bytes: int
     communication_seconds: float | None
     flops: float
+    time: StepTime | None = None
     host: int = 0
     disk: int = 0
 
@@ -108,6 +108,11 @@ class StepMemory:
     def peak(self) -> int:
         """The most memory that the step needs."""
         return self.arguments + self.temporaries
+
+    @property
+    def seconds(self) -> float | None:
+        """The step's reckoned time; `None` without a machine."""
+        return None if self.time is None else self.time.seconds
 
     @property
     def activation_bytes(self) -> int:
@@ -139,6 +144,8 @@ class StepMemory:
         planned = f"planned: {format_bytes(self.planned_bytes)}"
         lines += ["", f"gathered per step: {format_bytes(self.gathered_bytes)} ({planned})"]
         lines += gathers_more(self.gathered_bytes, self.planned_bytes)
+        if self.time is not None:
+            lines += ["", f"time of a step: {self.time}"]
         lines += ["", *activation_lines(self.activations)]
         return "\n".join(lines)
 
@@ -246,15 +253,7 @@ def memory_of_trace(
     if plan.has_files and (after := update_at_peak(plan, gpu=gpu, limit=limit)) and sum(after.values()) > found.peak:
         found = dataclasses.replace(found, peak=sum(after.values()), at_peak=after)
     sizes = plan.bytes_per_device
-    sent = [_sent_bytes(x, plan.mesh) * x.times for x in program.transfers]
-    seconds, on_ports = None, [0.0]
-    if hardware is not None:
-        per_node, network = hardware.devices_per_node, hardware.inter_link_bytes_per_s or math.inf
-        on_ports = [
-            _bytes_on_port(x, amount, plan.mesh, per_node) for x, amount in zip(program.transfers, sent, strict=True)
-        ]
-        link = hardware.intra_link_bytes_per_s
-        seconds = sum(max(x / link, y / network) for x, y in zip(sent, on_ports, strict=True))
+    traffic = [traffic_of(x, plan.mesh, hardware) for x in program.transfers]
     return StepMemory(
         params=sizes.params,
         opt_state=sizes.opt_state,
@@ -267,10 +266,11 @@ def memory_of_trace(
         gathered_bytes=sum(x.times * x.num_bytes for x in program.transfers if x.of_param)
         + plan.bytes_gathered_in(micro_batches=0),
         planned_bytes=plan.bytes_gathered_in(micro_batches=micro_batches),
-        sent_bytes=round(sum(sent)),
-        nic_bytes=round(sum(on_ports)),
-        communication_seconds=seconds,
+        sent_bytes=round(sum(x.sent_bytes for x in traffic)),
+        nic_bytes=round(sum(x.port_bytes for x in traffic)),
+        communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),
         flops=program.flops,
+        time=None if hardware is None else step_time(program, traffic, hardware, micro_batches),
     )
 
 
@@ -296,20 +296,6 @@ def _num_parts(aval: Any, sharding: Any) -> int:
         return 1
     names = [n for n in jax.tree.leaves(tuple(sharding.spec)) if isinstance(n, str)]
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
-
-
-def _sent_bytes(x: Transfer, mesh: AnyMesh) -> float:
-    """Returns the bytes that one device sends in a ring."""
-    size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
-    return PASSES.get(x.kind, 1) * x.num_bytes * (size - 1) / size
-
-
-def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: int) -> float:
-    """Returns the bytes that one network port sends for a collective along mesh axes."""
-    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
-    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    group = grid[tuple(slice(None) if name in x.axes else 0 for name in sizes)].ravel()
-    return bytes_on_port(x.kind, sent, len(group), len({int(i) // devices_per_node for i in group}))
 
 
 def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:

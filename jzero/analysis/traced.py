@@ -31,7 +31,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -41,7 +41,7 @@ from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
-__all__ = ["Buffer", "Kind", "Operation", "TracedProgram", "Transfer", "trace_program"]
+__all__ = ["Buffer", "Kind", "Operation", "Product", "TracedProgram", "Transfer", "trace_program"]
 
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
@@ -61,6 +61,9 @@ TRANSFERS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
+SLICES = ("slice", "dynamic_slice", "gather", "split")
+"""Operations that read no more of an array than they return."""
+SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
 NOTHING: frozenset[int] = frozenset()
 
 
@@ -104,6 +107,20 @@ class Transfer:
     scope: str = ""
 
 
+class Product(NamedTuple):
+    """The arithmetic of a matrix product or convolution.
+
+    Attributes:
+      flops: Its operations on one device.
+      dtype: That of its first operand.
+      highest: Whether it asks for full precision.
+    """
+
+    flops: float
+    dtype: Any
+    highest: bool
+
+
 @dataclasses.dataclass
 class Operation:
     """An operation at one point of the program.
@@ -117,6 +134,10 @@ class Operation:
       is_transfer: Whether it is a collective.
       gathers: Whether it is a collective that gathers whole arrays.
       may_wait: Whether compilers postpone it: a product, a reduction over devices, or of what is not written.
+      num_bytes: What it reads and writes of the device's memory, without `inner`.
+      product: Its arithmetic, if it is a product.
+      reduces: Whether it computes few elements from many.
+      times: How often `inner` runs.
     """
 
     reads: frozenset[int]
@@ -127,6 +148,10 @@ class Operation:
     is_transfer: bool = False
     gathers: bool = False
     may_wait: bool = False
+    num_bytes: int = 0
+    product: Product | None = None
+    reduces: bool = False
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -164,6 +189,7 @@ class TracedProgram:
       flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
       barriers: Its barriers: each one's place among the operations.
+      result_bytes: What the device reads and writes to store results that no operation writes.
       transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
       copies: Maps the buffers of such stacks to the buffers of their copies.
       regathered: The buffers of results that the program gathers, which replace donated arguments.
@@ -176,6 +202,7 @@ class TracedProgram:
         self.flops = 0.0
         self.outputs: frozenset[int] = NOTHING
         self.barriers: list[range] = []
+        self.result_bytes = 0
         self.regathered: frozenset[int] = NOTHING
         self.transposed: set[int] = set()
         self.copies: dict[int, int] = {}
@@ -211,10 +238,17 @@ class TracedProgram:
             env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def finish(self, outputs: Iterable[_Value]) -> TracedProgram:
-        """Sets the values that outlive the program."""
+    def finish(self, outputs: Sequence[_Value], *, num_carry: int | None = None) -> TracedProgram:
+        """Sets the values that outlive the program: of a loop, `num_carry` carried ones, then slices of stacks."""
         self.outputs = self.reads(outputs)
+        stacked = [] if num_carry is None else outputs[num_carry:]
+        self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
         return self
+
+    def bytes_to_store(self, results: Iterable[_Value]) -> int:
+        """Returns what is read and written to compute those results that have no buffer yet."""
+        fused = [x for x in results if not self.is_written(x)]
+        return self.bytes_read(fused) + sum(x.num_bytes for x in fused)
 
     def reads(self, values: Iterable[_Value]) -> frozenset[int]:
         """Returns the buffers that are read to compute values: their own, or those of their sources."""
@@ -233,15 +267,32 @@ class TracedProgram:
         """Returns whether a value has a buffer."""
         return self._written.get(x, x).buffer is not None
 
+    def bytes_read(self, values: Iterable[_Value]) -> int:
+        """Returns how much of the buffers is read to compute values, each once; of what is sliced, the slices."""
+        found: dict[int, float] = {}
+        seen: dict[_Value, float] = {}
+        pending: list[tuple[_Value, float]] = [(x, math.inf) for x in values]
+        while pending:
+            x, most = pending.pop()
+            x = self._written.get(x, x)
+            if x.buffer is not None:
+                found[x.buffer] = max(found.get(x.buffer, 0), min(x.num_bytes, most))
+            elif seen.get(x, -1) < most:
+                seen[x] = most
+                if x.name.endswith(SLICE_NAMES):
+                    most = min(most, x.num_bytes)
+                pending += [(source, most) for source in x.sources]
+        return int(sum(found.values()))
+
     def write(self, x: _Value, *, backward: bool, keep: bool = True) -> _Value:
         """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""
         if x.buffer is not None or not x.num_bytes:
             return x
         if x not in self._written:
-            reads = self.reads([x])
+            reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
             self.buffers.append(Buffer(x.num_bytes, x.name))
             made = len(self.buffers) - 1
-            self.operations.append(Operation(reads, (made,), backward, in_place=True))
+            self.operations.append(Operation(reads, (made,), backward, in_place=True, num_bytes=num_bytes))
             done = dataclasses.replace(x, buffer=made, sources=())
             if not keep or x.name.endswith(JOINED):
                 return done
@@ -270,6 +321,7 @@ def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
     program.regathered = frozenset(i for i in program.reads(outputs) if program.buffers[i].kind == "gathered")
     for i in made - program.regathered:  # a result takes over the memory of the argument that it replaces
         program.buffers[i].num_bytes = 0
+    program.result_bytes = program.bytes_to_store(outputs)
     return program
 
 
@@ -386,13 +438,14 @@ class _Visitor:
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
         outputs = body.run(jaxpr, given, self.name, backward=self.backward)
-        self.program.include(body.finish(outputs), times=length)
+        self.program.include(body.finish(outputs, num_carry=num_carry), times=length)
         kind: Kind = "gradients" if self.backward else "working"
         # The compiler drops inputs that the body does not read.
         read = body.outputs.union(*(op.reads for op in body.operations))
         whole = [self._write(x) for x, inside in zip(inputs, given, strict=True) if body.reads([inside]) & read]
         copies = [self._transpose_stack(self._write(inputs[i])) for i in sorted(body.transposed) if inputs[i].num_bytes]
         made = self._operation(inputs, [*whole, *copies], in_place=True, inner=body, kind=kind)
+        self.program.operations[-1].times = length
         for x, inside in zip(made[num_carry:], outputs[num_carry:], strict=True):
             assert x.buffer is not None
             self.program.buffers[x.buffer].times = length
@@ -406,7 +459,8 @@ class _Visitor:
         if stack.buffer not in program.copies:
             program.buffers.append(Buffer(stack.num_bytes, f"{self.name}:layout", kind="gathered"))
             made = program.copies[stack.buffer] = len(program.buffers) - 1
-            program.operations.append(Operation(frozenset([stack.buffer]), (made,), self.backward))
+            moved = 2 * stack.num_bytes
+            program.operations.append(Operation(frozenset([stack.buffer]), (made,), self.backward, num_bytes=moved))
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
     def _opaque(self, inputs: list[_Value]) -> list[_Value]:
@@ -472,9 +526,39 @@ class _Visitor:
         may_wait = product_flops(self.eqn) > 0 or (moves and not gathers) or is_reduction
         may_wait &= "rematted_computation" not in self.name  # what is recomputed stays in its block
         self.program.operations.append(
-            Operation(self.program.reads(read), writes, self.backward, in_place, inner, moves, gathers, may_wait)
+            Operation(
+                reads=self.program.reads(read),
+                writes=writes,
+                backward=self.backward,
+                in_place=in_place,
+                inner=inner,
+                is_transfer=moves,
+                gathers=gathers,
+                may_wait=may_wait,
+                num_bytes=0 if inner is not None or moves else self._bytes_moved(inputs, read, values),
+                product=_product(self.eqn),
+                reduces=self.eqn.primitive.name in primitives_with(Trait.REDUCTION),
+            )
         )
         return values
+
+    def _bytes_moved(self, inputs: Sequence[_Value], read: Sequence[_Value], made: Sequence[_Value]) -> int:
+        """Returns what an operation reads and writes of the device's memory."""
+        kind = self.eqn.primitive.name
+        if kind == "dynamic_update_slice":
+            return 2 * inputs[1].num_bytes
+        if kind.startswith("scatter"):
+            return inputs[1].num_bytes + 2 * inputs[2].num_bytes
+        written = sum(x.num_bytes for x in made)
+        return 2 * written if kind in SLICES else self.program.bytes_read(read) + written
+
+
+def _product(eqn: Any) -> Product | None:
+    flops = product_flops(eqn)
+    if not flops:
+        return None
+    highest = jax.lax.Precision.HIGHEST in jax.tree.leaves([eqn.params.get("precision")])
+    return Product(flops, eqn.invars[0].aval.dtype, highest)
 
 
 def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:

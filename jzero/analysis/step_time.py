@@ -1,0 +1,165 @@
+"""The time of a traced step on a machine, reckoned without a compiler.
+
+In: a traced program, its mesh and a machine. Out: seconds of computation, of communication, and of the whole step.
+
+[Note: How time is estimated]
+Rates are those of [Note: The model of the machine], for the operations of the trace instead of a compiled schedule. A
+product takes its operations at the peak of its dtype, anything else its bytes at the bandwidth of the device's memory,
+whichever is longer. What is fused into its readers is read with them, a reduction too if they also read what it
+reduces, as in a softmax whose parts are not kept. What a loop computes is copied into its stack.
+
+The passes hide the shorter of computation and communication behind the longer one, but not all of it: the first gather
+and the last reduction of a micro-batch have nothing beside them, and layers differ. The update waits for the norm of
+all gradients, and new parameters are gathered during it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jzero.analysis.collectives import bytes_on_port
+from jzero.analysis.costs import rate_of
+from jzero.analysis.machines import Machine
+from jzero.analysis.traced import Operation, TracedProgram, Transfer
+from jzero.analysis.violations import UPDATE
+from jzero.plan.comm import PASSES
+from jzero.plan.mesh import AnyMesh
+
+__all__ = ["StepTime", "Traffic", "step_time", "traffic_of"]
+
+EXPOSED = 0.5
+"""Of the shorter of computation and communication, the part that nothing hides, if both take equally long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The reckoned seconds of a training step on one device.
+
+    Attributes:
+      compute: The device's own work, the update included.
+      update: The part of it that belongs to the update.
+      communication: The collectives of the forward and backward pass.
+      after_update: Those of the update, most of all the gathers of new parameters; only the update hides them.
+      seconds: The whole step.
+    """
+
+    compute: float
+    update: float
+    communication: float
+    after_update: float
+    seconds: float
+
+    def __str__(self) -> str:
+        alone = f"computation {1e3 * self.compute:.3g}, communication {1e3 * self.communication:.3g}"
+        after = f", that of the update {1e3 * self.after_update:.3g}" if self.after_update > 1e-3 * self.seconds else ""
+        return f"{1e3 * self.seconds:.3g} ms (by themselves: {alone}{after})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """What a collective sends in all its runs.
+
+    Attributes:
+      sent_bytes: What one device sends in rings.
+      port_bytes: The part of it on the network port of one device; 0 on one node, or without a machine.
+      seconds: The time that it takes if nothing else slows it; 0 without a machine.
+    """
+
+    sent_bytes: float
+    port_bytes: float = 0.0
+    seconds: float = 0.0
+
+
+def step_time(program: TracedProgram, traffic: Sequence[Traffic], machine: Machine, micro_batches: int) -> StepTime:
+    """Returns the time of a step; see [Note: How time is estimated].
+
+    Args:
+      program: From `trace_program`.
+      traffic: What each of its transfers sends.
+      machine: The machine.
+      micro_batches: The number of micro-batches per step.
+    """
+    compute, update = _compute_seconds(program, machine), _update_seconds(program, machine)
+    after = sum(x.seconds for t, x in zip(program.transfers, traffic, strict=True) if UPDATE in t.scope)
+    communication = sum(x.seconds for x in traffic) - after
+    longer, shorter = max(compute - update, communication), min(compute - update, communication)
+    exposed = _exposed_at_ends(program, traffic, micro_batches)
+    exposed = min(communication, exposed + (EXPOSED * shorter**2 / longer if longer else 0.0))
+    return StepTime(compute, update, communication, after, longer + exposed + max(update, after))
+
+
+def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_batches: int) -> float:
+    """Returns the seconds of the first gather and the last reduction of each micro-batch."""
+    found = [(t, x) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
+    gathers = [(t, x) for t, x in found if t.of_param]
+    reductions = [(t, x) for t, x in found if t.kind in ("reduce-scatter", "all-reduce") and x.seconds]
+    return sum(min(1, micro_batches / t.times) * x.seconds for t, x in (*gathers[:1], *reductions[-1:]))
+
+
+def traffic_of(x: Transfer, mesh: AnyMesh, machine: Machine | None) -> Traffic:
+    """Returns what a collective along axes of a mesh sends in a step."""
+    size = math.prod(int(mesh.shape[axis]) for axis in x.axes if axis in mesh.shape)
+    sent = x.times * PASSES.get(x.kind, 1) * x.num_bytes * (size - 1) / size
+    if machine is None:
+        return Traffic(sent)
+    on_port = _bytes_on_port(x, sent, mesh, machine.devices_per_node)
+    network = machine.inter_link_bytes_per_s or math.inf
+    return Traffic(sent, on_port, max(sent / machine.intra_link_bytes_per_s, on_port / network))
+
+
+def _bytes_on_port(x: Transfer, sent: float, mesh: AnyMesh, devices_per_node: int) -> float:
+    """Returns the bytes that one network port sends for a collective along mesh axes."""
+    sizes = {str(name): int(size) for name, size in mesh.shape.items()}
+    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    group = grid[tuple(slice(None) if name in x.axes else 0 for name in sizes)].ravel()
+    return bytes_on_port(x.kind, sent, len(group), len({int(i) // devices_per_node for i in group}))
+
+
+def _compute_seconds(program: TracedProgram, machine: Machine) -> float:
+    normalizing = _find_normalizing(program)
+    own = sum(_operation_seconds(x, machine) for t, x in enumerate(program.operations) if t not in normalizing)
+    return own + program.result_bytes / machine.hbm_bytes_per_s
+
+
+def _update_seconds(program: TracedProgram, machine: Machine) -> float:
+    """Returns the seconds of the update, which writes a step's results."""
+    own = [x for x in program.operations if any(UPDATE in program.buffers[i].name for i in x.writes)]
+    return sum(_operation_seconds(x, machine) for x in own) + program.result_bytes / machine.hbm_bytes_per_s
+
+
+def _find_normalizing(program: TracedProgram) -> set[int]:
+    """Returns the reductions that are fused, as those of a softmax are.
+
+    Their results are read with what they reduce, and not kept for the backward pass.
+    """
+    operations = program.operations
+    readers: dict[int, list[Operation]] = {}
+    for x in operations:
+        for i in x.reads:
+            readers.setdefault(i, []).append(x)
+
+    def is_fused(x: Operation) -> bool:
+        found = [y for i in x.writes for y in readers.get(i, ())]
+        is_kept = not program.outputs.isdisjoint(x.writes) or any(y.backward != x.backward for y in found)
+        return x.reduces and not is_kept and any(x.reads <= y.reads for y in found)
+
+    return {t for t, x in enumerate(operations) if is_fused(x)}
+
+
+def _operation_seconds(x: Operation, machine: Machine) -> float:
+    if x.inner is not None:
+        return x.times * _compute_seconds(x.inner, machine)
+    moved = x.num_bytes / machine.hbm_bytes_per_s
+    if x.product is None:
+        return moved
+    return max(moved, x.product.flops / rate_of(machine, _hlo_name(x.product.dtype), x.product.highest))
+
+
+def _hlo_name(dtype: Any) -> str:
+    """Returns HLO's name of a dtype, such as `bf16`, `f8e4m3fn` or `s8`."""
+    return str(np.dtype(dtype)).replace("float", "f").replace("int", "s").replace("_", "")
