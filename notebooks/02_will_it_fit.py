@@ -168,10 +168,10 @@ axes.spines[["top", "right"]].set_visible(False)
 axes.invert_yaxis()
 
 # %% [markdown]
-# ## The cheapest layout that fits
+# ## The fastest layout that fits
 #
-# `fit` searches stages, replicas, micro-batches and recomputation, and chooses the layout that fits and communicates
-# least. With `confirm=False` it only estimates; by default it also compiles its choice.
+# `fit` searches stages, replicas, micro-batches and recomputation, and chooses the layout that fits and takes
+# least time. With `confirm=False` it only estimates; by default it also compiles the best ones.
 
 # %%
 choice = jzero.fit(make_state, loss_fn, batch, topology="h100:8", config=bf16, confirm=False)
@@ -186,7 +186,7 @@ print(choice)
 # step = jzero.make_train_step(loss_fn, accumulate_steps=choice.accumulate_steps, remat=choice.remat)
 # ```
 #
-# With 20 GB per device, the choice differs. Look at the room that it leaves: if that is less than a tenth, compile
+# With 20 GB per device, only stage 3 is left. Look at the room that it leaves: if that is less than a tenth, compile
 # before you trust it.
 
 # %%

@@ -215,10 +215,22 @@ def test_fit_as_json(run):
     assert found["limit"] == 10 * PSI
     assert found["chosen"]["verdict"] == "chosen"
     assert found["chosen"]["stage"] > 0
-    assert found["tried"][0]["stage"] == 0
-    assert found["tried"][0]["reckoned_peak"] > 12 * PSI
-    assert found["tried"][0]["verdict"].endswith("too much")
+    whole = next(x for x in found["tried"] if x["stage"] == 0)
+    assert whole["reckoned_peak"] > 12 * PSI
+    assert whole["verdict"].endswith("too much")
     assert found["notes"][0] == "Nothing was compiled: the figures are reckoned."
+
+
+def test_fit_compares_host_memory_if_asked(run):
+    """Adam's moments take 8 bytes per parameter; at stage 0 each of eight devices has them on its host, whole."""
+    command = "fit users:factory --topology h200:8 --hbm-bytes 1e9 --no-confirm --offload --host-bytes"
+    text = text_of(run(f"{command} 1e9"))
+    header = next(line for line in text.splitlines() if line.startswith("stage"))
+    assert header.split()[-2:] == ["host", "verdict"]
+    assert "s for the host" in text
+    found = data_of(run(f"{command} {32 * PSI} --json"))["tried"]
+    assert {x["stage"]: x["host_bytes"] for x in found if x["host_bytes"]}[0] == 8 * PSI
+    assert {x["stage"] for x in found if x["verdict"].endswith("too much for the host")} == {0}
 
 
 def test_fit_compiles_for_this_machine(run):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jzero._text import format_rows
 from jzero.analysis.step_memory import StepMemory
@@ -13,19 +13,40 @@ from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 
-__all__ = ["NEARLY", "RECOMPUTED", "Candidate", "Fit", "judge", "recomputation_rank"]
+__all__ = ["CHOSEN", "NEAR", "NEARLY", "RECOMPUTED", "Candidate", "Fit", "choose", "judge", "recomputation_rank"]
+
+CHOSEN = "chosen"
+"""The verdict on what was chosen."""
 
 NEARLY = 1.01
 """Costs within this ratio count as equal."""
 
-RECOMPUTED: dict[Remat | None, tuple[str, str]] = {
-    False: ("none", "nothing recomputed"),
-    "as_written": ("", ""),
-    None: ("default", ""),
-    "cheap": ("cheap", "what is cheap recomputed"),
-    True: ("scans", "scans recomputed"),
-}
-"""The options `remat`, the least recomputation first: a name for tables, and a phrase."""
+NEAR = 0.9
+"""An estimated peak can be 10 % off, or more: below this share of the limit it fits, above its inverse it does not."""
+
+
+class Recomputation(NamedTuple):
+    """An option `remat`.
+
+    Attributes:
+      remat: For `make_train_step`.
+      name: For tables.
+      phrase: For sentences; empty if it need not be said.
+    """
+
+    remat: Remat | None
+    name: str
+    phrase: str
+
+
+RECOMPUTED = (
+    Recomputation(False, "none", "nothing recomputed"),
+    Recomputation("as_written", "", ""),
+    Recomputation(None, "default", ""),
+    Recomputation("cheap", "cheap", "what is cheap recomputed"),
+    Recomputation(True, "scans", "scans recomputed"),
+)
+"""The options that have names, the least recomputation first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +60,12 @@ class Candidate:
       remat: For `make_train_step`.
       memory: Its estimated memory.
       compiled_peak: Its peak according to the compiler; `None` if it was not compiled, or was refused.
+      compiled_seconds: The time of a step by the compiled schedule, without waits for a disk or the host; `None` if it
+        was not compiled, or no rates are known.
       refused: Whether the compiler refused it; that for TPUs refuses programs that do not fit.
       lacks: What the host or its disk has too little of; empty if nothing, or if that is not known.
       disk_seconds: How long a step waits for a disk.
+      host_seconds: How long it waits for the link to the host; `None` if that link's rate is not known.
       verdict: Why it was chosen or passed over.
     """
 
@@ -51,9 +75,11 @@ class Candidate:
     remat: Remat | None
     memory: StepMemory
     compiled_peak: int | None = None
+    compiled_seconds: float | None = None
     refused: bool = False
     lacks: str = ""
     disk_seconds: float = 0.0
+    host_seconds: float | None = 0.0
     verdict: str = ""
 
     @property
@@ -70,10 +96,24 @@ class Candidate:
         """Whether it needs at most `limit` bytes, as far as is known."""
         return not self.refused and not self.lacks and self.peak <= limit
 
+    @property
+    def waits(self) -> float:
+        """Seconds that a step waits for a disk and for the host, as far as is known."""
+        return self.disk_seconds + (self.host_seconds or 0.0)
+
     def cost(self) -> float:
-        """Its cost in communication, and in waiting for a disk: seconds, or bytes if no rates of links are known."""
-        seconds = self.memory.communication_seconds
-        return self.memory.sent_bytes if seconds is None else seconds + self.disk_seconds
+        """What it is reckoned to cost: seconds of a step, or bytes sent if no rates are known."""
+        seconds = self.memory.seconds
+        return self.memory.sent_bytes if seconds is None else seconds + self.waits
+
+    def compiled_cost(self) -> float | None:
+        """The seconds of a step by the compiled schedule; `None` if they are not known."""
+        return None if self.compiled_seconds is None else self.compiled_seconds + self.waits
+
+    def best_cost(self) -> float:
+        """The compiler's figure if it is known, else what is reckoned."""
+        compiled = self.compiled_cost()
+        return self.cost() if compiled is None else compiled
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -86,10 +126,12 @@ class Candidate:
             "mesh": self.mesh_shape,
             "optimizer_state": self.config.offload.optimizer,
             "accumulate_steps": self.accumulate_steps,
-            "remat": self.remat,
+            "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
             "reckoned_peak": self.memory.peak,
             "compiled_peak": self.compiled_peak,
             "refused": self.refused,
+            "reckoned_seconds": self.memory.seconds,
+            "compiled_seconds": self.compiled_seconds,
             "gathered_bytes": self.memory.gathered_bytes,
             "planned_bytes": self.memory.planned_bytes,
             "sent_bytes": self.memory.sent_bytes,
@@ -99,6 +141,7 @@ class Candidate:
             "host_bytes": self.memory.host,
             "disk_bytes": self.memory.disk,
             "disk_seconds": self.disk_seconds,
+            "host_seconds": self.host_seconds,
             "verdict": self.verdict,
         }
 
@@ -110,8 +153,8 @@ class Fit:
     Attributes:
       machine: The machine.
       limit: Most bytes of a step on one device.
-      tried: Every candidate, the cheapest in communication first.
-      chosen: The first of them that fits, or `None`.
+      tried: Every candidate, the one first whose step is reckoned to take least time.
+      chosen: The fastest of them that fits, or `None`.
       notes: Remarks about the search, such as a missing compiler.
       workload: The model and the batch.
 
@@ -120,7 +163,7 @@ class Fit:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
       >>> choice = jzero.fit(make_state, loss_fn, jnp.ones((64, 512)), topology="h200:8", confirm=False)
       >>> choice.config.stage, choice.accumulate_steps
-      (0, 1)
+      (1, 1)
     """
 
     machine: str
@@ -173,7 +216,8 @@ class Fit:
             x = self.chosen
             how = "reckoned" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
-            return f"{self.machine}: {_describe(x)} fits: {sizes}"
+            time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
+            return f"{self.machine}: {_describe(x)} fits: {sizes}{time}"
         least = min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
@@ -182,56 +226,70 @@ class Fit:
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
     def __str__(self) -> str:
-        header: tuple[str, ...] = (
-            "stage",
-            "mesh",
-            "micro-batches",
-            "remat",
-            "whole up to",
-            "secondary",
-            "reckoned",
-            "compiled",
-            "sends",
-            "disk",
-            "verdict",
-        )
-        rows: list[tuple[str, ...]] = [
-            (
-                str(x.config.stage),
-                ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
-                str(x.accumulate_steps),
-                RECOMPUTED[x.remat][0],
-                f"{x.config.persistence_threshold:,}",
-                "yes" if x.config.secondary_params or x.config.secondary_grads else "",
-                format_bytes(x.memory.peak),
-                "refused" if x.refused else "" if x.compiled_peak is None else format_bytes(x.compiled_peak),
-                format_bytes(x.memory.sent_bytes),
-                f"{x.disk_seconds:.3g} s" if x.memory.disk else "",
-                x.verdict,
-            )
-            for x in self.tried
-        ]
-        for i in (9, 5):
-            if not any(row[i] for row in rows):
-                header, rows = _without(header, i), [_without(row, i) for row in rows]
-        table = format_rows([header, *rows], left=4, last_left=True)
+        columns = {
+            "stage": lambda x: str(x.config.stage),
+            "mesh": lambda x: ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
+            "micro-batches": lambda x: str(x.accumulate_steps),
+            "remat": lambda x: _recomputation(x.remat).name,
+            "whole up to": lambda x: f"{x.config.persistence_threshold:,}",
+            "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
+            "reckoned": lambda x: format_bytes(x.memory.peak),
+            "compiled": lambda x: "refused" if x.refused else _known(x.compiled_peak, format_bytes),
+            "sends": lambda x: format_bytes(x.memory.sent_bytes),
+            "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
+            "compiled ms": lambda x: _known(x.compiled_cost(), _milliseconds),
+            "host": lambda x: format_bytes(x.memory.host) if x.memory.host else "",
+            "disk": lambda x: f"{x.disk_seconds:.3g} s" if x.memory.disk else "",
+            "verdict": lambda x: x.verdict,
+        }
+        cells = {title: [show(x) for x in self.tried] for title, show in columns.items()}
+        shown = [title for title, column in cells.items() if any(column) or title not in OPTIONAL]
+        rows = zip(*(cells[title] for title in shown), strict=True)
+        table = format_rows([tuple(shown), *rows], left=4, last_left=True)
         return "\n".join([self._headline(), self.workload, "", *table, *([""] if self.notes else []), *self.notes])
 
 
-def _without(row: tuple[str, ...], i: int) -> tuple[str, ...]:
-    return (*row[:i], *row[i + 1 :])
+OPTIONAL = ("secondary", "ms", "compiled ms", "host", "disk")
+"""The columns of the table that may be missing."""
 
 
-def recomputation_rank(x: Candidate) -> int:
-    """Returns the amount of recomputation, as a rank."""
-    return list(RECOMPUTED).index(x.remat)
+def _known(x: Any, show: Callable[[Any], str]) -> str:
+    return "" if x is None else show(x)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}"
+
+
+def _recomputation(remat: Any) -> Recomputation:
+    """Returns the names of an option `remat`; one without a name says itself what it is."""
+    return next((x for x in RECOMPUTED if x.remat == remat), Recomputation(remat, str(remat), str(remat)))
+
+
+def recomputation_rank(remat: Any) -> int:
+    """Returns the amount of recomputation as a rank; of an option without a name, that of "cheap", which it refines."""
+    names = [x.name for x in RECOMPUTED]
+    name = _recomputation(remat).name
+    return names.index(name if name in names else "cheap")
+
+
+def choose(tried: Sequence[Candidate], limit: int, *, confirmed: bool) -> Candidate | None:
+    """Returns the fastest that fits of candidates that are sorted by cost.
+
+    Args:
+      tried: The candidates.
+      limit: Most bytes on one device.
+      confirmed: Whether it must have been compiled; then the times of compiled schedules decide.
+    """
+    fitting = [x for x in tried if x.fits(limit) and (x.is_compiled or not confirmed)]
+    return min(fitting, key=lambda x: x.compiled_cost() or 0.0, default=None)
 
 
 def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> Iterator[Candidate]:
     """Yields the candidates with their verdicts."""
     for x in tried:
         if x is chosen:
-            verdict = "chosen"
+            verdict = CHOSEN
         elif x.refused:
             verdict = "refused by the compiler for want of memory"
         elif x.peak > limit:
@@ -245,17 +303,23 @@ def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> I
 
 
 def _why_not(x: Candidate, chosen: Candidate) -> str:
-    if x.disk_seconds > NEARLY * chosen.disk_seconds:
-        return f"fits; waits {x.disk_seconds:.3g} s for the disk"
-    if x.cost() > NEARLY * chosen.cost():
-        return f"fits; {x.cost() / max(chosen.cost(), 1e-30):.2f}x the communication"
+    for link, seconds, fewer in (
+        ("disk", x.disk_seconds, chosen.disk_seconds),
+        ("host", x.host_seconds or 0.0, chosen.host_seconds or 0.0),
+    ):
+        if seconds > NEARLY * fewer:
+            return f"fits; waits {seconds:.3g} s for the {link}"
+    cost, least = (x.best_cost(), chosen.best_cost()) if x.is_compiled else (x.cost(), chosen.cost())
+    if cost > NEARLY * least:
+        what = "communication" if x.memory.seconds is None else "time"
+        return f"fits; {cost / max(least, 1e-30):.2f}x the {what}"
     if x.memory.flops > NEARLY * chosen.memory.flops:
         return f"fits; {x.memory.flops / max(chosen.memory.flops, 1):.2f}x the arithmetic"
     if x.accumulate_steps > chosen.accumulate_steps:
         return "fits; more micro-batches"
-    if recomputation_rank(x) > recomputation_rank(chosen):
+    if recomputation_rank(x.remat) > recomputation_rank(chosen.remat):
         return "fits; recomputes for nothing"
-    return "fits; no cheaper, a higher stage"
+    return "fits; no faster"
 
 
 def _describe(x: Candidate) -> str:
@@ -266,10 +330,10 @@ def _describe(x: Candidate) -> str:
     if x.config.node_axis is not None:
         once = x.config.secondary_params or x.config.secondary_grads
         parts.append(f"{x.mesh_shape[x.config.node_axis]} nodes" + ", secondary shares" * once)
-    if x.memory.disk:
-        parts.append("optimizer state on disk")
+    if x.config.offload.optimizer != "none":
+        parts.append(f"optimizer state on {'disk' if x.memory.disk else 'the host'}")
     if x.accumulate_steps > 1:
         parts.append(f"{x.accumulate_steps} micro-batches")
-    if RECOMPUTED[x.remat][1]:
-        parts.append(RECOMPUTED[x.remat][1])
+    if _recomputation(x.remat).phrase:
+        parts.append(_recomputation(x.remat).phrase)
     return ", ".join(parts)

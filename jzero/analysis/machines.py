@@ -14,8 +14,8 @@ GIB = 2**30
 MIB = 2**20
 KIB = 2**10
 GPUS_PER_HOST = 8
-PCIE_4 = 32e9
-"""Bytes per second of 16 lanes of PCIe 4.0 in one direction (PCI Express Base Specification: 16 GT/s per lane)."""
+PCIE_4, PCIE_5 = 32e9, 64e9
+"""Bytes per second of 16 lanes of PCIe in one direction (PCI Express Base Specification: 16 and 32 GT/s per lane)."""
 SHARED_LANES = (
     "The model gives each GPU all of its PCIe lanes. Where GPUs share lanes behind a switch, or traffic goes through "
     "the host's memory (GeForce has no peer-to-peer), a half or a quarter of that rate is left."
@@ -61,6 +61,7 @@ class GpuFacts:
       num_nvlinks: NVLink links; 0 if GPUs talk over PCIe.
       intra_link_bytes_per_s: What it can send to GPUs of its host, in one direction, over all links together.
       inter_link_bytes_per_s: What it can send to other hosts, in one direction: an assumption about the network.
+      host_link_bytes_per_s: What it can send to its host's memory, in each direction at once: its PCIe lanes.
     """
 
     name: str
@@ -74,6 +75,7 @@ class GpuFacts:
     num_nvlinks: int
     intra_link_bytes_per_s: float
     inter_link_bytes_per_s: float
+    host_link_bytes_per_s: float
 
     @property
     def sm(self) -> _Sm:
@@ -103,6 +105,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=18,
         intra_link_bytes_per_s=450e9,
         inter_link_bytes_per_s=50e9,  # data sheet "DGX H200": a ConnectX-7 port of 400 Gb/s per GPU
+        host_link_bytes_per_s=PCIE_5,
     ),
     "h100": GpuFacts(
         name="NVIDIA H100 80GB HBM3",
@@ -116,6 +119,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=18,
         intra_link_bytes_per_s=450e9,
         inter_link_bytes_per_s=50e9,  # data sheet "DGX H100": a ConnectX-7 port of 400 Gb/s per GPU
+        host_link_bytes_per_s=PCIE_5,
     ),
     "b200": GpuFacts(
         name="NVIDIA B200",
@@ -131,6 +135,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=18,
         intra_link_bytes_per_s=900e9,
         inter_link_bytes_per_s=50e9,  # data sheet "DGX B200": a ConnectX-7 port of 400 Gb/s per GPU
+        host_link_bytes_per_s=PCIE_5,
     ),
     "a100-80": GpuFacts(
         name="NVIDIA A100-SXM4-80GB",
@@ -144,6 +149,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=12,
         intra_link_bytes_per_s=300e9,
         inter_link_bytes_per_s=25e9,  # data sheet "DGX A100": a ConnectX-6 port of 200 Gb/s per GPU
+        host_link_bytes_per_s=PCIE_4,
     ),
     "a100-40": GpuFacts(
         name="NVIDIA A100-SXM4-40GB",
@@ -157,6 +163,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=12,
         intra_link_bytes_per_s=300e9,
         inter_link_bytes_per_s=25e9,
+        host_link_bytes_per_s=PCIE_4,
     ),
     "a100-pcie": GpuFacts(
         name="NVIDIA A100 80GB PCIe",
@@ -170,6 +177,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=0,  # bridges join pairs only
         intra_link_bytes_per_s=PCIE_4,
         inter_link_bytes_per_s=25e9,  # 200 Gb/s per GPU is usual
+        host_link_bytes_per_s=PCIE_4,
     ),
     "rtx4090": GpuFacts(
         name="NVIDIA GeForce RTX 4090",
@@ -184,6 +192,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=0,
         intra_link_bytes_per_s=PCIE_4,
         inter_link_bytes_per_s=3.125e9,  # 25 Gb/s: an assumption
+        host_link_bytes_per_s=PCIE_4,
     ),
     "l40s": GpuFacts(
         name="NVIDIA L40S",
@@ -197,6 +206,7 @@ GPUS: Mapping[str, GpuFacts] = {
         num_nvlinks=0,
         intra_link_bytes_per_s=PCIE_4,
         inter_link_bytes_per_s=25e9,  # no system of the vendor's own: 200 Gb/s per GPU is usual
+        host_link_bytes_per_s=PCIE_4,
     ),
 }
 
@@ -291,6 +301,8 @@ class Machine:
       intra_link_bytes_per_s: What one device can send within its node, in one direction, over all links together.
       inter_link_bytes_per_s: What one device can send to another node, in one direction; `None` on TPUs, whose nodes
         are slices: nothing is published about the network between them.
+      host_link_bytes_per_s: What one device can send to its host's memory, in each direction at once; `None` on TPUs:
+        nothing is published.
       remark: What its rates leave out; may be empty.
     """
 
@@ -304,6 +316,7 @@ class Machine:
     num_links: int
     intra_link_bytes_per_s: float
     inter_link_bytes_per_s: float | None
+    host_link_bytes_per_s: float | None = None
     remark: str = ""
 
 
@@ -341,6 +354,7 @@ def machine(name: str) -> Machine:
             num_links=1,  # NVSwitch, or PCIe
             intra_link_bytes_per_s=gpu.intra_link_bytes_per_s,
             inter_link_bytes_per_s=gpu.inter_link_bytes_per_s,
+            host_link_bytes_per_s=gpu.host_link_bytes_per_s,
             remark="" if gpu.num_nvlinks else SHARED_LANES,
         )
     tpu = TPUS[chip]

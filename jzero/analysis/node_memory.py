@@ -63,15 +63,26 @@ class NodeMemory:
         over = {name: needs - has for name, (needs, has) in wanted.items() if has is not None and needs > has}
         return ", ".join(f"{format_bytes(excess)} too much for the {name}" for name, excess in over.items())
 
-    def seconds(self, memory: StepMemory, offload: Offload, hardware: Machine | None) -> float:
-        """Returns how long a step waits for the disk if the update reads and writes everything once.
-
-        With `Offload(delay=1)` that is what loss and gradients, by the machine's rates, leave of it.
-        """
+    def disk_seconds(self, memory: StepMemory, offload: Offload) -> float:
+        """Returns how long a step waits for the disk if the update reads and writes everything once."""
         if not memory.disk or self.disk_bytes_per_s is None:
             return 0.0
-        moved = self.devices * memory.disk / 2 / self.disk_bytes_per_s
-        if not offload.delay or hardware is None:
-            return moved
-        beside = memory.flops / hardware.flops["bf16"] + (memory.communication_seconds or 0.0)
-        return max(0.0, moved - beside)
+        return _waits(self.devices * memory.disk / 2 / self.disk_bytes_per_s, memory, offload)
+
+    def host_seconds(self, memory: StepMemory, offload: Offload, hardware: Machine | None) -> float | None:
+        """Returns how long a step waits for the links to the host; `None` if there is something there, and no rate.
+
+        The update reads and writes everything once, both at a time; on the host's CPU, gradients go down and parameters
+        come back.
+        """
+        if not memory.host:
+            return 0.0
+        if hardware is None or hardware.host_link_bytes_per_s is None:
+            return None
+        moved = memory.host if offload.compute == "device" else memory.params
+        return _waits(moved / hardware.host_link_bytes_per_s, memory, offload)
+
+
+def _waits(seconds: float, memory: StepMemory, offload: Offload) -> float:
+    """Returns the part of an update's transfers that a step waits for: of a late one, what the passes leave."""
+    return max(0.0, seconds - (memory.seconds or 0.0)) if offload.is_late else seconds

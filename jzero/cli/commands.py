@@ -187,13 +187,18 @@ def fit(
     ] = None,
     precision: PrecisionName = "fp32",
     threshold: Threshold = 100_000,
-    confirm: Annotated[
-        bool, typer.Option(help="Compile the choice, and the candidates rejected for lack of memory.")
-    ] = True,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Compare optimizer state in host memory with all else. Default: try it last."),
+    ] = False,
+    host_bytes: Annotated[
+        float | None, typer.Option(help="Host memory of a node that the state may take, e.g. `1e12`.")
+    ] = None,
+    confirm: Annotated[bool, typer.Option(help="Compile the best candidates; their schedules decide.")] = True,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Finds the configuration that fits and communicates least; exits with 1 if nothing fits."""
+    """Finds the configuration that fits and takes the least time per step; exits with 1 if nothing fits."""
     with _messages(traceback):
         if topology is None or cpu_devices is not None:
             _choose_devices(topology, cpu_devices)
@@ -208,6 +213,8 @@ def fit(
             topology=topology,
             hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
             config=config,
+            offload=offload,
+            host_bytes=host_bytes,
             confirm=confirm,
             **user.keywords,
         )

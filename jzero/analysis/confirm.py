@@ -1,0 +1,92 @@
+"""Compiles the best candidates of `fit`, until the compiler's figures decide."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jzero.analysis.candidates import NEAR, Candidate
+from jzero.analysis.hlo import parse_hlo
+from jzero.analysis.schedule import simulate
+from jzero.analysis.search import Search, by_cost
+from jzero.analysis.stages import stages_of
+from jzero.analysis.topologies import topology_options
+from jzero.plan.mesh import platform_of
+
+__all__ = ["compiled", "confirm"]
+
+RIVALS = 3
+"""How many candidates that fit are compiled, as reckoned times are not exact."""
+
+
+def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the candidates, by cost, with the best compiled.
+
+    What may fit is compiled in the order of cost, until `RIVALS` of them fit. Where no rates of the machine are known,
+    the first that fits is the best.
+    """
+    tried = sorted(tried, key=by_cost)
+    while True:
+        i = _next(tried, search.limit)
+        if i is None:
+            if more := search.more(tried):
+                tried = sorted([*tried, *more], key=by_cost)
+                continue
+            if any(x.is_compiled and x.fits(search.limit) for x in tried):
+                return tried
+            # Nothing fits: is the least really too much?
+            i = min(range(len(tried)), key=lambda i: (tried[i].refused, bool(tried[i].lacks), tried[i].peak))
+            if tried[i].is_compiled:
+                return tried
+        x = compiled(search, tried[i])
+        tried = [_with_figures(y, x) for y in tried]
+        if not x.lacks and x.memory.peak <= search.limit and not x.fits(search.limit):
+            tried = sorted([*tried, *search.next_steps(x)], key=by_cost)
+
+
+def _next(tried: Sequence[Candidate], limit: int) -> int | None:
+    """Returns the index of the next candidate to compile; `None` if enough are."""
+    confirmed = set[Any]()
+    for i, x in enumerate(tried):
+        if x.is_compiled and x.fits(limit):
+            confirmed.add(x.memory)
+        elif not x.is_compiled and not x.lacks and NEAR * x.memory.peak <= limit:
+            return i
+        if len(confirmed) == (1 if x.memory.seconds is None else RIVALS):
+            return None
+    return None
+
+
+def _with_figures(x: Candidate, of: Candidate) -> Candidate:
+    """Returns a candidate with the compiler's figures of another, if it is the same program.
+
+    Of one micro-batch, stage 2 is stage 1.
+    """
+    if (x.memory, x.remat) != (of.memory, of.remat):
+        return x
+    return dataclasses.replace(
+        x, compiled_peak=of.compiled_peak, compiled_seconds=of.compiled_seconds, refused=of.refused
+    )
+
+
+def compiled(search: Search, x: Candidate) -> Candidate:
+    """Returns a candidate with the compiler's figures."""
+    assert search.devices is not None
+    num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+    placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
+    options = (None if search.topology is None else topology_options(search.topology)) or None
+    platform = platform_of(search.devices[0])
+    try:
+        stages = stages_of(step, (placed, search.batch), {"rng": search.rng}, platform, lambda x: x.compile(options))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return dataclasses.replace(x, refused=True)
+    seconds = None
+    if search.hardware is not None:
+        timeline, _ = simulate(parse_hlo(stages[0].compiled.as_text()), search.hardware)
+        seconds = timeline.seconds
+    return dataclasses.replace(x, compiled_peak=max(stage.peak for stage in stages), compiled_seconds=seconds)

@@ -1,0 +1,274 @@
+"""The search of `fit`: every layout, with as many micro-batches as its reckoned memory needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax.sharding import Mesh
+
+from jzero.analysis.candidates import NEARLY, Candidate, recomputation_rank
+from jzero.analysis.machines import Machine
+from jzero.analysis.node_memory import NodeMemory
+from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
+from jzero.analysis.stages import check_on_records
+from jzero.analysis.step_memory import StepMemory, memory_of_trace
+from jzero.config.offload import Offload
+from jzero.config.quantization import Quantization
+from jzero.config.zero import ZeroConfig
+from jzero.engine.recompute import Remat
+from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh, platform_of
+from jzero.plan.plan import ZeroPlan
+from jzero.step.inputs import check_batch
+from jzero.step.train_step import TrainStep, make_train_step
+
+__all__ = ["Search", "Stage", "by_cost"]
+
+Stage: TypeAlias = Literal[0, 1, 2, 3]
+WORTH_A_NOTE = 0.1
+"""Share of the step that integers on the links must save to be worth a note."""
+
+
+def by_cost(x: Candidate) -> tuple[float, ...]:
+    """Sorts by reckoned cost, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
+    knows_rates = x.memory.seconds is not None
+    return (
+        x.host_seconds is None,
+        0 if knows_rates else _steps(x.disk_seconds),
+        _steps(x.cost()),
+        _steps(x.memory.flops),
+        x.accumulate_steps,
+        recomputation_rank(x.remat),
+        x.config.stage,
+        -x.config.persistence_threshold,
+    )
+
+
+def _steps(x: float) -> int:
+    return round(math.log(max(x, 1e-12)) / math.log(NEARLY))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The facts that all candidates share, and their reckoned costs.
+
+    Attributes:
+      state: The state, as shapes.
+      loss_fn: As for `make_train_step`.
+      options: Other arguments of `make_train_step`.
+      batch: The global batch.
+      rng: The `rng` of the step.
+      topology: The name of the machine, if it is not this one.
+      hardware: What is known about it.
+      devices: Its devices, if it can be compiled for.
+      num_devices: Their number.
+      node: What a node has beside its devices.
+      base: What is not searched.
+      limit: Most bytes of a step on one device.
+      stages: The stages to search.
+      remat: The options `remat` to search.
+      max_steps: Most micro-batches.
+      last: Where to keep optimizer state if nothing else fits.
+    """
+
+    state: Any
+    loss_fn: Callable[..., Any]
+    options: dict[str, Any]
+    batch: Any
+    rng: Any
+    topology: str | None
+    hardware: Machine | None
+    devices: list[jax.Device] | None
+    num_devices: int
+    node: NodeMemory
+    base: ZeroConfig
+    limit: int
+    stages: tuple[Stage, ...]
+    remat: Sequence[Remat | None]
+    max_steps: int
+    last: tuple[Offload, ...] = ()
+
+    def estimate(self, offloads: Sequence[Offload]) -> list[Candidate]:
+        """Returns every layout, the cheapest first, with as many micro-batches as its reckoned memory needs."""
+        tried = self._layouts(offloads)
+        while more := self.more(tried):
+            tried = [*tried, *more]
+        return sorted(tried, key=by_cost)
+
+    def more(self, tried: Sequence[Candidate]) -> list[Candidate]:
+        """Returns what else to try if nothing fits, a disk apart: every parameter cut, then state in host memory."""
+        if any(x.fits(self.limit) and not x.memory.disk for x in tried):
+            return []
+        return self._cut_further(tried) or self._layouts(
+            [x for x in self.last if not any(y.config.offload == x for y in tried)]
+        )
+
+    def next_steps(self, x: Candidate) -> list[Candidate]:
+        """Returns the candidates to try after one that takes more than its estimate: more micro-batches."""
+        num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+        is_searched = self.base.node_axis is None
+        late = x.config.secondary_grads or (is_searched and x.config.secondary_params)  # see `_levels`
+        config = dataclasses.replace(x.config, secondary_grads=late)
+        return list(self._micro_batches(config, num_replicas, x.remat, first=2 * x.accumulate_steps))
+
+    def why_not_on_disk(self, offload: Offload) -> str:
+        """Returns why optimizer state cannot be on a disk; an empty string if it can."""
+        config = dataclasses.replace(self._config(self.stages[-1], 1), offload=offload)
+        try:
+            check_on_records(self.step(1, None), self.placed(config, 1), self.batch, self.rng)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _layouts(self, offloads: Sequence[Offload]) -> list[Candidate]:
+        """Returns the candidates that keep the state in each of the given ways."""
+        found = [
+            x
+            for stage, num_replicas, recompute, offload in itertools.product(
+                self.stages, self._replicas(), self._remats, offloads
+            )
+            if stage > 0 or num_replicas == 1
+            for levels in self._levels(stage, num_replicas)
+            for x in self._micro_batches(
+                self._config(stage, num_replicas, {**levels, "offload": offload}), num_replicas, recompute
+            )
+        ]
+        return list(dict.fromkeys(found))
+
+    def _config(self, stage: Stage, num_replicas: int, levels: Mapping[str, Any] = {}) -> ZeroConfig:
+        free = next(name for name in ("replica", "replicas") if name not in batch_axes(self.base))
+        name = (self.base.replica_axis or free) if num_replicas > 1 else None
+        return dataclasses.replace(self.base, stage=stage, replica_axis=name, **levels)
+
+    def _levels(self, stage: Stage, num_replicas: int) -> list[dict[str, Any]]:
+        """Returns the fields to try for hops between nodes and within them; none of them changes a sum's terms."""
+        is_given = self.base.node_axis is not None or not self.base.reduce_scatter
+        if stage == 0 or is_given or self._num_nodes // num_replicas < 2:
+            return [{}]
+        hops = {"node_axis": next(name for name in ("node", "nodes") if name not in batch_axes(self.base))}
+        keeps = self.base.offload.params == "none"
+        once = {**hops, "secondary_params": stage == 3 and keeps, "secondary_grads": True}
+        return [{}, hops, *([once] if stage > 1 else [])]
+
+    def saved_by_integers(self, x: Candidate) -> list[str]:
+        """Returns a note on what integers on the links would save, if that is much."""
+        kinds = Quantization(gather="int8" if x.config.stage == 3 else "none", reduce="int8")
+        changes = x.config.stage > 0 and x.config.quantization == Quantization() and x.config.reduce_scatter
+        if not changes or x.config.offload.params == "host" or not x.cost():
+            return []
+        config = dataclasses.replace(x.config, quantization=kinds)
+        placed = self.placed(config, x.mesh_shape.get(str(x.config.replica_axis), 1))
+        memory = self.memory(self.step(x.accumulate_steps, x.remat), placed)
+        saved = 1 - dataclasses.replace(x, memory=memory).cost() / x.cost()
+        if saved < WORTH_A_NOTE:
+            return []
+        gather = "gather='int8', " if x.config.stage == 3 else ""
+        return [
+            f"Integers on the links, `Quantization({gather}reduce='int8')`, would save {saved:.0%} of the "
+            "step. They change the numbers, so they are not searched."
+        ]
+
+    @property
+    def _num_nodes(self) -> int:
+        return 1 if self.hardware is None else max(1, self.num_devices // self.hardware.devices_per_node)
+
+    def _replicas(self) -> list[int]:
+        if self.hardware is None:
+            return [1]
+        return sorted({1, self.hardware.num_devices // self.hardware.devices_per_node})
+
+    @functools.cached_property
+    def _remats(self) -> list[Remat | None]:
+        """The options that change something."""
+        found: dict[tuple[float, ...], Remat | None] = {}
+        placed = self.placed(self._config(self.stages[0], 1), 1)
+        for recompute in self.remat:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*changes nothing")  # then it is left out
+                x = self.memory(self.step(1, recompute), placed)
+            found.setdefault((x.flops, x.temporaries, x.activation_bytes), recompute)
+        return list(found.values())
+
+    def _micro_batches(
+        self, config: ZeroConfig, num_replicas: int, recompute: Remat | None, first: int = 1
+    ) -> Iterator[Candidate]:
+        """Yields candidates with `first` micro-batches, then twice as many each time, until an estimate fits."""
+        placed = self.placed(config, num_replicas)
+        plan = plan_of_argument(placed)
+        assert plan is not None
+        check_batch(self.batch, plan)
+        steps = first
+        while steps <= self.max_steps and self._splits(plan, steps):
+            memory = self.memory(self.step(steps, recompute), placed)
+            shape = {str(name): int(size) for name, size in plan.mesh.shape.items()}
+            late = config.secondary_grads and (steps > 1 or self.base.secondary_grads)  # of one, it changes nothing
+            yield Candidate(
+                dataclasses.replace(config, secondary_grads=late),
+                shape,
+                steps,
+                recompute,
+                memory,
+                lacks=self.node.lacks(memory, config.offload),
+                disk_seconds=self.node.disk_seconds(memory, config.offload),
+                host_seconds=self.node.host_seconds(memory, config.offload, self.hardware),
+            )
+            if memory.peak <= self.limit or memory.arguments > self.limit:
+                return
+            steps *= 2
+
+    def _splits(self, plan: ZeroPlan, steps: int) -> bool:
+        try:
+            check_batch(self.batch, plan, steps)
+        except ValueError:
+            return False
+        return True
+
+    def _cut_further(self, tried: Sequence[Candidate]) -> list[Candidate]:
+        """Returns the candidates at stage 3 with every parameter cut, if they have not been tried."""
+        done = [x.config.offload for x in tried if x.config.persistence_threshold == 0]
+        layouts = {
+            (x.mesh_shape.get(str(x.config.replica_axis), 1), recomputation_rank(x.remat), x.config): x
+            for x in tried
+            if x.config.stage == 3 and x.config.offload not in done
+        }
+        return [
+            x
+            for (num_replicas, _, config), like in layouts.items()
+            for x in self._micro_batches(dataclasses.replace(config, persistence_threshold=0), num_replicas, like.remat)
+        ]
+
+    def memory(self, step: TrainStep, placed: Any) -> StepMemory:
+        """Returns the reckoned memory and time of a step of a placed state."""
+        plan = plan_of_argument(placed)
+        assert plan is not None
+        traced = step.trace(placed, self.batch, rng=self.rng)
+        arguments = step.abstract_arguments(placed, self.batch, rng=self.rng)
+        return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu, micro_batches=step.micro.steps)
+
+    def step(self, steps: int, recompute: Remat | None) -> TrainStep:
+        """Returns the step of a candidate."""
+        return make_train_step(self.loss_fn, accumulate_steps=steps, remat=recompute, check_rows=False, **self.options)
+
+    def placed(self, config: ZeroConfig, num_replicas: int) -> Any:
+        """Returns the state of a candidate, as shapes with shardings."""
+        return relaid(self.state, mesh=self._mesh(config, num_replicas), config=config)
+
+    def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
+        nodes = self._num_nodes // num_replicas or 1
+        axes = axes_of_config(config, self.num_devices // num_replicas, num_replicas, nodes)
+        if self.devices is None:
+            return abstract_mesh(self.num_devices, axes)
+        mesh: Mesh = make_mesh(devices=self.devices, **axes)
+        return mesh
+
+    @property
+    def _gpu(self) -> bool:
+        if self.hardware is not None:
+            return self.hardware.kind == "gpu"
+        return self.devices is not None and platform_of(self.devices[0]) == "gpu"

@@ -1,0 +1,136 @@
+"""What `fit` compiles, and that the compiler's figures decide; the compiler is a table of figures."""
+
+import dataclasses
+import types
+
+import pytest
+
+import jzero
+from jzero.analysis import confirm
+from jzero.analysis.candidates import Candidate, Fit, choose, judge
+from jzero.analysis.step_memory import StepMemory
+from jzero.analysis.step_time import StepTime
+
+LIMIT = 1000
+OF = {"params": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}, "sent_bytes": 0, "nic_bytes": 0}
+NONE = {"gathered_bytes": 0, "planned_bytes": 0, "flops": 0.0, "communication_seconds": 0.0}
+
+
+def candidate(seconds, peak, *, steps=1, stage=3, rates=True, **fields):
+    time = StepTime(0.0, 0.0, 0.0, 0.0, seconds) if rates else None
+    memory = StepMemory(temporaries=peak, time=time, **OF, **NONE)
+    if not rates:
+        memory = dataclasses.replace(memory, sent_bytes=int(seconds))
+    return Candidate(jzero.ZeroConfig(stage=stage), {"data": 8}, steps, "cheap", memory, **fields)
+
+
+@dataclasses.dataclass
+class Compiler:
+    """Peak and seconds of a candidate, by its reckoned peak; `None`: it is refused."""
+
+    figures: dict
+    asked: list = dataclasses.field(default_factory=list)
+
+    def __call__(self, search, x):
+        self.asked.append(x.memory.peak)
+        figures = self.figures.get(x.memory.peak, (x.memory.peak, x.memory.seconds))
+        if figures is None:
+            return dataclasses.replace(x, refused=True)
+        return dataclasses.replace(x, compiled_peak=figures[0], compiled_seconds=figures[1])
+
+
+def confirmed(monkeypatch, tried, figures, *, more=(), next_steps=()):
+    """Returns the choice, all candidates, and the reckoned peaks of those that were compiled."""
+    compiler, left = Compiler(figures), list(more)
+    monkeypatch.setattr(confirm, "compiled", compiler)
+
+    def add(tried):
+        fits = any(x.fits(LIMIT) for x in tried)
+        found, left[:] = ([], left) if fits else (left[:], [])
+        return found
+
+    search = types.SimpleNamespace(limit=LIMIT, more=add, next_steps=lambda x: list(next_steps))
+    found = confirm.confirm(search, tried)
+    return choose(found, LIMIT, confirmed=True), found, compiler.asked
+
+
+def test_the_compiled_schedules_of_three_decide(monkeypatch):
+    tried = [candidate(1.0 + i / 10, 500 + i) for i in range(5)]
+    chosen, found, asked = confirmed(monkeypatch, tried, {500: (500, 1.3), 501: (501, 1.25), 502: (502, 1.2)})
+    assert asked == [500, 501, 502]
+    assert (chosen.memory.peak, chosen.compiled_seconds) == (502, 1.2)
+    verdicts = [x.verdict for x in judge(found, chosen, LIMIT)]
+    assert verdicts == [
+        "fits; 1.08x the time",
+        "fits; 1.04x the time",
+        "chosen",
+        "fits; 1.08x the time",
+        "fits; 1.17x the time",
+    ]
+
+
+@pytest.mark.parametrize("misfit", [(1001, 0.5), None])
+def test_what_does_not_fit_is_never_chosen(monkeypatch, misfit):
+    """It falls through to the next, and to more micro-batches."""
+    tried = [candidate(1.0 + i / 10, 500 + i) for i in range(3)]
+    halves = candidate(1.05, 250, steps=2)
+    chosen, _, asked = confirmed(monkeypatch, tried, {500: misfit}, next_steps=[halves])
+    assert asked == [500, 250, 501, 502]
+    assert chosen.accumulate_steps == 2
+    chosen, found, asked = confirmed(monkeypatch, tried, {500 + i: misfit for i in range(3)})
+    assert asked == [500, 501, 502]
+    assert chosen is None
+    assert not any(x.verdict.startswith("fits") for x in judge(found, chosen, LIMIT))
+
+
+def test_what_the_estimate_may_wrongly_leave_out_is_compiled(monkeypatch):
+    tried = [candidate(0.8, 1200), candidate(0.9, 1100), candidate(1.0, 900)]
+    chosen, _, asked = confirmed(monkeypatch, tried, {1100: (999, 0.95)})
+    assert asked == [1100, 900]
+    assert chosen.memory.peak == 1100
+    assert choose(tried, LIMIT, confirmed=False).memory.peak == 900
+
+
+def test_more_is_tried_if_nothing_fits(monkeypatch):
+    last = candidate(5.0, 100, host_seconds=4.0)
+    chosen, found, asked = confirmed(monkeypatch, [candidate(1.0, 950)], {950: (1050, 1.0)}, more=[last])
+    assert asked == [950, 100]
+    assert chosen == dataclasses.replace(last, compiled_peak=100, compiled_seconds=5.0)
+    assert chosen.compiled_cost() == 9.0
+    assert len(found) == 2
+    asked = confirmed(monkeypatch, [candidate(1.0, 2000)], {}, more=[])[2]
+    assert asked == [2000], "is the least really too much?"
+
+
+def test_the_same_program_is_compiled_once(monkeypatch):
+    tried = [candidate(1.0, 500, stage=1), candidate(1.0, 500, stage=2), candidate(1.1, 501), candidate(1.2, 502)]
+    chosen, found, asked = confirmed(monkeypatch, tried, {})
+    assert asked == [500, 501, 502]
+    assert chosen.config.stage == 1
+    assert [x.compiled_peak for x in found] == [500, 500, 501, 502]
+
+
+def test_without_rates_the_first_that_fits_is_the_choice(monkeypatch):
+    tried = [candidate(100, 1500, rates=False), candidate(200, 900, rates=False), candidate(300, 800, rates=False)]
+    chosen, _, asked = confirmed(monkeypatch, tried, {})
+    assert asked == [900]
+    assert chosen.cost() == 200
+
+
+def test_options_without_a_name_say_themselves_what_they_are():
+    """As an object that says what a step keeps may; it need not be hashable."""
+
+    class Keep:
+        __hash__ = None
+
+        def __str__(self):
+            return "Keep(blocks=5)"
+
+    kept = dataclasses.replace(candidate(1.0, 500), remat=Keep())
+    cheap = candidate(1.0, 500)
+    found = tuple(judge([kept, cheap], kept, LIMIT))
+    assert [x.verdict for x in found] == ["chosen", "fits; no faster"]
+    result = Fit("h200:8", LIMIT, found, found[0], ())
+    assert "stage 3, Keep(blocks=5) fits: 500 B" in str(result)
+    assert '"remat": "Keep(blocks=5)"' in result.to_json()
+    assert result.remat is kept.remat
