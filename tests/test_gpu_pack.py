@@ -142,13 +142,15 @@ def test_the_other_parts_go_on(tmp_path, monkeypatch):
     text = run_with({"machine": MACHINE, "rates": rates, "offload": offload}, tmp_path, monkeypatch)
     assert "**rates failed**: ended with 1" in text
     assert "out of memory" in text
-    assert "Offload, optimizer: 2.00 of the step without; it uses the link for at least 0.40 of the step." in text
+    assert (
+        'Offload, `optimizer="host"`: 2.00 of the step without; it uses the link for at least 0.40 of the step.' in text
+    )
 
 
 def test_only_runs_what_was_asked_for(tmp_path, monkeypatch):
     offload = {"optimizer": {"step": 0.25, "none": 0.125}}
     text = run_with({"machine": MACHINE, "offload": offload}, tmp_path, monkeypatch, only=["off"])
-    assert "| optimizer | 250 | 125 |" in text
+    assert '| `optimizer="host"` | 250 | 125 |' in text
 
 
 def test_no_report_of_a_cpu_by_accident(tmp_path, monkeypatch):

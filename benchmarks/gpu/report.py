@@ -83,14 +83,22 @@ def summary(found: dict[str, Part]) -> list[str]:
         "the estimated peak takes": ("reckoned", "peak"),
         "the compiled peak takes": ("peak", "allocated"),
     }
+    reached = [x["per_second"] / x["vendor"] for x in found.get("rates", {}).values() if x.get("vendor")]
+    text += [f"* Products, memory and links reach {span(reached)} of the vendor's peaks."] if reached else []
     of = {"step": "measured", "peak": "compiled", "allocated": "allocated"}
     for title, (a, b) in parts.items():
         ratios = [x[a] / x[b] for x in trained if x.get(a) and x.get(b) and not (b in x and x.get(f"{b}_at_most"))]
-        text += [f"* Of what was {of[b]} {title} {span(ratios)} ({len(ratios)} programs)."] if ratios else []
+        text += (
+            [f"* Of what was {of[b]} {title} {span(ratios)} ({len(ratios)} program{'s' * (len(ratios) > 1)})."]
+            if ratios
+            else []
+        )
     for name, x in found.get("offload", {}).items():
         if "raw" in x:
-            text.append(f"* Offload, {name}: {x['of_none']:.2f} of the step without; it uses the link for at least "
-                        f"{x['raw'] / x['step']:.2f} of the step.")  # fmt: skip
+            text.append(
+                f"* Offload, {OFFLOADED[name]}: {x['of_none']:.2f} of the step without; it uses the link for at least "
+                f"{x['raw'] / x['step']:.2f} of the step."
+            )
     checked = [x for programs in found.values() for x in programs.values() if x.get("violations") is not None]
     text += [f"* {sum(not x['violations'] for x in checked)} of {len(checked)} executables keep to their plans."] * any(
         checked
@@ -194,6 +202,11 @@ def steps(name: str, programs: Part) -> list[str]:
     return [*text, "", "Models against measurements:", *table(MODELS, rows)]
 
 
+OFFLOADED = {
+    "optimizer": '`optimizer="host"`',
+    "parameters, too": '`optimizer="host", params="host"`',
+    "in 64 MiB": '`optimizer="host"` in chunks of 64 MiB',
+}
 OFFLOAD: list[Column] = [
     ("step, ms", number("step", MS)),
     ("without offload", number("none", MS)),
@@ -222,7 +235,13 @@ def offload(part: Part) -> list[str]:
         "memory of its host, on all devices at once; in the table those to a device and back run one after the other, "
         f"while a step may use both ways at once. Their rates: {copies or 'not measured'}."
     )
-    return ["", "## Offload", "", about, *table(OFFLOAD, [(name, x) for name, x in part.items() if "step" in x])]
+    return [
+        "",
+        "## Offload",
+        "",
+        about,
+        *table(OFFLOAD, [(OFFLOADED[name], x) for name, x in part.items() if "step" in x]),
+    ]
 
 
 def times(found: dict[str, Part]) -> str:
