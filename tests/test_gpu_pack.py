@@ -84,6 +84,7 @@ def test_report_shows_what_was_measured(small):
     assert float(cells[2]) == pytest.approx(1e3 * x["step"], rel=0.01)
     peak = x["peak"] / found[STEPS]["strong 3"]["peak"]
     assert f"jzero, stage 3 {x['of_strong']:.2f} of its step at {peak:.2f} of its peak" in text
+    assert "A trial on CPUs" in text
     for part in ("In short", "Machine", "Rates", "gpt_small on 8 devices", "Offload", "How to read this"):
         assert f"## {part}" in text
 

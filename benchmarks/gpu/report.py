@@ -29,6 +29,8 @@ def report(found: dict[str, Part]) -> str:
     run, facts = found.get("run", {}).get("", {}), found.get("machine", {}).get("facts", {})
     title = f"# jzero on {facts.get('count')} × {facts.get('kind')}, {run.get('date', '')[:10]}"
     text = [title, "", f"`{run.get('command')}`, commit {run.get('commit')}."]
+    if facts.get("platform") == "cpu":
+        text[-1] += " A trial on CPUs: no figure here says anything about a GPU."
     text += [*troubles(found), *summary(found), *machine(found.get("machine", {})), *rates(found.get("rates", {}))]
     for name, programs in trained_models(found).items():
         text += steps(name, programs)
