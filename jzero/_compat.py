@@ -56,7 +56,6 @@ __all__ = [
     "ordered_effects",
     "part_for",
     "pipelined_gathers",
-    "plain_products",
     "scan_groups",
     "shape_of",
     "shard_map_axes",
@@ -253,16 +252,6 @@ def pipelined_gathers() -> dict[str, Any]:
     if jax.__version_info__ < (0, 12):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-
-
-def plain_products() -> dict[str, Any]:
-    """Returns the option that keeps XLA for CPUs from leaving bf16 products to a slow kernel.
-
-    In jax 0.12 YNNPACK takes bf16 products, but not those whose result is transposed, as a kernel's gradient often is.
-    These are left to Eigen's kernel for bf16, which `perf` shows for half of a step. Without YNNPACK there is no bf16
-    product.
-    """
-    return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.__version_info__[:2] == (0, 12) else {}
 
 
 def evaluate(jaxpr: Any, inputs: Sequence[Any], apply: Callable[[Equation, list[Any]], list[Any]]) -> list[Any]:

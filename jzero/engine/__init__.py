@@ -1,10 +1,11 @@
-"""The engine: computes loss and gradients on shards, in six passes over one program.
+"""The engine: computes loss and gradients on shards, in seven passes over one program.
 
 Read the files in the order of the passes:
 
   * `trace` traces the loss as a jaxpr;
   * `recompute` adds checkpoints, and turns repeated layers into calls of one function;
   * `differentiate` makes forward and backward pass one jaxpr;
+  * `kernel_gradients` makes products of transposed products;
   * `reduce_early` reduces each gradient where it is made;
   * `waits` makes loops and blocks of the backward pass wait for that, on GPUs;
   * `walk` evaluates it, and gathers parameters where they are used.

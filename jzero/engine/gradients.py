@@ -23,6 +23,7 @@ from jzero.arrays.placement import is_on_host
 from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
+from jzero.engine.kernel_gradients import without_transposes
 from jzero.engine.lazy import is_lazy, make_lazy
 from jzero.engine.merge import merge_written
 from jzero.engine.norms import grad_norm
@@ -236,7 +237,7 @@ class _LocalStep:
             traced, moving, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )
         exits = [*[None] * joint.num_values, *(self.params[i].leaving for i in joint.moving)]
-        program = reduce_early(joint.jaxpr, exits)
+        program = reduce_early(without_transposes(joint.jaxpr), exits)
         if self.differentiates and platform_facts(self.plan.mesh).postpones:
             program = wait_for_gradients(program)
         return dataclasses.replace(joint, jaxpr=program)

@@ -8,10 +8,6 @@ begins, and waits for it. With pipelined gathers, it carries the next layer's ga
 option makes them slower (7B: 284.8 and 296.4 ms as modelled). So the option is for the other loops: with
 `prefetch_bytes=0`. For TPUs, no helpful option is known.
 
-On CPUs with jax 0.12, a bf16 step of a scanned GPT (`benchmarks.cpu_steps`) takes 1.7 to 1.9 times as long without the
-option of `_compat.plain_products`, and a plain `jax.jit` step 1.8 times. The option makes fp32 steps, and all steps of
-jax 0.10, up to 1.5 times slower.
-
 [Note: Buckets of gradients]
 XLA for GPUs combines reduce-scatters up to 30 MiB *of a shard*: on 8 devices 240 MiB of gradients, on 512 15 GiB. It
 then reduces all layers of an unrolled model at once, when no computation is left to overlap with. By default jzero asks
@@ -34,8 +30,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
-
-import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.plan.mesh import axis_size, mesh_platform
@@ -86,8 +80,6 @@ def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str,
                 f"into one collective; that for {platform} goes by rules of its own.",
                 stacklevel=2,
             )
-        if platform == "cpu" and given == "recommended" and config.policy.compute == jnp.bfloat16:
-            found = _compat.plain_products()
     if isinstance(given, Mapping):
         found |= given
     return found or None

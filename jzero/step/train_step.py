@@ -275,9 +275,8 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
       mutable: As for `value_and_grad`; the step writes the new values into the state.
       merge: As for `value_and_grad`.
       compiler_options: XLA options for this step only, as for `jax.jit`; unused if the step is called inside another
-        `jax.jit`. "recommended" sets two: on GPUs the compiler gathers scanned layers one ahead if jzero does not, at
-        stage 3 with `prefetch_bytes=0`; on CPUs with jax 0.12, a bf16 step runs
-        without YNNPACK, nearly twice as fast.
+        `jax.jit`. "recommended" sets one: on GPUs the compiler gathers scanned layers one ahead if jzero does not, at
+        stage 3 with `prefetch_bytes=0`.
       check_processes: As for `value_and_grad`.
       check_rows: As for `value_and_grad`.
 
