@@ -220,8 +220,12 @@ def compiled(name: str, engine: str, stage: int, topology: str) -> dict[str, Any
     """Returns the figures of one program."""
     family = {**FAMILIES, **LARGE}[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
+    return figures(family, engine_of(engine, family, stage, mesh), mesh, topology)
+
+
+def figures(family: Family, built: Engine, mesh: Mesh, topology: str) -> dict[str, Any]:
+    """Returns the figures of a step."""
     started = time.process_time()
-    built = engine_of(engine, family, stage, mesh)
     facts = {"jax": jax.__version__, "engine_path": str(pathlib.Path(jzero.__file__).parent)}
     try:
         report = jzero.analyze(built.step, built.like, batch_of(family, mesh), topology=topology, mesh=mesh)

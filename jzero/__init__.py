@@ -8,6 +8,7 @@ from jzero._version import __version__ as __version__
 if TYPE_CHECKING:
     from jzero.analysis.analyze import analyze as analyze
     from jzero.analysis.candidates import Fit as Fit
+    from jzero.analysis.fill import fill_memory as fill_memory
     from jzero.analysis.fit import fit as fit
     from jzero.analysis.report import AnalysisReport as AnalysisReport
     from jzero.analysis.step_memory import StepMemory as StepMemory
@@ -144,6 +145,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "export_checkpoint",
     "export_params",
+    "fill_memory",
     "fit",
     "gather_params",
     "get_full_grad",
@@ -201,6 +203,7 @@ _HOMES = {
     "jzero.step.train_step": ("make_eval_step", "make_train_step", "value_and_grad"),
     "jzero.analysis.analyze": ("analyze",),
     "jzero.analysis.candidates": ("Fit",),
+    "jzero.analysis.fill": ("fill_memory",),
     "jzero.analysis.fit": ("fit",),
     "jzero.analysis.report": ("AnalysisReport",),
     "jzero.analysis.step_memory": ("StepMemory", "estimate_step_memory"),

@@ -28,8 +28,8 @@ NAMES = sorted(
     EquivalenceReport ExportReport Fit JsonLines Keep LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample
     PlanViolation Precision Quantization RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZenFlow
     ZeroConfig ZeroOptState ZeroPlan abstract_train_state
-    analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fit
-    gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
+    analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fill_memory
+    fit gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
     make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
     plan_train_state release_disk reload_train_state restore_checkpoint save_checkpoint set_full_opt_state
     set_full_param shard_train_state unshard_train_state update_params value_and_grad
@@ -159,9 +159,10 @@ def assert_keywords_after_the_second(parameters, name):
 
 
 # DeepSpeed's own arguments may be given by position, as there; the batches of `check_equivalence` say what they are;
-# `analyze` takes what the function that it analyzes takes.
+# `analyze` takes what the function that it analyzes takes, `fill_memory` what the step does.
 @pytest.mark.parametrize(
-    "name", [name for name in FUNCTIONS if not name.startswith(("estimate_", "check_equivalence", "analyze", "fit"))]
+    "name",
+    [name for name in FUNCTIONS if not name.startswith(("estimate_", "check_equivalence", "analyze", "fit", "fill"))],
 )
 def test_functions_take_keywords_only_after_the_second_argument(name):
     assert_keywords_after_the_second(inspect.signature(getattr(jzero, name)).parameters.values(), name)

@@ -261,7 +261,9 @@ def test_one_function_per_block_however_often_it_is_called():
 
 @pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad])
 def test_remat_is_checked(make):
-    with pytest.raises(ValueError, match="must be None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`: got 'all'"):
+    with pytest.raises(
+        ValueError, match="must be None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`: got 'all'"
+    ):
         make(mlp_loss, remat="all")
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jzero._text import format_rows
 from jzero.analysis.step_memory import StepMemory
+from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
@@ -263,6 +264,10 @@ def _milliseconds(seconds: float) -> str:
 
 def _recomputation(remat: Any) -> Recomputation:
     """Returns the names of an option `remat`; one without a name says itself what it is."""
+    if isinstance(remat, Keep):
+        params = "all parameters" if remat.params == "all" else f"{len(remat.params)} parameters" * bool(remat.params)
+        kept = f"keeps {' and '.join(filter(None, [params, f'{remat.blocks} blocks' * bool(remat.blocks)]))}"
+        return Recomputation(remat, kept, kept)
     return next((x for x in RECOMPUTED if x.remat == remat), Recomputation(remat, str(remat), str(remat)))
 
 

@@ -6,14 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jzero.analysis.candidates import NEAR, Candidate
-from jzero.analysis.hlo import parse_hlo
-from jzero.analysis.schedule import simulate
+from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
-from jzero.analysis.stages import stages_of
-from jzero.analysis.topologies import topology_options
 from jzero.plan.mesh import platform_of
 
 __all__ = ["compiled", "confirm"]
@@ -77,16 +72,13 @@ def compiled(search: Search, x: Candidate) -> Candidate:
     assert search.devices is not None
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
-    options = (None if search.topology is None else topology_options(search.topology)) or None
-    platform = platform_of(search.devices[0])
-    try:
-        stages = stages_of(step, (placed, search.batch), {"rng": search.rng}, platform, lambda x: x.compile(options))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+    found = compile_step(
+        step,
+        (placed, search.batch, search.rng),
+        platform=platform_of(search.devices[0]),
+        topology=search.topology,
+        machine=search.hardware,
+    )
+    if found is None:
         return dataclasses.replace(x, refused=True)
-    seconds = None
-    if search.hardware is not None:
-        timeline, _ = simulate(parse_hlo(stages[0].compiled.as_text()), search.hardware)
-        seconds = timeline.seconds
-    return dataclasses.replace(x, compiled_peak=max(stage.peak for stage in stages), compiled_seconds=seconds)
+    return dataclasses.replace(x, compiled_peak=found.peak, compiled_seconds=found.seconds)

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.analysis.analyze import this_machine
 from jzero.analysis.candidates import CHOSEN, NEAR, RECOMPUTED, Candidate, Fit, choose, judge
 from jzero.analysis.confirm import confirm as confirmed
-from jzero.analysis.machines import Machine, machine
+from jzero.analysis.fill import Filling
+from jzero.analysis.limits import USABLE, hardware_of, limit_of
 from jzero.analysis.node_memory import NodeMemory
+from jzero.analysis.relocation import plan_of_argument
 from jzero.analysis.search import Search, Stage
 from jzero.analysis.step_memory import gathers_more
-from jzero.analysis.topologies import topology_devices
 from jzero.config.offload import Offload
 from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
@@ -28,14 +28,11 @@ from jzero.state.train_state import adapt
 __all__ = ["fit"]
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-USABLE = 0.9
-"""Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 CLOSE = (
     "What was chosen is reckoned to take {share:.0%} of the limit, and what is reckoned can be 10 % low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
 )
 HOST = "The state takes {num_bytes} of each node's memory, pinned: pass `host_bytes` to refuse what is too much."
-RECKONED = "Nothing was compiled: the figures are reckoned."
 FRACTION = (
     f"jax takes 75 % of a GPU's memory unless told otherwise: to train with {USABLE:.0%} of it, set "
     f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}."
@@ -74,7 +71,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     numbers: a note tells what `Quantization` would save.
 
     Then it compiles candidates, the fastest first, until three fit, and those the estimate may wrongly leave out. Of
-    these the fastest by the compiled schedule is chosen. On devices whose rates are not known, the cheapest is the one
+    these the fastest by the compiled schedule is chosen. What memory it leaves is spent as by `fill_memory`: then
+    `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one
     that sends least, then the one that computes least; only the choice is compiled.
 
     Args:
@@ -124,8 +122,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
     check("confirm", confirm, FLAG)
     check("offload", offload, FLAG)
-    hardware, devices, notes = _hardware(topology, confirm=confirm)
-    limit = _limit(hbm_bytes, hardware, devices)
+    hardware, devices, notes = hardware_of(topology, confirm=confirm)
+    limit = limit_of(hbm_bytes, topology, hardware)
     if hbm_bytes is None and hardware is not None and hardware.kind == "gpu":
         notes.append(FRACTION)
     state = make_state
@@ -164,11 +162,32 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     if compiles:
         tried = confirmed(search, tried)
     chosen = choose(tried, limit, confirmed=compiles)
+    if chosen is not None and (filled := _filled(search, chosen, compiles=compiles)) is not None:
+        tried, chosen = [filled, *tried], filled
     name = hardware.name if hardware is not None else f"{search.num_devices} {jax.devices()[0].device_kind} devices"
     notes += [] if chosen is None else _notes_on(search, chosen)
     found = tuple(judge(tried, chosen, limit))
     chosen = next((x for x in found if x.verdict == CHOSEN), None)
     return Fit(name, limit, found, chosen, tuple(notes), _workload(search.state, batch))
+
+
+def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None:
+    """Returns a candidate that keeps between its passes what still fits; `None` if nothing, or if it is no faster."""
+    if x.config.offload.params != "none":
+        return None
+    placed = search.placed(x.config, x.mesh_shape.get(str(x.config.replica_axis), 1))
+    step, plan = search.step(x.accumulate_steps, x.remat), plan_of_argument(placed)
+    assert plan is not None
+    arguments = (placed, search.batch, search.rng)
+    filling = Filling(step=step, arguments=arguments, plan=plan, machine=search.hardware, topology=search.topology)
+    number = filling.confirmed(search.limit) if compiles else filling.longest(NEAR * search.limit)
+    if not number:
+        return None
+    found = filling.compiled.get(number)
+    peak, seconds = (None, None) if found is None else found
+    remat, memory = filling.step_keeping(number).remat, filling.reckoned(number)
+    filled = dataclasses.replace(x, remat=remat, memory=memory, compiled_peak=peak, compiled_seconds=seconds)
+    return filled if filled.best_cost() <= x.best_cost() else None
 
 
 def _notes_on(search: Search, chosen: Candidate) -> list[str]:
@@ -218,28 +237,3 @@ def _allowed(stages: Sequence[Stage], config: ZeroConfig | None) -> tuple[Stage,
     if not found:
         raise ValueError(f"`config` excludes all of `stages`, {tuple(stages)}: {excluded}")
     return tuple(found)
-
-
-def _hardware(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
-    """Returns the facts about a machine, its devices if its compiler is installed, and notes."""
-    if topology is None:
-        devices = jax.devices()
-        return this_machine(devices), devices, [] if confirm else [RECKONED]
-    hardware = machine(topology)
-    if not confirm:
-        return hardware, None, [RECKONED]
-    try:
-        return hardware, topology_devices(topology), []
-    except ImportError as error:
-        return hardware, None, [f"{RECKONED} {error}"]
-
-
-def _limit(hbm_bytes: float | None, hardware: Machine | None, devices: list[jax.Device] | None) -> int:
-    if hbm_bytes is not None:
-        return int(hbm_bytes)
-    if hardware is not None:
-        return int(USABLE * hardware.hbm_bytes)
-    stats = devices[0].memory_stats() if devices else None
-    if not stats or "bytes_limit" not in stats:
-        raise ValueError("The memory of these devices is not known: pass `hbm_bytes=`, or a `topology`.")
-    return int(stats["bytes_limit"])

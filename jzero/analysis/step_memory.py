@@ -28,7 +28,15 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
-__all__ = ["ActivationRow", "StepMemory", "activation_lines", "estimate_step_memory", "gathers_more", "memory_of_trace"]
+__all__ = [
+    "ActivationRow",
+    "StepMemory",
+    "activation_lines",
+    "estimate_step_memory",
+    "gathers_more",
+    "is_gpu",
+    "memory_of_trace",
+]
 
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""
@@ -223,7 +231,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
     traced, arguments = step.trace(state, batch, rng=rng), step.abstract_arguments(state, batch, rng=rng)
     return memory_of_trace(
-        traced, arguments, plan, hardware, gpu=_is_gpu(plan, hardware), micro_batches=step.micro.steps
+        traced, arguments, plan, hardware, gpu=is_gpu(plan, hardware), micro_batches=step.micro.steps
     )
 
 
@@ -298,7 +306,8 @@ def _num_parts(aval: Any, sharding: Any) -> int:
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
 
 
-def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
+def is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
+    """Whether XLA compiles for GPUs."""
     if hardware is not None:
         return hardware.kind == "gpu"
     return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

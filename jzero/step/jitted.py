@@ -8,7 +8,7 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -137,6 +137,16 @@ class Step:
                 "compiler_options": compiler_options,
             },
         )
+        self._options: dict[str, Any] = {
+            "has_aux": has_aux,
+            "mutable": mutable,
+            "merge": merge,
+            "micro": micro,
+            "remat": remat,
+            "compiler_options": compiler_options,
+            "check_processes": check_processes,
+            "check_rows": check_rows,
+        }
         self._jits: dict[Any, Any] = {}
         self._expected = _Expected()
 
@@ -242,6 +252,10 @@ class Step:
         """Returns `(state, batch, rng)` as shapes with the shardings that a call gives them."""
         train_state = adapt_sharded(state).state
         return abstract_inputs(train_state.tx.plan, train_state, batch, rng)
+
+    def with_remat(self, remat: Remat | None) -> Self:
+        """Returns a new step that differs in `remat` alone."""
+        return type(self)(self.loss_fn, **{**self._options, "remat": remat})
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs."""

@@ -71,6 +71,7 @@ class TrainStep(Step):
         self._watch = OverflowWatch()
         self.clip_norm = check("clip_norm", clip_norm, optional(number("a number > 0", lambda x: x > 0)))
         self._agreement.settings["clip_norm"] = clip_norm
+        self._options["clip_norm"] = clip_norm
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""

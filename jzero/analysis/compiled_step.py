@@ -1,0 +1,56 @@
+"""Compiles a training step for its figures alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jzero.analysis.hlo import parse_hlo
+from jzero.analysis.machines import Machine
+from jzero.analysis.schedule import simulate
+from jzero.analysis.stages import stages_of
+from jzero.analysis.topologies import topology_options
+from jzero.step.train_step import TrainStep
+
+__all__ = ["CompiledStep", "compile_step"]
+
+
+class CompiledStep(NamedTuple):
+    """The compiler's figures of a step.
+
+    Attributes:
+      peak: The most bytes on one device.
+      seconds: The step by the compiled schedule; `None` if no rates are known.
+    """
+
+    peak: int
+    seconds: float | None
+
+
+def compile_step(
+    step: TrainStep, arguments: Sequence[Any], *, platform: str, topology: str | None, machine: Machine | None
+) -> CompiledStep | None:
+    """Returns the figures of a step; `None` if the compiler refuses it for want of memory, as that for TPUs does.
+
+    Args:
+      step: The step.
+      arguments: Its state, batch and key.
+      platform: The platform of the devices.
+      topology: The machine, if it is not this one.
+      machine: What is known about it.
+    """
+    *placed, rng = arguments
+    options = (None if topology is None else topology_options(topology)) or None
+    try:
+        stages = stages_of(step, placed, {"rng": rng}, platform, lambda x: x.compile(options))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    peak = max(stage.peak for stage in stages)
+    if machine is None:
+        return CompiledStep(peak, None)
+    timeline, _ = simulate(parse_hlo(stages[0].compiled.as_text()), machine)
+    return CompiledStep(peak, timeline.seconds)

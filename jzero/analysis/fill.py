@@ -1,0 +1,275 @@
+"""`fill_memory`: spends free memory on a faster step.
+
+[Note: What is kept first]
+What could stay between the passes is one ordered list, and the longest prefix that fits is kept:
+
+1. parameters that the default gathers more than twice, such as weights that the loss uses several times,
+2. all other parameters, the last used first,
+3. blocks, the last first.
+
+Parameters come first: a block that is kept but gathers its parameters again has nothing to hide these gathers behind
+(a mixture of experts on 8 H200: 5 of 8 blocks so took longer than none). Among blocks hardly anything but their number
+matters. Rows of stacks take part only where a step communicates for more than a quarter of the time that it computes:
+to keep them, loops write and read stacks. A plan, shapes and a limit decide, so all processes keep the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from jzero.analysis.compiled_step import CompiledStep, compile_step
+from jzero.analysis.limits import hardware_of, limit_of
+from jzero.analysis.machines import Machine
+from jzero.analysis.relocation import plan_of_argument, relaid
+from jzero.analysis.sent import Sent, sent
+from jzero.analysis.step_memory import StepMemory, is_gpu, memory_of_trace
+from jzero.arrays.processes import agree, are_several
+from jzero.config.keep import Keep
+from jzero.config.settings import FLAG, check, number, optional
+from jzero.plan.leaves import StateLeaf
+from jzero.plan.mesh import platform_of
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.table import format_bytes
+from jzero.step.train_step import TrainStep
+
+__all__ = ["Filling", "fill_memory"]
+
+NEAR = 0.9
+"""Share of the limit that a reckoned peak may take if nothing is compiled: it can be 10 % low."""
+BUSY_LINKS = 0.25
+"""Communication in parts of computation above which rows of stacks stay whole."""
+MANY_USES = 2.5
+"""Gathers per step above which a parameter comes first; a loop that gathers ahead makes two a little more."""
+MOST_COMPILED = 4
+"""Most programs to compile until one fits."""
+
+
+def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
+    step: TrainStep,
+    state: Any,
+    batch: Any,
+    *,
+    rng: Any = None,
+    hbm_bytes: float | None = None,
+    topology: str | None = None,
+    confirm: bool = True,
+) -> TrainStep:
+    """Returns a step that keeps what fits between its passes, instead of gathering and recomputing it.
+
+    By default stage 3 gathers parameters again for the backward pass, and recomputes cheap activations, whatever memory
+    is free. This chooses a `Keep` by [Note: What is kept first]. If `step` has an option `remat` other than "cheap",
+    that stays, and only parameters are kept.
+
+    Args:
+      step: From `make_train_step`. It does not change.
+      state: Its state, concrete or abstract.
+      batch: The global batch, concrete or abstract.
+      rng: The step's `rng`, if it takes one.
+      hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory, and no more than jax may
+        take of it.
+      topology: A machine such as `"h200:8"`; by default the devices of the state.
+      confirm: Whether to compile the choice, others if its memory is not as reckoned, the step as it is, and the one
+        that keeps parameters alone; the fastest by its compiled schedule is returned. Without it, or without the
+        compiler of `topology`, the choice is the most that is reckoned to take at most 90 % of the limit.
+
+    Returns:
+      A step that differs in `remat`. If nothing more fits, or nothing could be kept, `step` itself.
+
+    Raises:
+      TypeError: `step` is not a training step of jzero, or the state is not sharded.
+      ValueError: The machine or its memory is unknown, the step cannot keep anything (`remat="offload"`, parameters on
+        the host or on disk), or processes have different limits.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(jnp.tanh(batch @ params["w"]) @ params["w"]).mean()
+      >>> step = jzero.make_train_step(loss_fn)
+      >>> step = jzero.fill_memory(step, state, jnp.ones((64, 512)), topology="h200:8", confirm=False)
+      >>> step.remat
+      Keep(params='all', blocks=0, remat='cheap')
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
+    check("confirm", confirm, FLAG)
+    check("hbm_bytes", hbm_bytes, optional(number("a number of bytes >= 1", lambda x: 1 <= x < math.inf)))
+    hardware, devices, notes = hardware_of(topology, confirm=confirm)
+    for note in notes if confirm else ():
+        warnings.warn(note, stacklevel=2)
+    limit = limit_of(hbm_bytes, topology, hardware)
+    if step.remat == "offload":
+        raise ValueError("With `remat='offload'` activations wait on the host for want of memory: leave `remat` out.")
+    if topology is not None:
+        state = relaid(state, devices=hardware.num_devices if devices is None and hardware is not None else devices)
+    plan = plan_of_argument(state)
+    if plan is None:
+        raise TypeError("The state is not sharded by jzero: pass what `shard_train_state` returned.")
+    if are_several(plan.mesh):
+        said = {"the memory that a step may take": f"{limit} bytes"}
+        agree("fill_memory", plan.mesh, lambda: None, lambda _: said)
+    filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
+    if (excess := filling.reckoned(0).peak - limit) > 0:
+        warnings.warn(
+            f"Nothing is kept: the step as it is takes {format_bytes(limit + excess)} per device (reckoned), "
+            f"{format_bytes(excess)} more than there are. `jzero.fit` finds a layout that fits.",
+            stacklevel=2,
+        )
+        return step
+    chosen = filling.confirmed(limit) if confirm and devices is not None else filling.longest(NEAR * limit)
+    return filling.step_keeping(chosen) if chosen else step
+
+
+@dataclasses.dataclass(kw_only=True)
+class Filling:
+    """The list of [Note: What is kept first], and what the step takes that keeps a prefix of it.
+
+    Attributes:
+      step: The step that keeps nothing.
+      arguments: Its state, batch and key.
+      plan: The plan of the state.
+      machine: What is known about the machine.
+      topology: Its name, if it is not this one.
+      paths: Parameters, in the order of the list.
+      num_blocks: The number of blocks after them.
+      is_all: Whether no parameter that is gathered again is left out.
+      compiled: The figures of the steps that were compiled, by the length of the prefix; `None`: refused.
+    """
+
+    step: TrainStep
+    arguments: tuple[Any, Any, Any]
+    plan: ZeroPlan
+    machine: Machine | None
+    topology: str | None
+    paths: list[str] = dataclasses.field(init=False)
+    num_blocks: int = dataclasses.field(init=False)
+    is_all: bool = dataclasses.field(init=False)
+    compiled: dict[int, CompiledStep | None] = dataclasses.field(default_factory=dict, init=False)
+    _known: dict[int, StepMemory] = dataclasses.field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        state, batch, rng = self.arguments
+        traced = self.step.trace(state, batch, rng=rng)
+        self._known[0] = self._reckon(self.step, traced)
+        again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._known[0].time
+        has_busy_links = time is not None and time.communication > BUSY_LINKS * time.compute
+        self.paths = [path for path, is_row in again if has_busy_links or not is_row]
+        self.is_all = len(self.paths) == len(again)
+        recomputes = self.step.recomputation(state, batch, rng=rng) == "cheap"
+        kept = self.step.with_remat(Keep()).plan(state, batch, rng=rng).kept if recomputes else None
+        self.num_blocks = 0 if kept is None else kept.of_blocks
+
+    def step_keeping(self, number: int) -> TrainStep:
+        """Returns the step that keeps the first `number` of the list."""
+        params, remat = self.paths[:number], self.step.remat
+        assert remat != "offload"
+        is_all = self.is_all and number >= len(self.paths)
+        return self.step.with_remat(
+            Keep(
+                params="all" if is_all else tuple(map(re.escape, params)),
+                blocks=max(0, number - len(self.paths)),
+                remat="cheap" if remat is None else remat.remat if isinstance(remat, Keep) else remat,
+            )
+        )
+
+    def reckoned(self, number: int) -> StepMemory:
+        """Returns the reckoned memory of that step."""
+        if number not in self._known:
+            step, (state, batch, rng) = self.step_keeping(number), self.arguments
+            self._known[number] = self._reckon(step, step.trace(state, batch, rng=rng))
+        return self._known[number]
+
+    def longest(self, limit: float) -> int:
+        """Returns the length of the longest prefix whose reckoned peak is within a limit; 0 if there is none.
+
+        Peaks are nearly linear in the bytes of parameters and in the number of blocks, so interpolation finds it.
+        """
+        low, high = 0, len(self.paths) + self.num_blocks
+        for end in (high, len(self.paths)):
+            if not end or self.reckoned(end).peak <= limit:
+                low = end
+                break
+            high = end
+        for turn in itertools.count():
+            if high - low <= 1:
+                return low
+            a, b = self.reckoned(low).peak, self.reckoned(high).peak
+            share = 0.5 if turn % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
+            middle = min(max(self._at(low, high, share), low + 1), high - 1)
+            if self.reckoned(middle).peak <= limit:
+                low = middle
+            else:
+                high = middle
+        raise AssertionError
+
+    def _at(self, low: int, high: int, share: float) -> int:
+        """Returns the prefix between two that adds a share of what lies between them."""
+        if low >= len(self.paths):
+            return low + int(share * (high - low))
+        sizes = {x.path: x.size for x in _params(self.plan)}
+        sums = list(itertools.accumulate(sizes[path] for path in self.paths[low:high]))
+        return low + bisect.bisect_right(sums, share * sums[-1])
+
+    def confirmed(self, limit: int) -> int:
+        """Returns the length of the prefix whose compiled schedule takes least time, of those that fit.
+
+        It compiles the longest that fits, as far as a few compilations tell. Where rates are known, it also compiles
+        the step as it is and the one that keeps parameters alone: what is kept is written and read, and that can take
+        longer than to compute it again.
+        """
+        longest, fails = 0, len(self.paths) + self.num_blocks + 1
+        number = self.longest(limit)
+        while number > longest and len(self.compiled) < MOST_COMPILED:
+            found = self.compiled[number] = self._compile(number)
+            reckoned = self.reckoned(number).peak
+            if found is None:
+                fails, number = number, self.longest(NEAR * reckoned)
+                continue
+            fits = found.peak <= limit
+            longest, fails = (number, fails) if fits else (longest, number)
+            # The next may be off by as much, or in the same ratio: where there is room, the bolder guess is compiled.
+            guesses = self.longest(limit - (found.peak - reckoned)), self.longest(limit * reckoned / found.peak)
+            number = min(max(guesses) if fits else min(guesses), fails - 1)
+        if longest == 0 or self.machine is None:
+            return longest
+        for number in {0, min(len(self.paths), longest)} - {*self.compiled}:
+            self.compiled[number] = self._compile(number)
+        known = {n: x for n, x in self.compiled.items() if x is not None and (x.peak <= limit or n == 0)}
+        return min(known, key=lambda n: (known[n].seconds or 0.0, n))
+
+    def _compile(self, number: int) -> CompiledStep | None:
+        return compile_step(
+            self.step_keeping(number) if number else self.step,
+            self.arguments,
+            platform=platform_of(self.plan.mesh.devices.flat[0]),
+            topology=self.topology,
+            machine=self.machine,
+        )
+
+    def _reckon(self, step: TrainStep, traced: Any) -> StepMemory:
+        state, batch, rng = self.arguments
+        arguments = step.abstract_arguments(state, batch, rng=rng)
+        gpu = is_gpu(self.plan, self.machine)
+        return memory_of_trace(traced, arguments, self.plan, self.machine, gpu=gpu, micro_batches=step.micro.steps)
+
+
+def _gathered_again(moved: Iterable[Sent], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:
+    """Returns the parameters that a step gathers more than once, first what stays first, and whether by rows."""
+    shapes = {x.path: x.shape for x in _params(plan)}
+    times, rows = collections.Counter[str](), dict[str, bool]()
+    for x in moved:
+        if x.gathers and x.path in shapes:
+            rows.setdefault(x.path, len(x.cut.shape) < len(shapes[x.path]))
+            times[x.path] += x.times * math.prod(x.cut.shape)
+    uses = {path: n / (micro_batches * math.prod(shapes[path])) for path, n in times.items()}
+    last_first = [path for path in reversed(rows) if uses[path] > 1]  # in the order of their first gathers
+    return [(path, rows[path]) for path in sorted(last_first, key=lambda path: uses[path] <= MANY_USES)]
+
+
+def _params(plan: ZeroPlan) -> list[StateLeaf]:
+    return [*(leaf.param for leaf in plan.leaves), *(x for x in plan.other_leaves if x.is_param)]

@@ -1,0 +1,45 @@
+"""The machine that a question is about, and what a step may take of its memory."""
+
+from __future__ import annotations
+
+import jax
+
+from jzero.analysis.analyze import this_machine
+from jzero.analysis.machines import Machine, machine
+from jzero.analysis.topologies import topology_devices
+
+__all__ = ["RECKONED", "USABLE", "hardware_of", "limit_of"]
+
+USABLE = 0.9
+"""Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
+RECKONED = "Nothing was compiled: the figures are reckoned."
+
+
+def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
+    """Returns the facts about a machine, its devices if its compiler is installed, and notes."""
+    if topology is None:
+        devices = jax.devices()
+        return this_machine(devices), devices, [] if confirm else [RECKONED]
+    hardware = machine(topology)
+    if not confirm:
+        return hardware, None, [RECKONED]
+    try:
+        return hardware, topology_devices(topology), []
+    except ImportError as error:
+        return hardware, None, [f"{RECKONED} {error}"]
+
+
+def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | None) -> int:
+    """Returns the most bytes of a step on one device: given, or a share of its memory, and no more than jax may take.
+
+    Raises:
+      ValueError: The memory of the devices is not known.
+    """
+    if hbm_bytes is not None:
+        return int(hbm_bytes)
+    found = [] if hardware is None else [int(USABLE * hardware.hbm_bytes)]
+    stats = None if topology is not None else jax.local_devices()[0].memory_stats()
+    found += [int(stats["bytes_limit"])] if stats and "bytes_limit" in stats else []
+    if not found:
+        raise ValueError("The memory of these devices is not known: pass `hbm_bytes=`, or a `topology`.")
+    return min(found)

@@ -1,0 +1,207 @@
+"""`fill_memory`: what is kept first, how much of it fits, and what is left as it is."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.analysis import fill
+from jzero.analysis.compiled_step import CompiledStep
+from jzero.analysis.fill import Filling, _gathered_again
+from jzero.analysis.machines import machine
+from jzero.analysis.sent import sent
+from tests.test_keep import LAYERS, loss_fn, make_params, scan_loss, stacked_params
+
+ROWS = 1024
+
+
+def make_state(params=None, **fields):
+    state = jzero.TrainState.create(params=make_params() if params is None else params, tx=optax.sgd(1.0))
+    return jzero.shard_train_state(state, config=jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **fields}))
+
+
+def make_batch(rows=ROWS):
+    return np.random.default_rng(1).normal(size=(rows, 23)).astype(np.float32)
+
+
+def filled(hbm_bytes, *, loss=loss_fn, state=None, confirm=False, topology="h200:8", batch=None, **options):
+    state, batch = make_state() if state is None else state, make_batch() if batch is None else batch
+    step = jzero.make_train_step(loss, **options)
+    return step, jzero.fill_memory(step, state, batch, hbm_bytes=hbm_bytes, topology=topology, confirm=confirm)
+
+
+def reckoned(step, batch=None):
+    return jzero.estimate_step_memory(
+        step, make_state(), make_batch() if batch is None else batch, topology="h200:8"
+    ).peak
+
+
+def test_everything_is_kept_where_memory_is_free():
+    step, full = filled(None)
+    assert full.remat == jzero.Keep(params="all", blocks=LAYERS)
+    assert step.remat is None
+
+
+def test_the_longest_prefix_that_fits_is_kept():
+    """Between what the default takes and what everything takes, each limit gets the most blocks that it holds."""
+    peaks = [
+        reckoned(jzero.make_train_step(loss_fn, remat=jzero.Keep(params="all", blocks=k))) for k in range(LAYERS + 1)
+    ]
+    assert peaks == sorted(peaks)
+    for k, peak in enumerate(peaks):
+        _, found = filled((peak + 16) / 0.9)  # without a compiler, at most 0.9 of the limit is taken
+        best = max(i for i, x in enumerate(peaks) if x <= peak + 16)
+        assert found.remat == jzero.Keep(params="all", blocks=best), k
+
+
+def test_parameters_come_before_blocks_and_the_last_used_first():
+    batch = make_batch(64)  # parameters are larger than activations here
+    default, all_params = (
+        reckoned(jzero.make_train_step(loss_fn, remat=x), batch) for x in (None, jzero.Keep(params="all"))
+    )
+    _, found = filled((default + (all_params - default) // 2) / 0.9, batch=batch)
+    kept = found.remat
+    assert kept.blocks == 0
+    assert kept.keeps(f"blocks/{LAYERS - 1}/down")
+    assert not kept.keeps("blocks/0/up")
+    held = [kept.keeps(f"blocks/{i}/{name}") for i in range(LAYERS) for name in ("up", "down")]
+    assert held == sorted(held)  # a suffix of the order of use
+
+
+def test_weights_that_are_used_many_times_come_first():
+    """The middle layer runs three times in each pass."""
+
+    def loss(params, batch):
+        x = jnp.tanh(batch @ params["first"])
+        for _ in range(3):
+            x = jnp.tanh(x @ params["shared"])
+        return jnp.square(jnp.tanh(x @ params["last"])).mean()
+
+    draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    params = {"first": draw(23, 256), "shared": draw(256, 256), "last": draw(256, 248)}
+    state, batch, step = make_state(params), make_batch(8), jzero.make_train_step(loss)
+    order = _gathered_again(sent(step.trace(state, batch).jaxpr), jzero.plan_of(state), 1)
+    assert [path for path, _ in order] == ["shared", "last"]  # the first is not needed again
+
+
+@pytest.mark.parametrize("error", [0.9, 1.0, 1.1, 1.3, None])
+def test_the_compiler_has_the_last_word(monkeypatch, error):
+    """Whatever the compiler says of a program in place of what is reckoned, the choice is the longest that fits.
+
+    A refusal does not say by how much, so there the choice only fits.
+    """
+    asked = []
+
+    def compiled(filling, number):
+        asked.append(number)
+        if error is None and number > len(filling.paths) + 3:
+            return None  # a compiler for TPUs refuses what does not fit
+        return CompiledStep(round((error or 1) * filling.reckoned(number).peak), seconds=1 / (1 + number))
+
+    monkeypatch.setattr(Filling, "_compile", compiled)
+    limit = (error or 1.2) * reckoned(jzero.make_train_step(loss_fn, remat=jzero.Keep(params="all", blocks=3))) + 100
+    monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
+    _, found = filled(limit, confirm=True)
+    assert len(asked) <= 4 + 2  # the step as it is, and parameters alone
+    assert found.remat.params == "all"
+    assert found.remat.blocks == 3 or (error is None and found.remat.blocks in (1, 2))
+
+
+@pytest.mark.parametrize("fastest", [0, 11, 16])  # nothing, all parameters, blocks as well
+def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
+    compiled = lambda filling, number: CompiledStep(filling.reckoned(number).peak, seconds=abs(number - fastest))
+    monkeypatch.setattr(Filling, "_compile", compiled)
+    monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
+    step, found = filled(None, confirm=True)
+    kept = {0: None, 11: jzero.Keep(params="all"), 16: jzero.Keep(params="all", blocks=LAYERS)}
+    assert found.remat == kept[fastest]
+    assert (found is step) == (fastest == 0)
+
+
+@pytest.mark.compilers
+def test_the_choice_fits_by_the_compiler_for_gpus():
+    state, batch = make_state(), jax.ShapeDtypeStruct((1 << 16, 23), jnp.float32)
+    peak = lambda step: jzero.analyze(step, state, batch, topology="h200:8").memory.peak
+    step = jzero.make_train_step(loss_fn)
+    low, high = peak(step), peak(step.with_remat(jzero.Keep(params="all", blocks=LAYERS)))
+    found = jzero.fill_memory(step, state, batch, hbm_bytes=(low + high) / 2, topology="h200:8")
+    assert low < peak(found) <= (low + high) / 2
+    assert 1 < found.remat.blocks < LAYERS
+
+
+def test_a_step_that_takes_too_much_stays_as_it_is():
+    with pytest.warns(
+        UserWarning, match=r"Nothing is kept: the step as it is takes .* per device \(reckoned\).*jzero.fit"
+    ):
+        step, found = filled(1000)
+    assert found is step
+
+
+def test_rows_of_stacks_stay_partitioned_where_links_have_time():
+    """In a large batch each layer computes for longer than it communicates; in a small one it does not."""
+    state = make_state(stacked_params())
+    step, found = filled(None, loss=scan_loss, state=state, batch=jax.ShapeDtypeStruct((1 << 22, 23), jnp.float32))
+    assert found.remat == jzero.Keep(params=("embed",))
+    assert step.remat is None
+    _, found = filled(None, loss=scan_loss, state=state, batch=make_batch(8))
+    assert found.remat == jzero.Keep(params="all")
+
+
+@pytest.mark.parametrize("remat", ["as_written", False])
+def test_a_given_remat_stays(remat):
+    _, found = filled(None, remat=remat)
+    assert found.remat == jzero.Keep(params="all", remat=remat)
+
+
+def test_a_step_can_be_filled_again():
+    _, once = filled(None)
+    twice = jzero.fill_memory(once, make_state(), make_batch(), topology="h200:8", confirm=False)
+    assert twice.remat.params == "all"
+
+
+@pytest.mark.parametrize("fields", [{"stage": 2}, {"reshard_after_forward": False}])
+def test_there_is_nothing_to_keep_where_nothing_is_made_again(fields):
+    step, found = filled(None, state=make_state(**fields))
+    assert found is step
+
+
+def test_numbers_stay():
+    step, full = filled(None, clip_norm=0.1, accumulate_steps=2)
+    batch = make_batch(64)
+    results = [fn(make_state(), batch) for fn in (step, full)]
+    (new, metrics), (new_full, metrics_full) = results
+    assert metrics["loss"] == metrics_full["loss"]
+    a, b = (jzero.gather_params(x) for x in (new, new_full))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+
+
+def test_impossible_arguments_are_refused():
+    state, batch, step = make_state(), make_batch(), jzero.make_train_step(loss_fn)
+    with pytest.raises(ValueError, match=r"memory of these devices is not known: pass `hbm_bytes=`"):
+        jzero.fill_memory(step, state, batch)
+    with pytest.raises(ValueError, match=r"`hbm_bytes` must be None or a number of bytes >= 1: got 0"):
+        jzero.fill_memory(step, state, batch, hbm_bytes=0)
+    with pytest.raises(TypeError, match="what `make_train_step` returned: got function"):
+        jzero.fill_memory(loss_fn, state, batch)
+    with pytest.raises(TypeError, match="not sharded by jzero"):
+        jzero.fill_memory(step, jzero.unshard_train_state(state), batch, hbm_bytes=1e9, confirm=False)
+    with pytest.raises(ValueError, match="With `remat='offload'`"):
+        filled(None, remat="offload")
+    with pytest.raises(ValueError, match=r"Offload\(params='host'\)"):
+        filled(None, state=make_state(offload=jzero.Offload(params="host")))
+
+
+def test_fit_fills_what_it_chooses():
+    plain = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
+    choice = jzero.fit(plain, loss_fn, make_batch(), topology="h200:8", stages=(3,), remat=("cheap",), confirm=False)
+    assert choice.remat.blocks == LAYERS
+    assert "keeps all parameters and 5 blocks" in str(choice)
+    assert choice.chosen.memory.peak <= choice.limit
+    assert choice.chosen.memory.sent_bytes < choice.tried[1].memory.sent_bytes
+    json.loads(choice.to_json())
