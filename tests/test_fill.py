@@ -199,7 +199,8 @@ def test_impossible_arguments_are_refused():
 
 def test_fit_fills_what_it_chooses():
     plain = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
-    choice = jzero.fit(plain, loss_fn, make_batch(), topology="h200:8", stages=(3,), remat=("cheap",), confirm=False)
+    options = {"topology": "h200:8", "stages": (3,), "remat": ("cheap",), "confirm": False}
+    choice = jzero.fit(plain, loss_fn, make_batch(), config=jzero.ZeroConfig(persistence_threshold=0), **options)
     assert choice.remat.blocks == LAYERS
     assert "keeps all parameters and 5 blocks" in str(choice)
     assert choice.chosen.memory.peak <= choice.limit

@@ -168,7 +168,7 @@ class Filling:
         """Returns the step that keeps the first `number` of the list."""
         params, remat = self.paths[:number], self.step.remat
         assert remat != "offload"
-        is_all = self.is_all and number >= len(self.paths)
+        is_all = self.is_all and 0 < len(self.paths) <= number
         return self.step.with_remat(
             Keep(
                 params="all" if is_all else tuple(map(re.escape, params)),
