@@ -329,6 +329,32 @@ def test_loops_on_gpus_gather_ahead_what_is_used_first(platform, options, ahead,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), grads, want)
 
 
+def scans_of(jaxpr):
+    """Yields the scans of a program."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for inner in _compat.contained_jaxprs(eqn):
+            yield from scans_of(inner)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_rows_that_stay_are_written_when_their_turn_is_done(platform, monkeypatch):
+    """The compiler for GPUs would write them as early as it can, and gather them for that, before their use."""
+    on(platform, monkeypatch)
+    params = {"first": jnp.ones((5, 32, 32)), "up": jnp.ones((5, 32, 64)), "down": jnp.ones((5, 64, 32))}
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, reshard_after_forward=False)
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), config=config)
+    forward = next(scans_of(jax.make_jaxpr(jzero.value_and_grad(three_products))(state, np.ones((16, 32), np.float32))))
+    body, _ = _compat.open_jaxpr(forward.params["jaxpr"])
+    shapes = {x.shape[1:] for x in params.values()}
+    rows = [v for v in body.outvars[_compat.scan_groups(forward)[1] :] if v.aval.shape in shapes]
+    last = max(i for i, eqn in enumerate(body.eqns) if eqn.primitive.name == "dot_general")
+    waiting = {v for eqn in body.eqns[last:] if eqn.primitive.name == "zero_wait" for v in eqn.outvars}
+    assert len(rows) == 3
+    assert [v in waiting for v in rows] == [platform == "gpu"] * 3
+
+
 def num_elements(state):
     return sum(leaf.param.size for leaf in jzero.plan_of(state).leaves)
 
