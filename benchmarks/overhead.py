@@ -3,8 +3,9 @@ benchmarks.overhead`.
 
 * Tracing and lowering: seconds of `step.lower(state, batch)`, of jzero at each stage and of replicated `jax.jit`, in
   turns, nothing cached; and the size of the lowered and of the compiled program.
-* Dispatch: seconds per call of a step that does next to nothing, as long as it is not the devices that are waited for;
-  beside plain `jax.jit` the same program called by `jax.jit(step)`, which leaves out what a step checks before a call.
+* Dispatch: CPU time of the calling thread per call of a step that does next to nothing, beside the same program called
+  by `jax.jit(step)`, which leaves out what a step checks before a call; with 302 and 1001 arrays in the state, and with a
+  batch on the mesh, in NumPy arrays, and in arrays of one device.
 * One device: the compiled program of jzero at stage 3 beside that of plain `jax.jit`.
 """
 
@@ -71,51 +72,45 @@ def lowering(mesh: jax.sharding.Mesh, model: GPT, repeats: int) -> None:
 
 def dispatch(mesh: jax.sharding.Mesh, repeats: int) -> None:
     """Prints what it takes to call a step of a state with many leaves, whose arithmetic is next to nothing."""
-    params = {f"w{i}": np.ones((64, 8), np.float32) for i in range(100)}
-    tx = optax.adamw(1e-3)
-    loss_fn = lambda params, batch: sum(jnp.sum(x[0] * batch.mean()) for x in jax.tree.leaves(params))
-    plain = jax.device_get(jzero.TrainState.create(params=params, tx=tx))
-    batch = jax.device_put(np.ones((mesh.size, 8), np.float32), NamedSharding(mesh, PartitionSpec(AXIS)))
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def plain_step(state: Any, batch: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    print(f"\n{mesh.size} devices, a state of {len(jax.tree.leaves(plain))} small leaves\n")
-    print(
-        "| | call, ms | with the wait, ms | more than the same in `jax.jit`, ms | of that call |\n|---|---|---|---|---|"
-    )
-    calls, waits, _ = _calls([jax.jit(plain_step, donate_argnums=0)], jax.device_put(plain, whole), batch, repeats)
-    print(f"| jax.jit | {calls[0]:.2f} | {waits[0]:.2f} | | |")
-    for stage in (1, 3):
-        state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0), mesh=mesh)
-        step = jzero.make_train_step(loss_fn)
+    loss_fn = lambda params, batch: sum(jnp.sum(x[0] * batch["x"].mean()) for x in jax.tree.leaves(params))
+    host = {"x": np.ones((mesh.size, 8), np.float32), "y": np.ones((mesh.size,), np.int32)}
+    batches = {
+        "on the mesh": jax.device_put(host, NamedSharding(mesh, PartitionSpec(AXIS))),
+        "NumPy": host,
+        "on one device": jax.tree.map(jnp.asarray, host),
+    }
+    print(f"\n{mesh.size} devices, stage 3\n")
+    print("| leaves | batch | `jax.jit(step)`, ms | step, ms | more, ms | of that call |\n|---|---|---|---|---|---|")
+    for num_params in (100, 333):
+        params = {f"w{i}": np.ones((64, 8), np.float32) for i in range(num_params)}
+        plain = jax.device_get(jzero.TrainState.create(params=params, tx=optax.adamw(1e-3)))
+        state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0), mesh=mesh)
+        step = jzero.make_train_step(loss_fn, check_rows=False)
         in_jit = jax.jit(step, donate_argnums=0)  # nothing looks at the state before each call
-        calls, waits, (more,) = _calls([in_jit, step], state, batch, repeats)
-        print(f"| jzero, stage {stage} | {calls[1]:.2f} | {waits[1]:.2f} | {more:+.2f} | {more / calls[0]:+.1%} |")
+        for name, batch in batches.items():
+            (jitted, ours), more, state = _calls([in_jit, step], state, batch, repeats)
+            num_leaves = len(jax.tree.leaves(state))
+            print(f"| {num_leaves} | {name} | {jitted:.2f} | {ours:.2f} | {more:+.2f} | {more / jitted:+.1%} |")
 
 
-def _calls(steps: list[Any], state: Any, batch: Any, repeats: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns, in ms, the median call of each step, that until it is done, and what each but the first takes more.
+def _calls(steps: list[Any], state: Any, batch: Any, repeats: int) -> tuple[list[float], float, Any]:
+    """Returns, in ms, the median call of two steps and what the second takes more; and the last state.
 
     They step the same state in turns, forwards and backwards, since what ran before is in the caches; two calls each,
     of which the second counts, as in a training loop.
     """
     calls: list[list[float]] = [[] for _ in steps]
-    waits: list[list[float]] = [[] for _ in steps]
     for i in range(repeats * 40):
         for j in sorted(range(len(steps)), reverse=bool(i % 2)):
             state, _ = jax.block_until_ready(steps[j](state, batch))
-            started = time.perf_counter()
+            started = time.thread_time()
             state, metrics = steps[j](state, batch)
-            called = time.perf_counter()
+            took = time.thread_time() - started
             jax.block_until_ready((state, metrics))
             if i >= repeats:
-                calls[j].append(1e3 * (called - started))
-                waits[j].append(1e3 * (time.perf_counter() - started))
-    more = [statistics.median(b - a for a, b in zip(calls[0], x, strict=True)) for x in calls[1:]]
-    return list(map(statistics.median, calls)), list(map(statistics.median, waits)), more
+                calls[j].append(1e3 * took)
+    more = statistics.median(b - a for a, b in zip(*calls, strict=True))
+    return list(map(statistics.median, calls)), more, state
 
 
 def main() -> None:
@@ -123,14 +118,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dispatch", action="store_true", help="measure only calls")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     mesh = jzero.make_mesh()
     size = SIZES["124M"]  # of a smaller one most parameters would be below the persistence threshold
     print(f"jax {jax.__version__}, {size}")
-    for scan, remat in itertools.product((True, False), (True, False)):
+    for scan, remat in () if options.dispatch else itertools.product((True, False), (True, False)):
         lowering(mesh, GPT(size, scan=scan, remat=remat), options.repeats)
-    lowering(jzero.make_mesh(devices=jax.devices()[:1]), GPT(size, scan=True, remat=True), options.repeats)
+    if not options.dispatch:
+        lowering(jzero.make_mesh(devices=jax.devices()[:1]), GPT(size, scan=True, remat=True), options.repeats)
     for devices in (jax.devices(), jax.devices()[:1]):
         dispatch(jzero.make_mesh(devices=devices), options.repeats)
 
