@@ -188,7 +188,7 @@ class TracedProgram:
       transfers: The collectives, including those of inner loops.
       flops: Operations of its products, including those of inner loops.
       outputs: The buffers that outlive it.
-      barriers: Its barriers: each one's place among the operations.
+      barriers: Those of its barriers that make arrays wait for others: each one's place among the operations.
       result_bytes: What the device reads and writes to store results that no operation writes.
       transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
       copies: Maps the buffers of such stacks to the buffers of their copies.
@@ -369,7 +369,7 @@ class _Visitor:
         ]
 
     def _write_beside(self, inputs: list[_Value]) -> None:
-        """Writes what a reduction of the backward pass computes at a cost and others read: fusions may write several."""
+        """Writes what a reduction of the backward pass computes at a cost and others read: a fusion writes several."""
         pending = list(inputs) if self.backward else []
         while pending:
             x = pending.pop()
@@ -380,8 +380,10 @@ class _Visitor:
 
     def _placed(self, inputs: list[_Value]) -> list[_Value]:
         """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
-        before = len(self.program.transfers)
+        before, barriers = len(self.program.transfers), list(self.program.barriers)
         made = self.program.run(operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+        if self.eqn.params.get("how") != "select":  # then a gather waits, no gradient
+            self.program.barriers = barriers
         of_param = self.eqn.primitive is gather_p
         self.program.transfers[before:] = [
             Transfer(x.kind, x.num_bytes, x.num_elements, x.axes, of_param=of_param, scope=self.name)
@@ -391,9 +393,14 @@ class _Visitor:
 
     def _barrier(self, inputs: list[_Value]) -> list[_Value]:
         """Adds a barrier, which needs all its inputs as arrays."""
-        start = len(self.program.operations)
+        start, waits = len(self.program.operations), len(self.program.reads(inputs)) > 1
         values = [self._write(x) for x in inputs]
-        self.program.barriers.append(range(start, len(self.program.operations)))
+        written = range(start, len(self.program.operations))
+        if waits:
+            self.program.barriers.append(written)
+        else:  # one that makes a cast round
+            for t in written:
+                self.program.operations[t].may_wait = True
         return values
 
     def _write(self, x: _Value) -> _Value:
