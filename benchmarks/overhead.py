@@ -4,7 +4,7 @@ benchmarks.overhead`.
 * Tracing and lowering: seconds of `step.lower(state, batch)`, of jzero at each stage and of replicated `jax.jit`, in
   turns, nothing cached; and the size of the lowered and of the compiled program.
 * Dispatch: CPU time of the calling thread per call of a step that does next to nothing, beside the same program called
-  by `jax.jit(step)`, which leaves out what a step checks before a call; with 302 and 1001 arrays in the state, and with a
+  by `jax.jit(step)`, which leaves out what a step checks before a call. With 302 and 1001 arrays in the state, and a
   batch on the mesh, in NumPy arrays, and in arrays of one device.
 * One device: the compiled program of jzero at stage 3 beside that of plain `jax.jit`.
 """
