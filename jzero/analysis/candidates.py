@@ -121,6 +121,7 @@ class Candidate:
         return {
             "stage": self.config.stage,
             "persistence_threshold": self.config.persistence_threshold,
+            "reshard_after_forward": self.config.reshard_after_forward,
             "node_axis": self.config.node_axis,
             "secondary_params": self.config.secondary_params,
             "secondary_grads": self.config.secondary_grads,
@@ -228,7 +229,7 @@ class Fit:
 
     def __str__(self) -> str:
         columns = {
-            "stage": lambda x: str(x.config.stage),
+            "stage": lambda x: str(x.config.stage) + ", kept" * _keeps(x),
             "mesh": lambda x: ",".join(f"{name}={size}" for name, size in x.mesh_shape.items()),
             "micro-batches": lambda x: str(x.accumulate_steps),
             "remat": lambda x: _recomputation(x.remat).name,
@@ -327,9 +328,15 @@ def _why_not(x: Candidate, chosen: Candidate) -> str:
     return "fits; no faster"
 
 
+def _keeps(x: Candidate) -> bool:
+    return x.config.stage == 3 and not x.config.reshard_after_forward
+
+
 def _describe(x: Candidate) -> str:
     parts = [f"stage {x.config.stage}"]
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
+    if _keeps(x):
+        parts.append("parameters kept between passes")
     if num_replicas > 1:
         parts.append(f"{num_replicas} replicas")
     if x.config.node_axis is not None:

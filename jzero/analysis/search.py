@@ -135,8 +135,9 @@ class Search:
             )
             if stage > 0 or num_replicas == 1
             for levels in self._levels(stage, num_replicas)
+            for again in self._passes(stage, recompute)
             for x in self._micro_batches(
-                self._config(stage, num_replicas, {**levels, "offload": offload}), num_replicas, recompute
+                self._config(stage, num_replicas, {**levels, **again, "offload": offload}), num_replicas, recompute
             )
         ]
         return list(dict.fromkeys(found))
@@ -155,6 +156,13 @@ class Search:
         keeps = self.base.offload.params == "none"
         once = {**hops, "secondary_params": stage == 3 and keeps, "secondary_grads": True}
         return [{}, hops, *([once] if stage > 1 else [])]
+
+    def _passes(self, stage: Stage, recompute: Remat | None) -> list[dict[str, Any]]:
+        """Returns the fields to try for parameters between the passes: gathered again or, in place of stage 2, kept."""
+        may_stay = self.base.reshard_after_forward and self.base.offload.params == "none"
+        if stage < 3 or not may_stay or recompute != self._remats[0]:  # `fill` keeps them beside what is recomputed
+            return [{}]
+        return [{}, {"reshard_after_forward": False}]
 
     def saved_by_integers(self, x: Candidate) -> list[str]:
         """Returns a note on what integers on the links would save, if that is much."""
