@@ -1,0 +1,179 @@
+"""`jzero.fit` against its own compiled candidates: `python -m benchmarks.fit_check`.
+
+Each of three models gets seven budgets of memory. `choice` is what `fit` returns by default; `reckoned` is that of
+`confirm=False`. `best` is the fastest that fits if `fit` compiles until five fit instead of three, and all that it
+reckons to take up to 1.25 of the budget. Steps are those of the compiled schedules, in ms; peaks are the compiler's, in
+GiB.
+
+No accelerator is needed, only the compiler of the topology. Each line of the result file is one compiled program; those
+that are there are not compiled again, by `fit` neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+
+import jzero
+from benchmarks.engines import TX
+from benchmarks.families import lines_of, own_loss
+from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
+from jzero.analysis import confirm
+from jzero.analysis.candidates import Candidate, Fit
+from jzero.analysis.machines import machine
+from jzero.analysis.search import Search
+from jzero.analysis.step_memory import StepMemory
+
+GIB = 2**30
+
+
+class Model(NamedTuple):
+    """A model, and the budgets in GiB per device that it gets."""
+
+    make: Callable[[], Family]
+    budgets: tuple[float, ...]
+
+
+MODELS = {
+    "gpt_1.4b": Model(functools.partial(gpt, layers=24, width=2048, scanned=True), (6, 8, 10, 14, 20, 32, 64)),
+    "llama_125m": Model(functools.partial(llama, LLAMA_125M, scanned=False, remat=False), (1, 1.5, 2, 3, 4, 6, 10)),
+    "moe": Model(moe, (1.5, 2, 2.5, 3, 4, 6.5, 12)),
+}
+THOROUGH = {"RIVALS": 5, "NEAR": 0.8}
+"""Settings of `jzero.analysis.confirm` to compile more."""
+
+
+def key_of(model: str, topology: str, x: Candidate) -> str:
+    """Returns the name of a candidate in the result file."""
+    config = x.config
+    parts = (topology, model, config.stage, config.persistence_threshold, x.accumulate_steps, x.remat)
+    return "/".join(map(str, (*parts, config.offload.optimizer)))
+
+
+class Figures:
+    """What is known of the candidates of a model: compiled figures in a file, reckoned ones as long as this runs."""
+
+    def __init__(self, path: pathlib.Path, model: str, topology: str) -> None:
+        self.path, self.model, self.topology = path, model, topology
+        self.lines = {x["key"]: x for x in lines_of(path)}
+        self.reckoned: dict[Any, StepMemory] = {}
+        self.ratios: dict[str, tuple[float, float]] = {}
+        self.compile, self.reckon = confirm.compiled, Search.memory
+
+    def compiled(self, search: Search, x: Candidate) -> Candidate:
+        """Compiles a candidate, unless it is in the file."""
+        key = key_of(self.model, self.topology, x)
+        if key not in self.lines:
+            found = self.compile(search, x)
+            line = {"key": key, "peak": found.compiled_peak, "seconds": found.compiled_seconds}
+            self.lines[key] = line | {"jax": jax.__version__}
+            with self.path.open("a") as file:
+                file.write(json.dumps(self.lines[key]) + "\n")
+            print(self.lines[key], flush=True)
+        return self.known(x)
+
+    def known(self, x: Candidate) -> Candidate:
+        """Returns a candidate with what the file has of it."""
+        key = key_of(self.model, self.topology, x)
+        if key not in self.lines:
+            return x
+        peak, seconds = self.lines[key]["peak"], self.lines[key]["seconds"]
+        if peak is not None and x.memory.seconds is not None:
+            self.ratios[key] = x.memory.peak / peak, x.memory.seconds / seconds
+        return dataclasses.replace(x, compiled_peak=peak, compiled_seconds=seconds, refused=peak is None)
+
+    @property
+    def remembered(self) -> Callable[..., StepMemory]:
+        """`Search.memory`, which traces nothing twice."""
+
+        def memory(search: Search, step: Any, placed: Any) -> StepMemory:
+            plan = jzero.plan_of(placed)
+            key = (plan.config, tuple(plan.mesh.shape.items()), step.micro.steps, step.remat)
+            if key not in self.reckoned:
+                self.reckoned[key] = self.reckon(search, step, placed)
+            return self.reckoned[key]
+
+        return memory
+
+    def fit(self, gibibytes: float, *, confirms: bool = True, thorough: bool = False) -> Fit:
+        """Returns what `fit` finds for a budget."""
+        family = MODELS[self.model].make()
+        shapes = jax.eval_shape(lambda key: jzero.TrainState.create(params=family.init(key), tx=TX), jax.random.key(0))
+        batch = family.batch(family.rows * machine(self.topology).num_devices)
+        with (
+            mock.patch.object(confirm, "compiled", self.compiled),
+            mock.patch.object(Search, "memory", self.remembered),
+            mock.patch.multiple(confirm, **(THOROUGH if thorough else {"RIVALS": confirm.RIVALS})),
+        ):
+            return jzero.fit(
+                shapes, own_loss(family), batch, topology=self.topology, hbm_bytes=gibibytes * GIB, confirm=confirms,
+                config=jzero.ZeroConfig(stage=0, precision="bf16"),
+            )  # fmt: skip
+
+
+def accuracy(ratios: Collection[tuple[float, float]]) -> str:
+    """Returns how far reckoned figures are from compiled ones."""
+    peaks, times = (sorted(x) for x in zip(*ratios, strict=True))
+    spans = (f"{name} {x[0]:.2f} to {x[-1]:.2f}" for name, x in (("peak", peaks), ("step", times)))
+    return f"\nReckoned over compiled, {len(ratios)} programs: {', '.join(spans)}"
+
+
+def described(x: Candidate) -> str:
+    """Returns the cells of a candidate: how it trains, its peak and its step."""
+    how = f"stage {x.config.stage}, {x.remat}, {x.accumulate_steps}"
+    how += ", state on the host" * (x.config.offload.optimizer == "host")
+    cost = x.compiled_cost()
+    return f"{how} | {x.peak / GIB:.2f} | {'' if cost is None else f'{1e3 * cost:.2f}'}"
+
+
+def rows(figures: Figures) -> Iterator[tuple[str, bool]]:
+    """Yields a line of the table for each budget, and whether the choice is the best."""
+    for gibibytes in MODELS[figures.model].budgets:
+        chosen = figures.fit(gibibytes).chosen
+        everything = [figures.known(x) for x in figures.fit(gibibytes, thorough=True).tried]
+        fitting = [x for x in everything if x.is_compiled and x.fits(int(gibibytes * GIB))]
+        reckoned = figures.fit(gibibytes, confirms=False).chosen
+        if chosen is None:
+            yield f"| {gibibytes} | nothing fits |", not fitting
+            continue
+        best = min(fitting, key=lambda x: x.compiled_cost() or 0.0)
+        cost, least = chosen.compiled_cost(), best.compiled_cost()
+        assert cost is not None
+        assert least is not None
+        assert reckoned is not None
+        cells = [f"{gibibytes}", described(chosen), f"{1e3 * least:.2f} of {len(fitting)}", f"{cost / least:.3f}"]
+        yield f"| {' | '.join([*cells, described(figures.known(reckoned))])} |", cost <= least
+
+
+def main() -> None:
+    """Prints the tables; exits with 1 if a choice is not the best."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="h200:8")
+    parser.add_argument("--model", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("fit_check.jsonl"))
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    right, text = [], []
+    for model in options.model:
+        text += [f"\n**{model}, {options.topology}**, jax {jax.__version__}\n"]
+        text += ["| GiB | choice | peak | step | best | ratio | reckoned | peak | step |", "|---" * 9 + "|"]
+        figures = Figures(options.out, model, options.topology)
+        for line, is_best in rows(figures):
+            text.append(line)
+            right.append(is_best)
+        text.append(accuracy(figures.ratios.values()))
+    print("\n".join(text))
+    print(f"\n{sum(right)} of {len(right)} choices are the best")
+    raise SystemExit(not all(right))
+
+
+if __name__ == "__main__":
+    main()
