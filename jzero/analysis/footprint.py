@@ -27,17 +27,22 @@ class Footprint:
     kept: tuple[Buffer, ...]
 
 
-def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf) -> Footprint:
+def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_awaited: bool = False) -> Footprint:
     """Returns a program's memory; see [Note: How memory is estimated].
 
     Args:
       program: From `trace_program`.
       gpu: Whether XLA compiles for GPUs, where it delays reductions of gradients.
       limit: The bytes that its scheduler plans with.
+      is_awaited: Whether blocks will wait for gradients although the trace does not say so: it names no platform.
     """
     if gpu:
-        program = postpone_gradients(program)
-    bodies = {t: footprint(op.inner, gpu=gpu) for t, op in enumerate(program.operations) if op.inner is not None}
+        program = postpone_gradients(program, is_awaited=is_awaited)
+    bodies = {
+        t: footprint(op.inner, gpu=gpu, is_awaited=is_awaited)
+        for t, op in enumerate(program.operations)
+        if op.inner is not None
+    }
     last = _last_uses(program, gpu=gpu)
     kept = _find_residuals(program, last)
     kinds: list[Kind] = ["activations" if i in kept else x.kind for i, x in enumerate(program.buffers)]

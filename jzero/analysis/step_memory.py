@@ -257,7 +257,7 @@ def memory_of_trace(
     if not plan.names_host_memory:  # then the trace counts the host's arrays as the device's
         num_bytes -= arrays_on_host(plan)
     limit = math.inf if hardware is None else GPU_SCHEDULER_SHARE * hardware.hbm_bytes - num_bytes
-    found = footprint(program, gpu=gpu, limit=limit)
+    found = footprint(program, gpu=gpu, limit=limit, is_awaited=not isinstance(plan.mesh, Mesh))
     if plan.has_files and (after := update_at_peak(plan, gpu=gpu, limit=limit)) and sum(after.values()) > found.peak:
         found = dataclasses.replace(found, peak=sum(after.values()), at_peak=after)
     sizes = plan.bytes_per_device
