@@ -33,7 +33,7 @@ def line_of(name: str, stage: int, topology: str, peak: int | None = None) -> di
     """Returns the figures of one family at one stage; compiles it unless its peak is given."""
     family = FAMILIES[name]()
     mesh = jzero.make_mesh(devices=topology_devices(topology), **{AXIS: -1})
-    step, like = jzero_step(family, stage, mesh)
+    step, _, like = jzero_step(family, stage, mesh)
     batch, where = batch_of(family, mesh), {"topology": topology, "mesh": mesh}
     started = time.process_time()
     reckoned = jzero.estimate_step_memory(step, like, batch, **where)

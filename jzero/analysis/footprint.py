@@ -36,8 +36,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
       limit: The bytes that its scheduler plans with.
       is_awaited: Whether blocks will wait for gradients although the trace does not say so: it names no platform.
     """
-    if gpu:
-        program = postpone_gradients(program, is_awaited=is_awaited)
+    program = postpone_gradients(program, is_awaited=is_awaited) if gpu else program
     bodies = {
         t: footprint(op.inner, gpu=gpu, is_awaited=is_awaited)
         for t, op in enumerate(program.operations)

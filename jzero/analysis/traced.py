@@ -14,9 +14,9 @@ compilers for GPUs and TPUs share:
   overlap the reductions, it reduces the gradients of one iteration during the next. Gradients reduced before the loop
   count until after it: without this rule, the estimate for 1.4B at stage 3 is 7 % below the compiler's figure, with it
   2 %.
-* On GPUs, what makes gradients runs late, see [Note: Postponed gradients]. A concatenation is made for each reader anew,
-  and so is an elementwise result that a product needs in another layout. A fusion that sums what it computes at a cost
-  writes that, too, if others read it.
+* On GPUs, what makes gradients runs late, see [Note: Postponed gradients]. A concatenation is made for each reader
+  anew, and so is an elementwise result that a product needs in another layout. A fusion that sums what it computes at a
+  cost writes that, too, if others read it.
 * On GPUs, if a stack of layers is cut along another dimension than a layer's first, it is copied into another layout
   for as long as loops gather from it.
 * On GPUs, parameters gathered after the update exist twice until the end, since a collective does not write into a
