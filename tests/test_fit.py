@@ -101,7 +101,7 @@ def test_nothing_fits():
 
 def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
     """The figure of one micro-batch is taken down, so that the compiler has to refuse it first."""
-    whole, halves = compiled_peak(3, 1, None), compiled_peak(3, 2, None)
+    whole, halves = compiled_peak(2, 1, None), compiled_peak(2, 2, None)
     limit = (whole + halves) / 2
     reckon = search.memory_of_trace
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
         "memory_of_trace",
         lambda *args, **options: dataclasses.replace(reckon(*args, **options), temporaries=0),
     )
-    choice = fitted(limit / 1e6, stages=(3,), remat=(None,))
+    choice = fitted(limit / 1e6, stages=(2,), remat=(None,))
     assert [x.accumulate_steps for x in choice.tried] == [1, 2]
     assert choice.accumulate_steps == 2
     assert choice.chosen.compiled_peak == halves <= limit < choice.tried[0].compiled_peak == whole
@@ -189,7 +189,9 @@ def test_what_the_configuration_excludes_is_not_searched(name):
     choice = jzero.fit(state, stack_loss, BATCH, config=config, **options)
     assert {x.config.stage for x in choice.tried} == stages
     for x in choice.tried:
-        names = ("stage", "replica_axis", "node_axis", "secondary_params", "secondary_grads")
+        names = (
+            "stage", "replica_axis", "node_axis", "secondary_params", "secondary_grads", "reshard_after_forward",
+        )  # fmt: skip
         searched = {name: getattr(config, name) for name in names}
         assert dataclasses.replace(x.config, **searched) == config
         mesh = jax.sharding.AbstractMesh(tuple(x.mesh_shape.values()), tuple(x.mesh_shape))
@@ -459,3 +461,24 @@ def test_the_compiler_confirms_all_programs_of_a_step_on_a_disk(tmp_path, comput
     state = jzero.shard_train_state(make_state(jax.random.key(0)), config=choice.config)
     report = jzero.analyze(jzero.make_train_step(stack_loss, remat="as_written"), state, BATCH)
     assert choice.chosen.compiled_peak == report.memory.peak
+
+
+def test_stage_3_with_parameters_kept_is_a_candidate_in_place_of_stage_2():
+    """It sends as much as stage 2, but beside the forward pass; a step that has no time to spare shows it."""
+    choice = jzero.fit(
+        make_state,
+        stack_loss,
+        BATCH,
+        config=CONFIG,
+        topology="h200:8",
+        confirm=False,
+        stages=(2, 3),
+        remat=("as_written",),
+    )
+    found = {(x.config.stage, x.config.reshard_after_forward): x for x in choice.tried}
+    stage_2, kept, again = found[2, True], found[3, False], found[3, True]
+    # A loop that gathers ahead does so once in vain.
+    assert stage_2.memory.sent_bytes <= kept.memory.sent_bytes < 1.1 * stage_2.memory.sent_bytes
+    assert kept.memory.sent_bytes < again.memory.sent_bytes
+    assert kept.memory.time.after_update < stage_2.memory.time.after_update
+    assert "3, kept" in str(choice)
