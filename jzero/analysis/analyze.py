@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jzero import _compat
+from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
 from jzero.analysis.machines import GPUS, Machine, machine
@@ -21,7 +22,7 @@ from jzero.analysis.sent import sent
 from jzero.analysis.stages import Stage, arrays_on_host, memory_of_stages, stages_of
 from jzero.analysis.step_memory import gathers_more, memory_of_trace
 from jzero.analysis.topologies import topology_devices, topology_options
-from jzero.analysis.traced import Transfer, trace_program
+from jzero.analysis.traced import trace_program
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig

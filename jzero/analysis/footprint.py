@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from jzero.analysis.buffers import Buffer, Kind, Operation, TracedProgram
 from jzero.analysis.postponed import postpone_gradients
-from jzero.analysis.traced import Buffer, Kind, Operation, TracedProgram
 
 __all__ = ["Footprint", "footprint", "regathered_bytes"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import copy
 
-from jzero.analysis.traced import TracedProgram
+from jzero.analysis.buffers import TracedProgram
 
 __all__ = ["postpone_gradients"]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from jzero.analysis.buffers import Kind
 from jzero.analysis.footprint import regathered_bytes
-from jzero.analysis.traced import Kind
 from jzero.plan.leaves import itemsize
 from jzero.plan.plan import ZeroPlan
 

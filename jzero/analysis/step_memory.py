@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
 from jzero._text import format_rows
+from jzero.analysis.buffers import Buffer
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
 from jzero.analysis.record_memory import update_at_peak
@@ -21,7 +22,7 @@ from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sizes import bytes_of
 from jzero.analysis.stages import arrays_on_host
 from jzero.analysis.step_time import StepTime, step_time, traffic_of
-from jzero.analysis.traced import Buffer, trace_program
+from jzero.analysis.traced import trace_program
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import AnyMesh, platform_of
 from jzero.plan.plan import ZeroPlan

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from jzero.analysis.buffers import Operation, TracedProgram, Transfer
 from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.costs import rate_of
 from jzero.analysis.machines import Machine
-from jzero.analysis.traced import Operation, TracedProgram, Transfer
 from jzero.analysis.violations import UPDATE
 from jzero.plan.comm import PASSES
 from jzero.plan.mesh import AnyMesh

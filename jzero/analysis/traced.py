@@ -34,27 +34,24 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 
 from jzero import _compat
+from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
-__all__ = ["Buffer", "Kind", "Operation", "Product", "TracedProgram", "Transfer", "trace_program"]
-
-Kind = Literal["activations", "gradients", "gathered", "working"]
+__all__ = ["trace_program"]
 
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""
 COSTLY = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "sin", "cos", "pow"}
 """Elementwise operations that compilers do not repeat in each reader."""
-JOINED = ":concatenate"
-"""What compilers write for each reader anew, rather than keep it beside its parts."""
 TRANSFERS = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -64,249 +61,6 @@ TRANSFERS = {
     "all_to_all": "all-to-all",
     "ppermute": "collective-permute",
 }
-SLICES = ("slice", "dynamic_slice", "gather", "split")
-"""Operations that read no more of an array than they return."""
-SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
-NOTHING: frozenset[int] = frozenset()
-
-
-@dataclasses.dataclass
-class Buffer:
-    """An array that takes memory.
-
-    Attributes:
-      num_bytes: On one device; 0 if it is part of an argument.
-      name: The name stack and the primitive that make it.
-      times: For a stack that a loop writes, the loop's trip count; else 1.
-      kind: Its purpose.
-    """
-
-    num_bytes: int
-    name: str = ""
-    times: int = 1
-    kind: Kind = "working"
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """A collective.
-
-    Attributes:
-      kind: Its name in HLO.
-      num_bytes: Of the whole array on one device: the output of a gather, the input of a reduce-scatter or all-reduce.
-      num_elements: Of the same array.
-      axes: The mesh axes that it spans.
-      times: How often a step runs it.
-      of_param: Whether it gathers a parameter for the loss.
-      scope: Where it is: the name stack.
-    """
-
-    kind: str
-    num_bytes: int
-    num_elements: int
-    axes: tuple[str, ...]
-    times: int = 1
-    of_param: bool = False
-    scope: str = ""
-
-
-class Product(NamedTuple):
-    """The arithmetic of a matrix product or convolution.
-
-    Attributes:
-      flops: Its operations on one device.
-      dtype: That of its first operand.
-      highest: Whether it asks for full precision.
-    """
-
-    flops: float
-    dtype: Any
-    highest: bool
-
-
-@dataclasses.dataclass
-class Operation:
-    """An operation at one point of the program.
-
-    Attributes:
-      reads: Indices of buffers.
-      writes: Indices of buffers.
-      backward: Whether it is part of the backward pass.
-      in_place: Whether its outputs may take over the memory of its inputs.
-      inner: The body of a loop or branch.
-      is_transfer: Whether it is a collective.
-      gathers: Whether it is a collective that gathers whole arrays.
-      may_wait: Whether compilers postpone it: a product, a reduction over devices, or of what is not written.
-      num_bytes: What it reads and writes of the device's memory, without `inner`.
-      product: Its arithmetic, if it is a product.
-      reduces: Whether it computes few elements from many.
-      times: How often `inner` runs.
-    """
-
-    reads: frozenset[int]
-    writes: tuple[int, ...]
-    backward: bool
-    in_place: bool = False
-    inner: TracedProgram | None = None
-    is_transfer: bool = False
-    gathers: bool = False
-    may_wait: bool = False
-    num_bytes: int = 0
-    product: Product | None = None
-    reduces: bool = False
-    times: int = 1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Value:
-    """An array of the program: a buffer, or a fused value, computed from other values wherever it is read.
-
-    Attributes:
-      num_bytes: Its bytes on one device.
-      name: The name stack and the primitive that make it.
-      parts: The number of devices that it is split among; 1 inside `shard_map`.
-      buffer: The index of its buffer.
-      sources: If it has no buffer, the values that it is computed from.
-      stack: Inside a loop, if it is a slice of a stack, cast or not: the index of that input of the loop.
-      is_shared: Whether several equations read it.
-      is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
-    """
-
-    num_bytes: int
-    name: str = ""
-    parts: int = 1
-    buffer: int | None = None
-    sources: tuple[_Value, ...] = ()
-    stack: int | None = None
-    is_shared: bool = False
-    is_costly: bool = False
-
-
-class TracedProgram:
-    """The buffers and operations of one body of code, including calls in it.
-
-    Attributes:
-      buffers: Every array that takes memory.
-      operations: In the order of the program.
-      transfers: The collectives, including those of inner loops.
-      flops: Operations of its products, including those of inner loops.
-      outputs: The buffers that outlive it.
-      barriers: Those of its barriers that make arrays wait for others: each one's place among the operations.
-      result_bytes: What the device reads and writes to store results that no operation writes.
-      transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
-      copies: Maps the buffers of such stacks to the buffers of their copies.
-      regathered: The buffers of results that the program gathers, which replace donated arguments.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
-        self.operations: list[Operation] = []
-        self.transfers: list[Transfer] = []
-        self.flops = 0.0
-        self.outputs: frozenset[int] = NOTHING
-        self.barriers: list[range] = []
-        self.result_bytes = 0
-        self.regathered: frozenset[int] = NOTHING
-        self.transposed: set[int] = set()
-        self.copies: dict[int, int] = {}
-        self._written: dict[_Value, _Value] = {}
-
-    def argument(self, aval: Any, parts: int = 1) -> _Value:
-        """Adds a value that exists before the program starts and after it ends."""
-        self.buffers.append(Buffer(0))
-        return _Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
-
-    def run(
-        self, jaxpr: Any, inputs: Sequence[_Value], name: str, *, backward: bool, used: Sequence[bool] | None = None
-    ) -> list[_Value]:
-        """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
-        jaxpr, _ = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, _Value] = {v: self.argument(v.aval) for v in jaxpr.constvars}
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> _Value:
-            if _compat.is_literal(atom):
-                return _Value(bytes_of(atom.aval))
-            return env.get(atom, _Value(bytes_of(atom.aval)))
-
-        used = used or [True] * len(jaxpr.outvars)
-        wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
-        needed = list(find_needed(jaxpr, wanted).equations)
-        uses = collections.Counter(v for eqn, _ in needed for v in {v for v in eqn.invars if not _compat.is_literal(v)})
-        for eqn, is_read in needed:
-            stack = str(eqn.source_info.name_stack)
-            path = "/".join(filter(None, [name, stack]))
-            is_shared = [uses[v] > 1 for v in eqn.outvars]
-            visitor = _Visitor(self, eqn, is_read, is_shared, path, backward or "transpose(" in stack)
-            env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def finish(self, outputs: Sequence[_Value], *, num_carry: int | None = None) -> TracedProgram:
-        """Sets the values that outlive the program: of a loop, `num_carry` carried ones, then slices of stacks."""
-        self.outputs = self.reads(outputs)
-        stacked = [] if num_carry is None else outputs[num_carry:]
-        self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
-        return self
-
-    def bytes_to_store(self, results: Iterable[_Value]) -> int:
-        """Returns what is read and written to compute those results that have no buffer yet."""
-        fused = [x for x in results if not self.is_written(x)]
-        return self.bytes_read(fused) + sum(x.num_bytes for x in fused)
-
-    def reads(self, values: Iterable[_Value]) -> frozenset[int]:
-        """Returns the buffers that are read to compute values: their own, or those of their sources."""
-        found, seen, pending = set(), set(), list(values)
-        while pending:
-            x = pending.pop()
-            x = self._written.get(x, x)
-            if x.buffer is not None:
-                found.add(x.buffer)
-            elif x not in seen:
-                seen.add(x)
-                pending += x.sources
-        return frozenset(found)
-
-    def is_written(self, x: _Value) -> bool:
-        """Returns whether a value has a buffer."""
-        return self._written.get(x, x).buffer is not None
-
-    def bytes_read(self, values: Iterable[_Value]) -> int:
-        """Returns how much of the buffers is read to compute values, each once; of what is sliced, the slices."""
-        found: dict[int, float] = {}
-        seen: dict[_Value, float] = {}
-        pending: list[tuple[_Value, float]] = [(x, math.inf) for x in values]
-        while pending:
-            x, most = pending.pop()
-            x = self._written.get(x, x)
-            if x.buffer is not None:
-                found[x.buffer] = max(found.get(x.buffer, 0), min(x.num_bytes, most))
-            elif seen.get(x, -1) < most:
-                seen[x] = most
-                if x.name.endswith(SLICE_NAMES):
-                    most = min(most, x.num_bytes)
-                pending += [(source, most) for source in x.sources]
-        return int(sum(found.values()))
-
-    def write(self, x: _Value, *, backward: bool, keep: bool = True) -> _Value:
-        """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""
-        if x.buffer is not None or not x.num_bytes:
-            return x
-        if x not in self._written:
-            reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
-            self.buffers.append(Buffer(x.num_bytes, x.name))
-            made = len(self.buffers) - 1
-            self.operations.append(Operation(reads, (made,), backward, in_place=True, num_bytes=num_bytes))
-            done = dataclasses.replace(x, buffer=made, sources=())
-            if not keep or x.name.endswith(JOINED):
-                return done
-            self._written[x] = done
-        return self._written[x]
-
-    def include(self, *bodies: TracedProgram, times: int = 1) -> None:
-        """Adds the flops and transfers of a body that runs `times` times; of branches, the most of any."""
-        self.flops += times * max(body.flops for body in bodies)
-        busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
-        self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]
 
 
 def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
@@ -319,13 +73,45 @@ def trace_program(jaxpr: Any, parts: Sequence[int]) -> TracedProgram:
     program = TracedProgram()
     opened, _ = _compat.open_jaxpr(jaxpr)
     inputs = [program.argument(v.aval, n) for v, n in zip(opened.invars, parts, strict=True)]
-    outputs = program.run(jaxpr, inputs, "", backward=False)
+    outputs = _run(program, jaxpr, inputs, "", backward=False)
     made = {x.buffer for x in outputs if x.buffer is not None}
     program.regathered = frozenset(i for i in program.reads(outputs) if program.buffers[i].kind == "gathered")
     for i in made - program.regathered:  # a result takes over the memory of the argument that it replaces
         program.buffers[i].num_bytes = 0
     program.result_bytes = program.bytes_to_store(outputs)
     return program
+
+
+def _run(
+    program: TracedProgram,
+    jaxpr: Any,
+    inputs: Sequence[Value],
+    name: str,
+    *,
+    backward: bool,
+    used: Sequence[bool] | None = None,
+) -> list[Value]:
+    """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    env: dict[Any, Value] = {v: program.argument(v.aval) for v in jaxpr.constvars}
+    env.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Value:
+        if _compat.is_literal(atom):
+            return Value(bytes_of(atom.aval))
+        return env.get(atom, Value(bytes_of(atom.aval)))
+
+    used = used or [True] * len(jaxpr.outvars)
+    wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
+    needed = list(find_needed(jaxpr, wanted).equations)
+    uses = collections.Counter(v for eqn, _ in needed for v in {v for v in eqn.invars if not _compat.is_literal(v)})
+    for eqn, is_read in needed:
+        stack = str(eqn.source_info.name_stack)
+        path = "/".join(filter(None, [name, stack]))
+        is_shared = [uses[v] > 1 for v in eqn.outvars]
+        visitor = _Visitor(program, eqn, is_read, is_shared, path, backward or "transpose(" in stack)
+        env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
+    return [read(v) for v in jaxpr.outvars]
 
 
 @dataclasses.dataclass
@@ -339,7 +125,7 @@ class _Visitor:
     name: str
     backward: bool
 
-    def __call__(self, inputs: list[_Value]) -> list[_Value]:
+    def __call__(self, inputs: list[Value]) -> list[Value]:
         kind = self.eqn.primitive.name
         if self.eqn.primitive in PLACED:
             return self._placed(inputs)
@@ -350,7 +136,7 @@ class _Visitor:
         if kind in RUNS:
             if kind in REMAT and self.eqn.params["differentiated"] and self.eqn.params["prevent_cse"]:
                 inputs = self._barrier(inputs)  # jax lowers it so
-            return self.program.run(called_jaxpr(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+            return _run(self.program, called_jaxpr(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if kind == "shard_map":
             return self._shard_map(inputs)
         if kind in FUSIBLE:
@@ -362,16 +148,16 @@ class _Visitor:
             return self._operation(inputs, inputs)
         return self._opaque(inputs)
 
-    def _fused(self, inputs: list[_Value]) -> list[_Value]:
+    def _fused(self, inputs: list[Value]) -> list[Value]:
         kind = self.eqn.primitive.name
         stack = inputs[0].stack if len(inputs) == 1 else None
         is_costly = kind in COSTLY or any(x.is_costly and not self.program.is_written(x) for x in inputs)
         return [
-            _Value(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
+            Value(*split[:1], f"{self.name}:{kind}", split[1], None, tuple(inputs), stack, shared, is_costly)
             for split, shared in zip((_split(v.aval, inputs) for v in self.eqn.outvars), self.is_shared, strict=True)
         ]
 
-    def _write_beside(self, inputs: list[_Value]) -> None:
+    def _write_beside(self, inputs: list[Value]) -> None:
         """Writes what a reduction of the backward pass computes at a cost and others read: a fusion writes several."""
         pending = list(inputs) if self.backward else []
         while pending:
@@ -381,10 +167,10 @@ class _Visitor:
             elif x.buffer is None and not self.program.is_written(x):
                 pending += [y for y in x.sources if y.num_bytes >= x.num_bytes]
 
-    def _placed(self, inputs: list[_Value]) -> list[_Value]:
+    def _placed(self, inputs: list[Value]) -> list[Value]:
         """Adds what an equation of a placed program stands for; what it sends its `Comm` knows."""
         before, barriers = len(self.program.transfers), list(self.program.barriers)
-        made = self.program.run(operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
+        made = _run(self.program, operations_of(self.eqn), inputs, self.name, backward=self.backward, used=self.used)
         if self.eqn.params.get("how") != "select":  # then a gather waits, no gradient
             self.program.barriers = barriers
         of_param = self.eqn.primitive is gather_p
@@ -394,7 +180,7 @@ class _Visitor:
         ]
         return made
 
-    def _barrier(self, inputs: list[_Value]) -> list[_Value]:
+    def _barrier(self, inputs: list[Value]) -> list[Value]:
         """Adds a barrier, which needs all its inputs as arrays."""
         start, waits = len(self.program.operations), len(self.program.reads(inputs)) > 1
         values = [self._write(x) for x in inputs]
@@ -406,10 +192,10 @@ class _Visitor:
                 self.program.operations[t].may_wait = True
         return values
 
-    def _write(self, x: _Value) -> _Value:
+    def _write(self, x: Value) -> Value:
         return self.program.write(x, backward=self.backward)
 
-    def _reshard(self, x: _Value) -> _Value:
+    def _reshard(self, x: Value) -> Value:
         """Adds the all-gather of a value that a sharding constraint splits less than before, outside `shard_map`."""
         sharding = self.eqn.params["sharding"]
         names = jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
@@ -424,10 +210,10 @@ class _Visitor:
         shard, x = self._write(x), dataclasses.replace(x, parts=parts)
         return self._operation([x], [shard], kind="gathered", moves=True)[0]
 
-    def _shard_map(self, inputs: list[_Value]) -> list[_Value]:
+    def _shard_map(self, inputs: list[Value]) -> list[Value]:
         jaxpr = next(_compat.contained_jaxprs(self.eqn))
         local = [dataclasses.replace(x, parts=1) for x in inputs]
-        outputs = self.program.run(jaxpr, local, self.name, backward=self.backward, used=self.used)
+        outputs = _run(self.program, jaxpr, local, self.name, backward=self.backward, used=self.used)
         found = []
         for v, inner, x in zip(self.eqn.outvars, jaxpr.outvars, outputs, strict=True):
             for i in self.program.reads([x]) if v.aval.ndim else ():
@@ -436,7 +222,7 @@ class _Visitor:
             found.append(dataclasses.replace(x, parts=max(1, bytes_of(v.aval) // max(1, bytes_of(inner.aval)))))
         return found
 
-    def _scan(self, inputs: list[_Value]) -> list[_Value]:
+    def _scan(self, inputs: list[Value]) -> list[Value]:
         num_consts, num_carry = _compat.scan_groups(self.eqn)
         jaxpr, _ = _compat.open_jaxpr(self.eqn.params["jaxpr"])
         length, num_outside = int(self.eqn.params["length"]), num_consts + num_carry
@@ -444,10 +230,10 @@ class _Visitor:
         given = [body.argument(v.aval) for v in jaxpr.invars[:num_outside]]
         # Slices are read inside their stack, unless an operation needs one as an array of its own.
         given += [
-            _Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
+            Value(bytes_of(v.aval), f"{self.name}:slice", sources=(body.argument(v.aval),), stack=i)
             for i, v in enumerate(jaxpr.invars[num_outside:], start=num_outside)
         ]
-        outputs = body.run(jaxpr, given, self.name, backward=self.backward)
+        outputs = _run(body, jaxpr, given, self.name, backward=self.backward)
         self.program.include(body.finish(outputs, num_carry=num_carry), times=length)
         kind: Kind = "gradients" if self.backward else "working"
         # The compiler drops inputs that the body does not read.
@@ -462,7 +248,7 @@ class _Visitor:
             self.program.buffers[x.buffer].name = inside.name or f"{self.name}:carried"
         return made
 
-    def _transpose_stack(self, stack: _Value) -> _Value:
+    def _transpose_stack(self, stack: Value) -> Value:
         """Returns the copy of a stack in another layout, which every loop over it reads."""
         program = self.program
         assert stack.buffer is not None
@@ -473,7 +259,7 @@ class _Visitor:
             program.operations.append(Operation(frozenset([stack.buffer]), (made,), self.backward, num_bytes=moved))
         return dataclasses.replace(stack, buffer=program.copies[stack.buffer])
 
-    def _opaque(self, inputs: list[_Value]) -> list[_Value]:
+    def _opaque(self, inputs: list[Value]) -> list[Value]:
         """Adds an operation that needs its inputs as arrays: a product, collective, loop or kernel."""
         kind = self.eqn.primitive.name
         operands = inputs[1:] if kind == "cond" else []
@@ -502,34 +288,34 @@ class _Visitor:
             self.program.buffers[written[0].buffer or 0].num_bytes = 0
         return written
 
-    def _size_of(self, x: _Value) -> int:
+    def _size_of(self, x: Value) -> int:
         """Returns the bytes that a value takes: none if it is part of an argument."""
         return x.num_bytes if x.buffer is None else self.program.buffers[x.buffer].num_bytes
 
-    def _body(self, jaxpr: Any, operands: Sequence[_Value]) -> TracedProgram:
+    def _body(self, jaxpr: Any, operands: Sequence[Value]) -> TracedProgram:
         """Returns the program of a body; only a branch has the equation's operands as they are."""
         body = TracedProgram()
         parts = [x.parts for x in operands] or [1] * len(jaxpr.invars)
         inputs = [body.argument(v.aval, n) for v, n in zip(jaxpr.invars, parts, strict=True)]
-        return body.finish(body.run(jaxpr, inputs, self.name, backward=self.backward))
+        return body.finish(_run(body, jaxpr, inputs, self.name, backward=self.backward))
 
     def _operation(
         self,
-        inputs: Sequence[_Value],
-        read: Sequence[_Value],
+        inputs: Sequence[Value],
+        read: Sequence[Value],
         *,
         in_place: bool = False,
         inner: TracedProgram | None = None,
         kind: Kind = "working",
         moves: bool = False,
-    ) -> list[_Value]:
+    ) -> list[Value]:
         """Adds the operation, which reads `read` and writes all its outputs."""
         name = f"{self.name}:{self.eqn.primitive.name}"
         values, first = [], len(self.program.buffers)
         for i, v in enumerate(self.eqn.outvars):
             num_bytes, parts = _split(v.aval, inputs)
             self.program.buffers.append(Buffer(num_bytes, name, kind=kind))
-            values.append(_Value(num_bytes, name, parts, buffer=first + i))
+            values.append(Value(num_bytes, name, parts, buffer=first + i))
         writes = tuple(range(first, len(self.program.buffers)))
         gathers = moves and kind == "gathered"
         is_reduction = self.eqn.primitive.name in REDUCTIONS and not self.program.is_written(inputs[0])
@@ -552,7 +338,7 @@ class _Visitor:
         )
         return values
 
-    def _bytes_moved(self, inputs: Sequence[_Value], read: Sequence[_Value], made: Sequence[_Value]) -> int:
+    def _bytes_moved(self, inputs: Sequence[Value], read: Sequence[Value], made: Sequence[Value]) -> int:
         """Returns what an operation reads and writes of the device's memory."""
         kind = self.eqn.primitive.name
         if kind == "dynamic_update_slice":
@@ -571,7 +357,7 @@ def _product(eqn: Any) -> Product | None:
     return Product(flops, eqn.invars[0].aval.dtype, highest)
 
 
-def _split(aval: Any, inputs: Iterable[_Value]) -> tuple[int, int]:
+def _split(aval: Any, inputs: Iterable[Value]) -> tuple[int, int]:
     """Returns a value's bytes on one device, and the number of devices that it is split among, judging by `inputs`."""
     num_bytes = bytes_of(aval)
     parts = max((x.parts for x in inputs if x.parts > 1 and 8 * x.num_bytes * x.parts >= num_bytes), default=1)

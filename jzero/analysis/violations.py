@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
 from jzero.analysis.sent import Fate, Sent
-from jzero.analysis.traced import Transfer
 from jzero.plan.comm import Comm
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan

@@ -1,0 +1,235 @@
+"""The buffers and operations of a traced program; `traced` fills them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jzero.analysis.sizes import bytes_of
+
+__all__ = ["SLICES", "Buffer", "Kind", "Operation", "Product", "TracedProgram", "Transfer", "Value"]
+
+Kind = Literal["activations", "gradients", "gathered", "working"]
+
+JOINED = ":concatenate"
+"""What compilers write for each reader anew, rather than keep it beside its parts."""
+SLICES = ("slice", "dynamic_slice", "gather", "split")
+"""Operations that read no more of an array than they return."""
+SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)
+NOTHING: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass
+class Buffer:
+    """An array that takes memory.
+
+    Attributes:
+      num_bytes: On one device; 0 if it is part of an argument.
+      name: The name stack and the primitive that make it.
+      times: For a stack that a loop writes, the loop's trip count; else 1.
+      kind: Its purpose.
+    """
+
+    num_bytes: int
+    name: str = ""
+    times: int = 1
+    kind: Kind = "working"
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective.
+
+    Attributes:
+      kind: Its name in HLO.
+      num_bytes: Of the whole array on one device: the output of a gather, the input of a reduce-scatter or all-reduce.
+      num_elements: Of the same array.
+      axes: The mesh axes that it spans.
+      times: How often a step runs it.
+      of_param: Whether it gathers a parameter for the loss.
+      scope: Where it is: the name stack.
+    """
+
+    kind: str
+    num_bytes: int
+    num_elements: int
+    axes: tuple[str, ...]
+    times: int = 1
+    of_param: bool = False
+    scope: str = ""
+
+
+class Product(NamedTuple):
+    """The arithmetic of a matrix product or convolution.
+
+    Attributes:
+      flops: Its operations on one device.
+      dtype: That of its first operand.
+      highest: Whether it asks for full precision.
+    """
+
+    flops: float
+    dtype: Any
+    highest: bool
+
+
+@dataclasses.dataclass
+class Operation:
+    """An operation at one point of the program.
+
+    Attributes:
+      reads: Indices of buffers.
+      writes: Indices of buffers.
+      backward: Whether it is part of the backward pass.
+      in_place: Whether its outputs may take over the memory of its inputs.
+      inner: The body of a loop or branch.
+      is_transfer: Whether it is a collective.
+      gathers: Whether it is a collective that gathers whole arrays.
+      may_wait: Whether compilers postpone it: a product, a reduction over devices, or of what is not written.
+      num_bytes: What it reads and writes of the device's memory, without `inner`.
+      product: Its arithmetic, if it is a product.
+      reduces: Whether it computes few elements from many.
+      times: How often `inner` runs.
+    """
+
+    reads: frozenset[int]
+    writes: tuple[int, ...]
+    backward: bool
+    in_place: bool = False
+    inner: TracedProgram | None = None
+    is_transfer: bool = False
+    gathers: bool = False
+    may_wait: bool = False
+    num_bytes: int = 0
+    product: Product | None = None
+    reduces: bool = False
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """An array of the program: a buffer, or a fused value, computed from other values wherever it is read.
+
+    Attributes:
+      num_bytes: Its bytes on one device.
+      name: The name stack and the primitive that make it.
+      parts: The number of devices that it is split among; 1 inside `shard_map`.
+      buffer: The index of its buffer.
+      sources: If it has no buffer, the values that it is computed from.
+      stack: Inside a loop, if it is a slice of a stack, cast or not: the index of that input of the loop.
+      is_shared: Whether several equations read it.
+      is_costly: If it has no buffer, whether computing it takes more than reading it, as an exponential does.
+    """
+
+    num_bytes: int
+    name: str = ""
+    parts: int = 1
+    buffer: int | None = None
+    sources: tuple[Value, ...] = ()
+    stack: int | None = None
+    is_shared: bool = False
+    is_costly: bool = False
+
+
+class TracedProgram:
+    """The buffers and operations of one body of code, including calls in it.
+
+    Attributes:
+      buffers: Every array that takes memory.
+      operations: In the order of the program.
+      transfers: The collectives, including those of inner loops.
+      flops: Operations of its products, including those of inner loops.
+      outputs: The buffers that outlive it.
+      barriers: Those of its barriers that make arrays wait for others: each one's place among the operations.
+      result_bytes: What the device reads and writes to store results that no operation writes.
+      transposed: Inside a loop: the stacks that it gathers along another dimension than a layer's first.
+      copies: Maps the buffers of such stacks to the buffers of their copies.
+      regathered: The buffers of results that the program gathers, which replace donated arguments.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.operations: list[Operation] = []
+        self.transfers: list[Transfer] = []
+        self.flops = 0.0
+        self.outputs: frozenset[int] = NOTHING
+        self.barriers: list[range] = []
+        self.result_bytes = 0
+        self.regathered: frozenset[int] = NOTHING
+        self.transposed: set[int] = set()
+        self.copies: dict[int, int] = {}
+        self._written: dict[Value, Value] = {}
+
+    def argument(self, aval: Any, parts: int = 1) -> Value:
+        """Adds a value that exists before the program starts and after it ends."""
+        self.buffers.append(Buffer(0))
+        return Value(bytes_of(aval) // parts, "", parts, buffer=len(self.buffers) - 1)
+
+    def finish(self, outputs: Sequence[Value], *, num_carry: int | None = None) -> TracedProgram:
+        """Sets the values that outlive the program: of a loop, `num_carry` carried ones, then slices of stacks."""
+        self.outputs = self.reads(outputs)
+        stacked = [] if num_carry is None else outputs[num_carry:]
+        self.result_bytes = self.bytes_to_store(outputs) + sum(2 * x.num_bytes for x in stacked if self.is_written(x))
+        return self
+
+    def bytes_to_store(self, results: Iterable[Value]) -> int:
+        """Returns what is read and written to compute those results that have no buffer yet."""
+        fused = [x for x in results if not self.is_written(x)]
+        return self.bytes_read(fused) + sum(x.num_bytes for x in fused)
+
+    def reads(self, values: Iterable[Value]) -> frozenset[int]:
+        """Returns the buffers that are read to compute values: their own, or those of their sources."""
+        found, seen, pending = set(), set(), list(values)
+        while pending:
+            x = pending.pop()
+            x = self._written.get(x, x)
+            if x.buffer is not None:
+                found.add(x.buffer)
+            elif x not in seen:
+                seen.add(x)
+                pending += x.sources
+        return frozenset(found)
+
+    def is_written(self, x: Value) -> bool:
+        """Returns whether a value has a buffer."""
+        return self._written.get(x, x).buffer is not None
+
+    def bytes_read(self, values: Iterable[Value]) -> int:
+        """Returns how much of the buffers is read to compute values, each once; of what is sliced, the slices."""
+        found: dict[int, float] = {}
+        seen: dict[Value, float] = {}
+        pending: list[tuple[Value, float]] = [(x, math.inf) for x in values]
+        while pending:
+            x, most = pending.pop()
+            x = self._written.get(x, x)
+            if x.buffer is not None:
+                found[x.buffer] = max(found.get(x.buffer, 0), min(x.num_bytes, most))
+            elif seen.get(x, -1) < most:
+                seen[x] = most
+                if x.name.endswith(SLICE_NAMES):
+                    most = min(most, x.num_bytes)
+                pending += [(source, most) for source in x.sources]
+        return int(sum(found.values()))
+
+    def write(self, x: Value, *, backward: bool, keep: bool = True) -> Value:
+        """Returns a value with a buffer; writes it unless it has one or was written before, for others only if kept."""
+        if x.buffer is not None or not x.num_bytes:
+            return x
+        if x not in self._written:
+            reads, num_bytes = self.reads([x]), self.bytes_to_store([x])
+            self.buffers.append(Buffer(x.num_bytes, x.name))
+            made = len(self.buffers) - 1
+            self.operations.append(Operation(reads, (made,), backward, in_place=True, num_bytes=num_bytes))
+            done = dataclasses.replace(x, buffer=made, sources=())
+            if not keep or x.name.endswith(JOINED):
+                return done
+            self._written[x] = done
+        return self._written[x]
+
+    def include(self, *bodies: TracedProgram, times: int = 1) -> None:
+        """Adds the flops and transfers of a body that runs `times` times; of branches, the most of any."""
+        self.flops += times * max(body.flops for body in bodies)
+        busiest = max(bodies, key=lambda body: sum(x.times * x.num_bytes for x in body.transfers))
+        self.transfers += [dataclasses.replace(x, times=times * x.times) for x in busiest.transfers]
