@@ -125,3 +125,11 @@ def test_of_what_is_sliced_only_slices_are_read():
     assert moved(lambda x: x[:, :5].sum(1), (HIDDEN, WIDTH)) == pytest.approx(4 * HIDDEN * (5 + 1))
     put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (3, 0))
     assert moved(put, (HIDDEN, WIDTH), (1, WIDTH)) == pytest.approx(2 * row, rel=0.01)
+
+
+def test_what_is_reduced_after_all_micro_batches_has_nothing_beside_it():
+    found = time_of(linear, {"w": (WIDTH, HIDDEN)}, stage=1, steps=4)
+    passes = found.compute - found.update
+    assert found.communication > 0
+    end = passes + found.communication + max(found.update, found.after_update)
+    assert found.seconds == pytest.approx(end, rel=0.001)

@@ -9,8 +9,8 @@ whichever is longer. What is fused into its readers is read with them, a reducti
 reduces, as in a softmax whose parts are not kept. What a loop computes is copied into its stack.
 
 The passes hide the shorter of computation and communication behind the longer one, but not all of it: the first gather
-and the last reduction of a micro-batch have nothing beside them, and layers differ. The update waits for the norm of
-all gradients, and new parameters are gathered during it.
+and the last reduction of a micro-batch have nothing beside them, nor what is reduced once after several micro-batches,
+and layers differ. The update waits for the norm of all gradients, and new parameters are gathered during it.
 """
 
 from __future__ import annotations
@@ -94,11 +94,16 @@ def step_time(program: TracedProgram, traffic: Sequence[Traffic], machine: Machi
 
 
 def _exposed_at_ends(program: TracedProgram, traffic: Sequence[Traffic], micro_batches: int) -> float:
-    """Returns the seconds of the first gather and the last reduction of each micro-batch."""
-    found = [(t, x) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
-    gathers = [(t, x) for t, x in found if t.of_param]
-    reductions = [(t, x) for t, x in found if t.kind in ("reduce-scatter", "all-reduce") and x.seconds]
-    return sum(min(1, micro_batches / t.times) * x.seconds for t, x in (*gathers[:1], *reductions[-1:]))
+    """Returns the seconds of what has nothing beside it: each micro-batch's first gather and last reduction.
+
+    Of several micro-batches, also what is reduced once after them.
+    """
+    found = [(t, x.seconds) for t, x in zip(program.transfers, traffic, strict=True) if UPDATE not in t.scope]
+    after_all = [seconds for t, seconds in found if t.times < micro_batches]
+    gathers = [(t, seconds) for t, seconds in found if t.of_param]
+    cut = [(t, seconds) for t, seconds in found if t.kind == "reduce-scatter" and t.times >= micro_batches]
+    ends = [min(1, micro_batches / t.times) * seconds for t, seconds in (*gathers[:1], *cut[-1:])]
+    return sum(after_all) + sum(ends)
 
 
 def traffic_of(x: Transfer, mesh: AnyMesh, machine: Machine | None) -> Traffic:
