@@ -56,7 +56,8 @@ def key_of(model: str, topology: str, x: Candidate) -> str:
     """Returns the name of a candidate in the result file."""
     config = x.config
     parts = (topology, model, config.stage, config.persistence_threshold, x.accumulate_steps, x.remat)
-    return "/".join(map(str, (*parts, config.offload.optimizer)))
+    kept = () if config.reshard_after_forward else ("parameters kept",)
+    return "/".join(map(str, (*parts, config.offload.optimizer, *kept)))
 
 
 class Figures:
@@ -132,6 +133,7 @@ def described(x: Candidate) -> str:
     """Returns the cells of a candidate: how it trains, its peak and its step."""
     how = f"stage {x.config.stage}, {x.remat}, {x.accumulate_steps}"
     how += ", state on the host" * (x.config.offload.optimizer == "host")
+    how += ", parameters kept" * (not x.config.reshard_after_forward)
     cost = x.compiled_cost()
     return f"{how} | {x.peak / GIB:.2f} | {'' if cost is None else f'{1e3 * cost:.2f}'}"
 
