@@ -49,3 +49,27 @@ def test_checksums_do_not_depend_on_the_layout(dtype, layout):
             words = np.frombuffer(raw.tobytes(), f"uint{min(32, 8 * raw.dtype.itemsize)}").tolist()
         assert value == sum(murmur_mix(w ^ (i * 0x9E3779B1 % 2**32)) for i, w in enumerate(words)) % 2**32
         assert checksum.host_checksum(raw) == value
+
+
+@singles(
+    dtype=["float32", "bfloat16", "complex64", "int8", "bool"],
+    cut=[((13001,), 0, 3), ((70, 300), 0, 4), ((3, 9001), 1, 2), ((20000, 7), 1, 2), ((2, 3, 20000), 2, 3)],
+)
+def test_long_parts_are_summed_row_by_row_and_by_consecutive_elements(dtype, cut):
+    """The shares of padded parts on devices, and of halves on the host, against the sum over all words."""
+    shape, dim, num = cut
+    x = np.asarray(jnp.asarray(np.random.default_rng(0).integers(-3, 4, shape)).astype(dtype))
+    words = np.frombuffer(x.tobytes(), f"uint{min(32, 8 * x.dtype.itemsize)}").astype(np.uint64)
+    places = np.arange(len(words), dtype=np.uint64) * 0x9E3779B1 % 2**32
+    expected = int(murmur_mix(words ^ places).sum()) % 2**32
+    size = -(-shape[dim] // num)
+    total = 0
+    for start in range(0, shape[dim], size):
+        part = np.take(x, range(start, min(start + size, shape[dim])), dim)
+        part = np.pad(part, [(0, size - n if d == dim else 0) for d, n in enumerate(part.shape)], constant_values=1)
+        place = [start if d == dim else 0 for d in range(len(shape))]
+        total += int(jax.jit(checksum.sum_of_part, static_argnums=2)(part, place, shape))
+    assert total % 2**32 == expected
+    flat, first = x.reshape(-1), x.size // 3
+    halves = checksum.host_checksum(flat[:first]), checksum.host_checksum(flat[first:], first=first)
+    assert sum(halves) % 2**32 == expected

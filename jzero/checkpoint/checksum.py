@@ -28,8 +28,10 @@ from jzero.plan.layout import Cut
 __all__ = ["checksums", "host_checksum", "natural_sizes", "over_processes", "sum_of_part"]
 
 FACTOR = 0x9E3779B1
-CHUNK = 1 << 18
-"""Words that `host_checksum` reads at once."""
+CHUNK = 1 << 16
+"""Words that `host_checksum` mixes at once, in a core's cache."""
+ROW = 1 << 10
+"""Elements that a CPU mixes at once: with more, XLA may divide each row among threads."""
 
 
 def checksums(arrays: Sequence[jax.Array], cuts: Sequence[Cut | None]) -> list[int]:
@@ -94,23 +96,63 @@ def sum_of_part(part: jax.Array, start: Any, natural: Sequence[int]) -> jax.Arra
       start: The index of its first element, per dimension.
       natural: The sizes of the stored array without padding, see `natural_sizes`.
     """
-    words = _words(part)
-    positions = jnp.zeros((), jnp.uint32)
+    at_once = functools.partial(_sum_at_once, natural=tuple(natural))
+    by_rows = functools.partial(_sum_by_rows, natural=tuple(natural))
+    return lax.platform_dependent(part, jnp.asarray(start, jnp.int32), cpu=by_rows, default=at_once)
+
+
+def _sum_at_once(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) -> jax.Array:
+    places = jnp.zeros((), jnp.uint32)
     inside = jnp.ones((), jnp.bool_)
     for dim in range(part.ndim):
         index = start[dim] + lax.broadcasted_iota(jnp.int32, part.shape, dim)
         stride = math.prod(natural[dim + 1 :]) % (1 << 32)
-        positions = positions + index.astype(jnp.uint32) * jnp.uint32(stride)
+        places = places + index.astype(jnp.uint32) * jnp.uint32(stride)
         inside = inside & (index < natural[dim])
-    per_item = math.prod(words.shape[part.ndim :])
-    words = words.reshape(*part.shape, per_item)
-    item = lax.broadcasted_iota(jnp.uint32, words.shape, part.ndim)
-    mixed = _mix(words ^ ((positions[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
-    return jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(dtype=jnp.uint32)
+    return _mixed(part, places, inside).sum(dtype=jnp.uint32)
 
 
-def _mix(words: Any) -> Any:
-    """Returns 32-bit words, of NumPy or jax, after the finalizer of MurmurHash3 (A. Appleby)."""
+def _sum_by_rows(part: jax.Array, start: jax.Array, natural: tuple[int, ...]) -> jax.Array:
+    """As `_sum_at_once`, by a loop: XLA's CPU compiler would write all mixed words to memory before it adds them."""
+    dim = next((d for d, (size, n) in enumerate(zip(part.shape, natural, strict=True)) if size != n), 0)
+    line_size = math.prod(part.shape[dim:])
+    if part.shape[dim + 1 :] != natural[dim + 1 :] or not ROW <= line_size < 1 << 31:
+        return _sum_at_once(part, start, natural)
+    # What has one index in the dimensions before the cut one lies in one piece, in the natural array too: a line.
+    lines = part.reshape(-1, line_size)
+    stride = line_size // part.shape[dim]
+    limit = jnp.clip(natural[dim] - start[dim], 0, part.shape[dim]) * stride
+    offset = start[dim].astype(jnp.uint32) * jnp.uint32(stride % (1 << 32))
+    natural_line = jnp.uint32(natural[dim] * stride % (1 << 32))
+
+    def mixed(piece: jax.Array, line: Any, at: Any) -> jax.Array:
+        line = (line + lax.broadcasted_iota(jnp.int32, piece.shape, 0)).astype(jnp.uint32)
+        column = at + lax.broadcasted_iota(jnp.int32, piece.shape, 1)
+        return _mixed(piece, line * natural_line + offset + column.astype(jnp.uint32), column < limit)
+
+    per_line = jnp.int32(line_size // ROW)
+
+    def add_row(i: jax.Array, total: jax.Array) -> jax.Array:
+        line, at = lax.div(i, per_line), lax.rem(i, per_line) * ROW
+        return total + mixed(lax.dynamic_slice(lines, (line, at), (1, ROW)), line, at)
+
+    total = lax.fori_loop(0, lines.shape[0] * (line_size // ROW), add_row, jnp.zeros((1, ROW), jnp.uint32))
+    left = mixed(lines[:, line_size // ROW * ROW :], 0, line_size // ROW * ROW)
+    return total.sum(dtype=jnp.uint32) + left.sum(dtype=jnp.uint32)
+
+
+def _mixed(x: jax.Array, places: jax.Array, inside: jax.Array) -> jax.Array:
+    """Returns the share of each element, given its place in the flat natural array; zero unless it is inside."""
+    words = _words(x)
+    per_item = math.prod(words.shape[x.ndim :])
+    words = words.reshape(*x.shape, per_item)
+    item = lax.broadcasted_iota(jnp.uint32, words.shape, x.ndim)
+    mixed = _mix(words ^ ((places[..., None] * jnp.uint32(per_item) + item) * jnp.uint32(FACTOR)))
+    return jnp.where(inside[..., None], mixed, jnp.uint32(0)).sum(-1, dtype=jnp.uint32)
+
+
+def _mix(words: jax.Array) -> jax.Array:
+    """Returns 32-bit words after the finalizer of MurmurHash3 (A. Appleby)."""
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
@@ -146,14 +188,27 @@ def _num_bits(dtype: Any) -> int:
     return int(jax.dtypes.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits)
 
 
-def host_checksum(x: np.ndarray) -> int:
-    """Returns the checksum of a natural array on the host, computed chunk by chunk."""
+def host_checksum(x: np.ndarray, *, first: int = 0) -> int:
+    """Returns the share of consecutive elements of a natural array, on the host, in its checksum.
+
+    Args:
+      x: The elements, all of them by default.
+      first: The index of the first in the flat array.
+    """
     bits = 8 if x.dtype == np.bool_ else 32 if np.iscomplexobj(x) else min(_num_bits(x.dtype), 32)
     words = np.ascontiguousarray(x).reshape(-1).view(f"uint{max(bits, 8)}")
-    total = np.zeros(1, np.uint32)
-    for start in range(0, len(words), CHUNK):
-        part = words[start : start + CHUNK].astype(np.uint32) & np.uint32((1 << bits) - 1)
-        positions = np.arange(start, start + len(part), dtype=np.uint64)
-        mixed = _mix(part ^ (positions * np.uint64(FACTOR)).astype(np.uint32))
-        total += mixed.sum(dtype=np.uint32, keepdims=True)
-    return int(total[0])
+    start = first * (x.dtype.itemsize // words.dtype.itemsize)
+    places = np.arange(CHUNK, dtype=np.uint32) * np.uint32(FACTOR)
+    buffers = np.empty((2, CHUNK), np.uint32)  # memory of its own for each step would cost more than the arithmetic
+    total = 0
+    for at in range(0, len(words), CHUNK):
+        part = words[at : at + CHUNK]
+        mixed, shifted = buffers[:, : len(part)]
+        np.add(places[: len(part)], np.uint32((start + at) * FACTOR % 2**32), out=mixed)
+        np.bitwise_xor(mixed, part if bits >= 8 else part & ((1 << bits) - 1), out=mixed)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # as `_mix`, in place
+            mixed ^= np.right_shift(mixed, shift, out=shifted)
+            mixed *= np.uint32(factor)
+        mixed ^= np.right_shift(mixed, 16, out=shifted)
+        total += int(mixed.sum(dtype=np.uint32))
+    return total % 2**32
