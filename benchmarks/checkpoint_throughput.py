@@ -1,6 +1,7 @@
-"""Saving and restoring beside plain Orbax on the same tree: `python benchmarks/checkpoint_throughput.py`.
+"""Saving and restoring beside plain Orbax on the same tree, and exports: `python benchmarks/checkpoint_throughput.py`.
 
-Ratios of medians within one run, methods in turn, since machines are noisy. The tree has `--megabytes` of random fp32
+Medians within one run, methods in turn, since machines are noisy: seconds, and CPU time over all threads. The last two
+rows export the checkpoint, and the state itself. The tree has `--megabytes` of random fp32
 numbers, in leaves whose dimensions the devices divide (`even`) or do not (`odd`). Of odd leaves plain Orbax is given
 natural arrays on one device, since no sharded array has such shapes.
 """
@@ -11,7 +12,6 @@ import argparse
 import os
 import pathlib
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,14 +43,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for kind in ("even", "odd"):
             for what, times in measure(kind, options, pathlib.Path(directory)).items():
-                ours, plain = (statistics.median(times[who]) for who in ("jzero", "orbax"))
-                rate = options.megabytes / ours
-                print(f"{kind:4}  {what:8}  jzero {ours:6.2f} s  orbax {plain:6.2f} s  "
-                      f"ratio {ours / plain:5.2f}  {rate:6.0f} MB/s")  # fmt: skip
+                medians = {who: np.median(np.array(found), axis=0) for who, found in times.items()}
+                (_, ours), (_, other) = medians.items()
+                each = "  ".join(f"{who} {x[0]:6.2f} s, CPU {x[1]:5.2f} s" for who, x in medians.items())
+                print(f"{kind:4}  {what:7}  {each}  ratio {ours[0] / other[0]:5.2f}, CPU {ours[1] / other[1]:5.2f}  "
+                      f"{options.megabytes / ours[0]:5.0f} MB/s")  # fmt: skip
 
 
-def measure(kind: str, options: argparse.Namespace, directory: pathlib.Path) -> dict[str, dict[str, list[float]]]:
-    """Returns seconds by direction and by who did it."""
+def measure(
+    kind: str, options: argparse.Namespace, directory: pathlib.Path
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Returns seconds, and seconds of CPU time, by direction and by who did it."""
     size = int((options.megabytes * 1e6 / 4 / LEAVES) ** 0.5)
     size = size // 64 * 64 + (0 if kind == "even" else 3)
     rng = np.random.default_rng(0)
@@ -61,28 +64,35 @@ def measure(kind: str, options: argparse.Namespace, directory: pathlib.Path) -> 
     like = jzero.abstract_train_state(state, stage=3)
     tree = state if kind == "even" else plain
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    ours, orbax, exported = (directory / f"{kind}_{name}" for name in ("jzero", "orbax", "exported"))
 
-    def save_plain(path: pathlib.Path) -> None:
+    def save_plain() -> None:
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(path, tree)
+            checkpointer.save(orbax, tree)
 
-    def restore_plain(path: pathlib.Path) -> Any:
+    def restore_plain() -> Any:
         with ocp.StandardCheckpointer() as checkpointer:
-            return checkpointer.restore(path, shapes)
+            return checkpointer.restore(orbax, shapes)
 
-    doing: dict[str, dict[str, Callable[[pathlib.Path], Any]]] = {
-        "save": {"jzero": lambda path: jzero.save_checkpoint(path, state), "orbax": save_plain},
-        "restore": {"jzero": lambda path: jzero.restore_checkpoint(path, like), "orbax": restore_plain},
+    doing: dict[str, dict[str, Callable[[], Any]]] = {
+        "save": {"jzero": lambda: jzero.save_checkpoint(ours, state), "orbax": save_plain},
+        "restore": {"jzero": lambda: jzero.restore_checkpoint(ours, like), "orbax": restore_plain},
+        "export": {
+            "of the checkpoint": lambda: jzero.export_checkpoint(ours, exported) and None,
+            "of the state": lambda: jzero.export_params(state, exported) and None,
+        },
     }
-    times: dict[str, dict[str, list[float]]] = {what: {"jzero": [], "orbax": []} for what in doing}
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {what: {who: [] for who in doing[what]} for what in doing}
     for number in range(options.rounds + 1):
-        for who in ("jzero", "orbax"):
-            path = directory / f"{kind}_{who}"
-            for what in ("save", "restore"):
-                started = time.perf_counter()
-                jax.block_until_ready(doing[what][who](path))
+        for what, ways in doing.items():
+            for who, run in ways.items():
+                started = time.perf_counter(), time.process_time()
+                jax.block_until_ready(run())
+                spent = time.perf_counter() - started[0], time.process_time() - started[1]
                 if number:  # the first round compiles
-                    times[what][who].append(time.perf_counter() - started)
+                    times[what][who].append(spent)
+                shutil.rmtree(exported, ignore_errors=True)
+        for path in (ours, orbax):
             shutil.rmtree(path)
     return times
 

@@ -1,6 +1,8 @@
 """Parameters as safetensors: exported, read by the safetensors package itself, and loaded into shards."""
 
+import contextlib
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero.checkpoint import safetensors_files
+from jzero.checkpoint.parts import Part, read_parts
 from tests.checkpoint_states import linen_state, natural, nnx_state, sharded
 from tests.tiers import singles
 
@@ -194,6 +197,46 @@ def test_a_checkpoint_exports_what_its_state_would(tmp_path):
         ours, theirs = (load_file(tmp_path / f"{name}{how}.safetensors") for how in ("_state", ""))
         assert ours.keys() == theirs.keys()
         assert all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float4_e2m1fn"])
+def test_leaves_in_parts_are_exported_as_those_in_one(dtype, tmp_path, monkeypatch):
+    """With parts of odd sizes, several of them under way, and some larger than the limit."""
+    shapes = {"a": (61, 26), "b": (18,)} | ({} if dtype == "float4_e2m1fn" else {"c": ()})
+    rng = np.random.default_rng(0)
+    params = {name: rng.choice(np.float32([-6, -3, 0.5, 1.5, 4]), shape) for name, shape in shapes.items()}
+    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(0.1)), stage=3)
+    jzero.save_checkpoint(tmp_path / "c", state)
+    jzero.export_params(state, tmp_path / "state.safetensors", dtype=dtype)
+    expected = (tmp_path / "state.safetensors").read_bytes()
+    for part, limit in ((1, 1), (1, 3000), (3000, 2000)):
+        monkeypatch.setattr("jzero.checkpoint.parts.PART_BYTES", part)
+        monkeypatch.setattr("jzero.checkpoint.parts.LEAVES_BYTES", limit)
+        found = tmp_path / f"{part}_{limit}.safetensors"
+        jzero.export_checkpoint(tmp_path / "c", found, dtype=dtype)
+        assert found.read_bytes() == expected
+
+
+def test_parts_are_read_ahead_up_to_a_limit(tmp_path):
+    """Counted in an array that notes when a part is asked for."""
+    begun = []
+
+    class Array:
+        dtype = types.SimpleNamespace(numpy_dtype=np.dtype(np.float32))
+
+        def __getitem__(self, place):
+            begun.append(place[0].start)
+            return types.SimpleNamespace(
+                read=lambda: types.SimpleNamespace(result=lambda: np.float32([place[0].start]))
+            )
+
+    contents = types.SimpleNamespace(errors=contextlib.nullcontext)
+    parts = [Part(Array(), (slice(i, i + size),)) for i, size in ((0, 10), (10, 10), (20, 10), (30, 50), (80, 5))]
+    values = read_parts(contents, parts, limit=80)
+    seen = []
+    for x in values:
+        seen.append((int(x[0]), len(begun)))
+    assert seen == [(0, 2), (10, 3), (20, 3), (30, 4), (80, 5)], "one beside that in use; a large one alone"
 
 
 def test_names_that_are_the_same(tmp_path):

@@ -26,7 +26,7 @@ def arrays():
         if i == 2:
             print("writing", flush=True)
             sys.stdin.readline()
-        yield np.full(size, value, np.float32)
+        yield [np.full(size, value, np.float32)]
 
 try:
     specs = [TensorSpec(str(i), (size,), np.float32) for i in range(4)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -18,7 +20,7 @@ from etils import epath
 from jzero._text import key_names
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
-from jzero.checkpoint.orbax_io import NOTES, STATE, state_handler
+from jzero.checkpoint.orbax_io import NOTES, STATE, Opened, state_handler
 
 __all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "sign"]
 
@@ -91,10 +93,40 @@ class Contents:
             item=jax.tree.unflatten(treedef, [0 if keys in how else ocp.PLACEHOLDER for keys in order]),
             restore_args=jax.tree.unflatten(treedef, [how.get(keys, ocp.RestoreArgs()) for keys in order]),
         )
-        with reading(self.state_directory, {".".join(keys): "/".join(keys) for keys in order}):
+        with self.errors():
             tree = state_handler(reads=True).restore(self.state_directory, args=restore)
         values = jax.tree.structure(self.tree).flatten_up_to(tree)
         return {keys: x for keys, x in zip(order, values, strict=True) if keys in how}
+
+    def open(self, pieces: Mapping[Keys, tuple[int, ...]]) -> dict[Keys, Any]:
+        """Returns arrays as open TensorStores.
+
+        Args:
+          pieces: The keys of each, with the shape of what will be read at a time if reads share chunks, see `Opened`.
+
+        Raises:
+          CheckpointError: One cannot be opened, or is not what the metadata says.
+        """
+        if not pieces:
+            return {}
+        opened = self.read({keys: Opened(piece=piece) for keys, piece in pieces.items()})
+        for keys, array in opened.items():
+            leaf = self.leaves[keys]
+            if (tuple(array.shape), array.dtype.numpy_dtype) != (leaf.shape, leaf.dtype):
+                raise DamageError(
+                    f"The checkpoint at {self.state_directory} is damaged: leaf {leaf.path!r} is "
+                    f"{array.dtype.name}{list(array.shape)}, but was {leaf.dtype}{list(leaf.shape)}.\n{REMEDY}"
+                )
+        return opened
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """Turns the libraries' errors about arrays into a `CheckpointError`, see `reading`."""
+        return reading(self.state_directory, self._names)
+
+    @functools.cached_property
+    def _names(self) -> dict[str, str]:
+        """The paths of leaves by Orbax's names."""
+        return {".".join(keys): "/".join(keys) for keys in self.leaves}
 
     def has(self, item: str) -> bool:
         """Whether the checkpoint has an item of this name beside the state."""

@@ -29,7 +29,6 @@ from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import Piece, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
-from jzero.checkpoint.orbax_io import Opened
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import open_files
 
@@ -103,13 +102,13 @@ class _Run:
         self.masters = masters_on_disk(files.plan)
         self.sums = {path: np.zeros(1, np.uint32) for path, leaf in found.items() if _is_comparable(leaf)}
         self.rounded: dict[int, jax.Array] = {}
-        how = {
-            found[x.path].keys: Opened(piece=self._piece(i))
+        pieces = {
+            found[x.path].keys: self._piece(i)
             for i, fields in self.plan.disk_fields.items()
             for x in fields
             if x.path in found
         }
-        self._opened = contents.read(how) if how else {}
+        self._opened = contents.open(pieces)
 
     def restore(self, i: int) -> None:
         """Writes the records of a parameter."""

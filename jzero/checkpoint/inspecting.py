@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -10,8 +11,8 @@ from typing import Any
 from jzero._text import format_rows
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
-from jzero.checkpoint.exporting import read_whole
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
+from jzero.checkpoint.parts import checked_leaves
 from jzero.checkpoint.restoring import read_extra
 from jzero.config.settings import FLAG, check
 from jzero.plan.table import format_bytes
@@ -136,7 +137,8 @@ def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
         damaged = {}
         for leaf in contents.leaves.values():
             try:
-                read_whole(contents, leaf)
+                for parts in checked_leaves(contents, [leaf]):
+                    collections.deque(parts, maxlen=0)
             except CheckpointError as error:
                 damaged[leaf.path] = " ".join(str(error).removesuffix(REMEDY).split())
     steps = find_steps(contents.directory.parent)

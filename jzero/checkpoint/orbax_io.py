@@ -207,15 +207,19 @@ class Opened(ocp.RestoreArgs):
     """Asks for an open TensorStore in place of an array.
 
     Attributes:
-      piece: The shape of what will be read at a time, in order: chunks that two reads share stay in memory.
+      piece: The shape of what will be read at a time, in order: chunks that two reads share stay in memory. Empty if
+        none do.
     """
 
+    restore_type: Any = np.ndarray
     piece: tuple[int, ...] = ()
 
 
 async def _open_to_read(info: Any, piece: Sequence[int]) -> Any:
     spec = ts.Spec(ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint))
     array = await ts.open(spec, open=True, context=info.ts_context)
+    if not piece:
+        return array
     chunk: Any = array.chunk_layout.read_chunk.shape
     counts = [min(-(-(n + c - 1) // c), -(-size // c)) for n, c, size in zip(piece, chunk, array.shape, strict=True)]
     kept = math.prod(counts) * math.prod(chunk) * array.dtype.numpy_dtype.itemsize
@@ -246,9 +250,9 @@ class _PatientHandler(ocp.type_handlers.TypeHandler):
         return await _patiently(self._deserialize(infos, args or [None] * len(infos)))
 
     async def _deserialize(self, infos: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        opened = [await _open_to_read(x, arg.piece) for x, arg in zip(infos, args, strict=True) if _opens(arg)]
+        opening = [_open_to_read(x, arg.piece) for x, arg in zip(infos, args, strict=True) if _opens(arg)]
         rest = [(x, arg) for x, arg in zip(infos, args, strict=True) if not _opens(arg)]
-        found = iter(opened)
+        found = iter(await asyncio.gather(*opening))
         read = iter(await self._handler.deserialize(*map(list, zip(*rest, strict=True))) if rest else ())
         return [next(found if _opens(arg) else read) for arg in args]
 

@@ -22,19 +22,19 @@ import orbax.checkpoint as ocp
 
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.misfits import describe_misfit
-from jzero.arrays.placement import on_device, place_array, place_leaf
+from jzero.arrays.placement import on_device, place_leaf
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.disk_restoring import RestoredFiles, restore_files
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
-from jzero.checkpoint.leaves import Keys, Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
+from jzero.checkpoint.leaves import Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
+from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import mesh_platform
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
@@ -369,40 +369,17 @@ def _own_state(contents: Contents, target: Target) -> ZeroOptState | None:
 
 
 def _read(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
-    """Reads leaves from disk into the stored shapes of a plan."""
-    how: dict[Keys, Any] = {}
-    for wanted, stored in leaves.values():
-        if _is_too_wide(stored.dtype):
-            how[stored.keys] = ocp.RestoreArgs(restore_type=np.ndarray)
-            continue
-        is_key = jax.dtypes.issubdtype(wanted.leaf.dtype, jax.dtypes.prng_key)
-        how[stored.keys] = ocp.ArrayRestoreArgs(
-            restore_type=jax.Array,
-            sharding=wanted.sharding,
-            global_shape=None if is_key else wanted.shape,
-            dtype=wanted.leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(stored.dtype),
-            strict=wanted.cut is None or not wanted.cut.is_padded,
+    """Reads leaves from disk into the stored shapes of a plan, in buffers of their own."""
+    keys = {i: x for i, x in leaves.items() if jax.dtypes.issubdtype(x[0].leaf.dtype, jax.dtypes.prng_key)}
+    how = {
+        stored.keys: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=wanted.sharding, global_shape=None, dtype=wanted.leaf.dtype
         )
-    read = contents.read(how)
-    return {
-        i: _place_narrowed(read[stored.keys], wanted) if _is_too_wide(stored.dtype) else read[stored.keys]
-        for i, (wanted, stored) in leaves.items()
+        for wanted, stored in keys.values()
     }
-
-
-def _is_too_wide(dtype: Any) -> bool:
-    """Whether jax, in its current configuration, would truncate integers of this dtype."""
-    return bool(jax.numpy.issubdtype(dtype, np.integer) and jax.dtypes.canonicalize_dtype(dtype) != dtype)
-
-
-def _place_narrowed(x: np.ndarray, wanted: WantedLeaf) -> jax.Array:
-    narrow = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
-    if (narrow != x).any():
-        raise ValueError(
-            f"{wanted.path} holds {x.dtype} numbers that need more than 32 bits: enable them, "
-            "`jax.config.update('jax_enable_x64', True)`."
-        )
-    return place_array(narrow, narrow.dtype, wanted.sharding, wanted.cut)
+    found = contents.read(how) if how else {}
+    read = {i: found[stored.keys].copy() for i, (_, stored) in keys.items()}
+    return read | read_shards(contents, {i: x for i, x in leaves.items() if i not in keys})
 
 
 def _verify(
@@ -429,8 +406,7 @@ def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -
         and wanted.cut == _padded_cut(leaf)
         and x.sharding == sharding
     ):
-        # On CPUs the array may use the reader's memory, which cannot be donated.
-        return x.copy() if mesh_platform(plan.mesh) == "cpu" else x
+        return x
     return stored_from(x, wanted.cut, leaf, sharding)
 
 

@@ -121,7 +121,11 @@ def is_known(dtype: Any) -> bool:
 
 
 def write_tensors(
-    path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray] | None, max_bytes: int, notes: Any
+    path: epath.Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[Iterable[np.ndarray]] | None,
+    max_bytes: int,
+    notes: Any,
 ) -> ExportReport:
     """Writes one file, or several with an index if the tensors are larger than `max_bytes` together.
 
@@ -130,7 +134,8 @@ def write_tensors(
     Args:
       path: The file, or else a directory for `model.safetensors`.
       specs: The tensors, in order.
-      arrays: One array per tensor, in this order, read one at a time. `None` in a process that writes nothing.
+      tensors: The consecutive parts of each, in this order, taken one at a time. `None` in a process that writes
+        nothing.
       max_bytes: Most bytes of tensors in a file; a larger tensor gets its own file.
       notes: Texts by name, to note in each file.
     """
@@ -141,9 +146,9 @@ def write_tensors(
     names = [f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}" for i in range(count)] if count > 1 else [stem + SUFFIX]
     targets = [directory / name for name in (names if count == 1 else [*names, stem + INDEX_SUFFIX])]
     report = ExportReport(tuple(map(str, targets)), len(specs), sum(spec.num_bytes for spec in specs))
-    if arrays is None:
+    if tensors is None:
         return report
-    source = iter(arrays)
+    source = iter(tensors)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with only_writer(directory / (stem + SUFFIX)), _named_last(targets) as unfinished:
@@ -191,7 +196,9 @@ def _split(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]
     return files
 
 
-def _write_file(path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterator[np.ndarray], notes: Any) -> None:
+def _write_file(
+    path: epath.Path, specs: Sequence[TensorSpec], tensors: Iterator[Iterable[np.ndarray]], notes: Any
+) -> None:
     header: dict[str, Any] = {METADATA: notes}
     end = 0
     for spec in specs:
@@ -204,11 +211,18 @@ def _write_file(path: epath.Path, specs: Sequence[TensorSpec], arrays: Iterator[
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for spec in specs:
-            array = next(arrays)
-            assert (array.shape, array.dtype) == (spec.shape, spec.dtype), spec
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            file.write((data[::2] | data[1::2] << 4 if spec.dtype == FOUR_BITS else data).data)
-            del array
+            size, half = 0, np.zeros(0, np.uint8)
+            for part in next(tensors):
+                assert part.dtype == spec.dtype, spec
+                size += part.size
+                data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+                if spec.dtype == FOUR_BITS:  # the last one of an odd number waits for the next part
+                    data = np.concatenate([half, data])
+                    data, half = data[: len(data) // 2 * 2], data[len(data) // 2 * 2 :]
+                    data = (data[::2] | data[1::2] << 4).astype(np.uint8)
+                file.write(data.data)
+                del part, data
+            assert size == math.prod(spec.shape), spec
 
 
 class TensorFile:

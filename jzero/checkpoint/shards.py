@@ -1,0 +1,96 @@
+"""From the arrays of a checkpoint to arrays on devices, each process its own shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from jzero.checkpoint.checksum import natural_sizes
+from jzero.checkpoint.contents import Contents, StoredLeaf
+from jzero.checkpoint.leaves import WantedLeaf
+from jzero.checkpoint.parts import Part, read_parts
+
+__all__ = ["placed", "read_shards"]
+
+AHEAD_BYTES = 1 << 28
+"""Most bytes of shards that are in host memory at once, beside those that stay there."""
+
+Index = tuple[slice, ...]
+
+
+def read_shards(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
+    """Returns arrays of a checkpoint as `wanted` describes them, zero beyond the natural array; none has key dtypes.
+
+    Raises:
+      CheckpointError: An array cannot be read.
+      ValueError: It holds integers that jax, in its current configuration, would truncate.
+    """
+    opened = contents.open({stored.keys: () for _, stored in leaves.values()})
+    parts = (Part(opened[stored.keys], inside) for wanted, stored in leaves.values() for inside in _parts(wanted))
+    values = read_parts(contents, parts, AHEAD_BYTES)
+    return {i: _from_parts(wanted, stored, values) for i, (wanted, stored) in leaves.items()}
+
+
+def placed(shape: tuple[int, ...], sharding: NamedSharding, part: Callable[[Index], np.ndarray]) -> jax.Array:
+    """Returns an array in buffers of its own, which can be donated, made of what `part` returns for each index.
+
+    Calls `part` once per index, in the order of `_indices`, and keeps none of the results.
+    """
+    arrays = []
+    for index, devices in _indices(shape, sharding):
+        host = part(index)
+        for device in devices:
+            x = jax.device_put(host, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+            # On CPUs it may use the memory of `host`, which cannot be donated, whatever `may_alias` says. The copy is
+            # cheap while the numbers are in the cache, and the next part gets that memory.
+            arrays.append(jax.block_until_ready(x.copy()) if device.platform == "cpu" else x)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Index, list[Any]]]:
+    """Returns each different part of an array on this process's devices, with bounds, and the devices that hold it."""
+    found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
+        found.setdefault(bounds, []).append(device)
+    return [(tuple(slice(*x) for x in bounds), devices) for bounds, devices in found.items()]
+
+
+def _inside(index: Index, wanted: WantedLeaf) -> Index | None:
+    """Returns what of a part is in the natural array; `None` if nothing is."""
+    natural = natural_sizes(wanted.shape, wanted.cut)
+    inside = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index, natural, strict=True))
+    return inside if all(s.start < s.stop for s in inside) else None
+
+
+def _parts(wanted: WantedLeaf) -> Iterator[Index]:
+    indices = (_inside(index, wanted) for index, _ in _indices(wanted.shape, wanted.sharding))
+    return (x for x in indices if x is not None)
+
+
+def _from_parts(wanted: WantedLeaf, stored: StoredLeaf, values: Iterator[np.ndarray]) -> jax.Array:
+    dtype = jax.dtypes.canonicalize_dtype(stored.dtype)
+
+    def part(index: Index) -> np.ndarray:
+        shape = tuple(s.stop - s.start for s in index)
+        if _inside(index, wanted) is None:
+            return np.zeros(shape, dtype)
+        found = _narrowed(next(values), dtype, wanted)
+        padding = [(0, n - m) for n, m in zip(shape, found.shape, strict=True)]
+        return found if found.shape == shape else np.pad(found, padding)
+
+    return placed(wanted.shape, wanted.sharding, part)
+
+
+def _narrowed(x: np.ndarray, dtype: Any, wanted: WantedLeaf) -> np.ndarray:
+    narrow = x.astype(dtype, copy=False)
+    if narrow is not x and jax.numpy.issubdtype(dtype, np.integer) and (narrow != x).any():
+        raise ValueError(
+            f"{wanted.path} holds {x.dtype} numbers that need more than 32 bits: enable them, "
+            "`jax.config.update('jax_enable_x64', True)`."
+        )
+    return narrow
