@@ -128,6 +128,9 @@ def steps_that_differ(second: int) -> dict[str, Any]:
         "clip_norm": lambda: train(clip_norm=1.0 + second),
         "accumulate_steps": lambda: train(accumulate_steps=1 + second),
         "constant": lambda: train(lambda params, batch: small_loss(params, batch) * jnp.asarray(table).sum()),
+        "limit": lambda: jzero.fill_memory(
+            jzero.make_train_step(small_loss), small_state(), BATCH, hbm_bytes=1e9 * (1 + second), confirm=False
+        ),
         "elsewhere": lambda: make_other(small_loss)(small_state(), BATCH),
         "failure": lambda: train(fails),
     }

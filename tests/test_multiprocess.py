@@ -122,6 +122,7 @@ DISAGREEMENTS = {
     "learning rate": ["the program", "process 0: %", "dense<-1.000000e-01>", "dense<-1.100000e+00>"],
     "clip_norm": ["settings", "process 0: clip_norm=1.0", "process 1: clip_norm=2.0"],
     "accumulate_steps": ["settings", "process 0: accumulate_steps=1", "process 1: accumulate_steps=2"],
+    "limit": ["the memory that a step may take", "process 0: 1000000000 bytes", "process 1: 2000000000 bytes"],
     "constant": ["the program", "process 0: %", "process 1: %"],
     "rows": ["the batch", "process 0: batch['']: float32[16, 8]", "process 1: batch['']: float32[8, 8]"],
     "dtype": ["the batch", "process 0: batch['']: float32[24, 8]", "process 1: batch['']: float16[24, 8]"],
