@@ -422,10 +422,42 @@ MUTANTS = [
     Mutant(
         "rows_not_kept_for_the_backward_loop",
         "engine/loops.py",
-        "        if self.walk.keeps_passes:\n",
-        "        if False:\n",
+        "if is_cut(stack) and stack.stays else None",
+        "if False else None",
         "test_passes.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
         "False-True",
+    ),
+    Mutant(
+        "parameters_that_stay_dropped",
+        "engine/walk.py",
+        "if k in needed or self._known[k].stays}",
+        "if k in needed}",
+        "test_keep.py::test_parameters_that_stay_are_gathered_once",
+        "loss_fn",
+    ),
+    Mutant(
+        "a_tied_head_that_stays_gathered_twice",
+        "engine/shard_rules.py",
+        "    if lazy.stays:  # see",
+        "    if False:  # see",
+        "test_keep.py::test_parameters_that_stay_are_gathered_once",
+        "loss_fn",
+    ),
+    Mutant(
+        "one_block_too_few_kept",
+        "engine/recompute.py",
+        "max(0, num_blocks(jaxpr) - remat.blocks)",
+        "max(0, num_blocks(jaxpr) + 1 - remat.blocks)",
+        "test_keep.py::test_the_last_blocks_are_not_recomputed",
+        "loss_fn",
+    ),
+    Mutant(
+        "filled_over_the_limit",
+        "analysis/fill.py",
+        "fits = found.peak <= limit",
+        "fits = True",
+        "test_fill.py::test_the_compiler_has_the_last_word",
+        "1.3",
     ),
     # Waiting rules.
     Mutant(
@@ -1058,9 +1090,9 @@ MUTANTS = [
     # Fit.
     Mutant(
         "recomputation_compared_at_stage_0",
-        "analysis/fit.py",
-        "config = self._config(self.stages[0], 1)",
-        "config = self._config(0, 1)",
+        "analysis/search.py",
+        "placed = self.placed(self._config(self.stages[0], 1), 1)",
+        "placed = self.placed(self._config(0, 1), 1)",
         "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
         "host",
     ),
