@@ -133,9 +133,11 @@ def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
       True
     """
     shapes = list(map(_compat.shape_of, jaxpr.in_avals))
-    before = None if not isinstance(remat, Keep) else max(0, num_blocks(jaxpr) - remat.blocks)
-    rewrite = _Rewrite(remat.remat if isinstance(remat, Keep) else remat, before)
-    return jax.make_jaxpr(lambda *inputs: rewrite(jaxpr, inputs), axis_env=axis_env)(*shapes)
+    before = None
+    if isinstance(remat, Keep):
+        before = max(0, num_blocks(jaxpr) - remat.blocks) if remat.blocks else None
+        remat = remat.remat
+    return jax.make_jaxpr(lambda *inputs: _Rewrite(remat, before)(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
 def num_blocks(jaxpr: Any) -> int:
