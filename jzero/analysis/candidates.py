@@ -165,7 +165,7 @@ class Fit:
       >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
       >>> choice = jzero.fit(make_state, loss_fn, jnp.ones((64, 512)), topology="h200:8", confirm=False)
       >>> choice.config.stage, choice.accumulate_steps
-      (1, 1)
+      (0, 1)
     """
 
     machine: str
