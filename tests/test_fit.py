@@ -103,10 +103,10 @@ def test_more_micro_batches_where_a_step_takes_more_than_reckoned(monkeypatch):
     """The figure of one micro-batch is taken down, so that the compiler has to refuse it first."""
     whole, halves = compiled_peak(2, 1, None), compiled_peak(2, 2, None)
     limit = (whole + halves) / 2
-    reckon = search.memory_of_trace
+    reckon = search.memory_of_step
     monkeypatch.setattr(
         search,
-        "memory_of_trace",
+        "memory_of_step",
         lambda *args, **options: dataclasses.replace(reckon(*args, **options), temporaries=0),
     )
     choice = fitted(limit / 1e6, stages=(2,), remat=(None,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import re
 import warnings
 
 import jax
@@ -223,6 +224,16 @@ def test_impossible_fields_are_refused(fields, message):
 def test_patterns_without_a_parameter_are_refused():
     with pytest.raises(ValueError, match=r"match no parameter: \['heads'\].*whole path"):
         traced(loss_fn, jzero.Keep(params=("embed", "heads")))
+
+
+def test_many_patterns_are_compiled_once(monkeypatch):
+    """As many as `fill_memory` writes for a large model, more than the 512 that `re` remembers."""
+    paths = [f"layer_{i}/kernel" for i in range(2000)]
+    keep = jzero.Keep(params=tuple(map(re.escape, paths[::2])))
+    counted, compile_ = [], re.compile
+    monkeypatch.setattr(re, "compile", lambda x: counted.append(x) or compile_(x))
+    assert [keep.keeps(path) for path in paths] == [True, False] * 1000
+    assert len(counted) == 1000
 
 
 def test_parameters_on_the_host_cannot_stay():

@@ -266,10 +266,14 @@ def _milliseconds(seconds: float) -> str:
 def _recomputation(remat: Any) -> Recomputation:
     """Returns the names of an option `remat`; one without a name says itself what it is."""
     if isinstance(remat, Keep):
-        params = "all parameters" if remat.params == "all" else f"{len(remat.params)} parameters" * bool(remat.params)
-        kept = f"keeps {' and '.join(filter(None, [params, f'{remat.blocks} blocks' * bool(remat.blocks)]))}"
+        params = "all parameters" if remat.params == "all" else _count(len(remat.params), "parameter")
+        kept = f"keeps {' and '.join(filter(None, [params, _count(remat.blocks, 'block')]))}"
         return Recomputation(remat, kept, kept)
     return next((x for x in RECOMPUTED if x.remat == remat), Recomputation(remat, str(remat), str(remat)))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}" if number else ""
 
 
 def recomputation_rank(remat: Any) -> int:

@@ -9,8 +9,8 @@ What could stay between the passes is one ordered list, and the longest prefix t
 
 Parameters come first: a block that is kept but gathers its parameters again has nothing to hide these gathers behind
 (a mixture of experts on 8 H200: 5 of 8 blocks so took longer than none). Among blocks hardly anything but their number
-matters. Rows of stacks take part only where a step communicates for more than a quarter of the time that it computes:
-to keep them, loops write and read stacks. A plan, shapes and a limit decide, so all processes keep the same.
+matters. Rows of stacks take part only where a step is known to communicate for more than a quarter of the time that it
+computes: to keep them, loops write and read stacks. A plan, shapes and a limit decide, so all processes keep the same.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from jzero.analysis.candidates import NEAR
 from jzero.analysis.compiled_step import CompiledStep, compile_step
 from jzero.analysis.limits import hardware_of, limit_of
 from jzero.analysis.machines import Machine
 from jzero.analysis.relocation import plan_of_argument, relaid
 from jzero.analysis.sent import Sent, sent
-from jzero.analysis.step_memory import StepMemory, is_gpu, memory_of_trace
+from jzero.analysis.step_memory import StepMemory, memory_of_step
 from jzero.arrays.processes import agree, are_several
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
@@ -42,8 +43,6 @@ from jzero.step.train_step import TrainStep
 
 __all__ = ["Filling", "fill_memory"]
 
-NEAR = 0.9
-"""Share of the limit that a reckoned peak may take if nothing is compiled: it can be 10 % low."""
 BUSY_LINKS = 0.25
 """Communication in parts of computation above which rows of stacks stay whole."""
 MANY_USES = 2.5
@@ -138,7 +137,8 @@ class Filling:
       paths: Parameters, in the order of the list.
       num_blocks: The number of blocks after them.
       is_all: Whether no parameter that is gathered again is left out.
-      compiled: The figures of the steps that were compiled, by the length of the prefix; `None`: refused.
+      compiled: The figures of the steps that were compiled, by the length of the prefix; `None`: refused. What is
+        known before need not be compiled again.
     """
 
     step: TrainStep
@@ -146,16 +146,16 @@ class Filling:
     plan: ZeroPlan
     machine: Machine | None
     topology: str | None
+    compiled: dict[int, CompiledStep | None] = dataclasses.field(default_factory=dict)
     paths: list[str] = dataclasses.field(init=False)
     num_blocks: int = dataclasses.field(init=False)
     is_all: bool = dataclasses.field(init=False)
-    compiled: dict[int, CompiledStep | None] = dataclasses.field(default_factory=dict, init=False)
     _known: dict[int, StepMemory] = dataclasses.field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         state, batch, rng = self.arguments
         traced = self.step.trace(state, batch, rng=rng)
-        self._known[0] = self._reckon(self.step, traced)
+        self._known[0] = memory_of_step(self.step, self.arguments, self.plan, self.machine, traced)
         again, time = _gathered_again(sent(traced.jaxpr), self.plan, self.step.micro.steps), self._known[0].time
         has_busy_links = time is not None and time.communication > BUSY_LINKS * time.compute
         self.paths = [path for path, is_row in again if has_busy_links or not is_row]
@@ -180,8 +180,7 @@ class Filling:
     def reckoned(self, number: int) -> StepMemory:
         """Returns the reckoned memory of that step."""
         if number not in self._known:
-            step, (state, batch, rng) = self.step_keeping(number), self.arguments
-            self._known[number] = self._reckon(step, step.trace(state, batch, rng=rng))
+            self._known[number] = memory_of_step(self.step_keeping(number), self.arguments, self.plan, self.machine)
         return self._known[number]
 
     def longest(self, limit: float) -> int:
@@ -195,9 +194,8 @@ class Filling:
                 low = end
                 break
             high = end
-        for turn in itertools.count():
-            if high - low <= 1:
-                return low
+        turn = 0
+        while high - low > 1:
             a, b = self.reckoned(low).peak, self.reckoned(high).peak
             share = 0.5 if turn % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
             middle = min(max(self._at(low, high, share), low + 1), high - 1)
@@ -205,7 +203,8 @@ class Filling:
                 low = middle
             else:
                 high = middle
-        raise AssertionError
+            turn += 1
+        return low
 
     def _at(self, low: int, high: int, share: float) -> int:
         """Returns the prefix between two that adds a share of what lies between them."""
@@ -223,8 +222,8 @@ class Filling:
         longer than to compute it again.
         """
         longest, fails = 0, len(self.paths) + self.num_blocks + 1
-        number = self.longest(limit)
-        while number > longest and len(self.compiled) < MOST_COMPILED:
+        number, most = self.longest(limit), len(self.compiled) + MOST_COMPILED
+        while number > longest and len(self.compiled) < most:
             found = self.compiled[number] = self._compile(number)
             reckoned = self.reckoned(number).peak
             if found is None:
@@ -250,12 +249,6 @@ class Filling:
             topology=self.topology,
             machine=self.machine,
         )
-
-    def _reckon(self, step: TrainStep, traced: Any) -> StepMemory:
-        state, batch, rng = self.arguments
-        arguments = step.abstract_arguments(state, batch, rng=rng)
-        gpu = is_gpu(self.plan, self.machine)
-        return memory_of_trace(traced, arguments, self.plan, self.machine, gpu=gpu, micro_batches=step.micro.steps)
 
 
 def _gathered_again(moved: Iterable[Sent], plan: ZeroPlan, micro_batches: int) -> list[tuple[str, bool]]:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jzero.analysis.candidates import CHOSEN, NEAR, RECOMPUTED, Candidate, Fit, choose, judge
+from jzero.analysis.compiled_step import CompiledStep
 from jzero.analysis.confirm import confirm as confirmed
 from jzero.analysis.fill import Filling
 from jzero.analysis.limits import USABLE, hardware_of, limit_of
@@ -73,7 +74,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     Then it compiles candidates, the fastest first, until three fit, and those the estimate may wrongly leave out. Of
     these the fastest by the compiled schedule is chosen. What memory it leaves is spent as by `fill_memory`: then
     `choice.remat` is a `Keep`. On devices whose rates are not known, the cheapest is the one
-    that sends least, then the one that computes least; only the choice is compiled.
+    that sends least, then the one that computes least; only the choice, and what fills it, is compiled.
 
     Args:
       make_state: A function from a PRNG key to a train state, as for `init_train_state`, or a state, concrete or
@@ -178,8 +179,14 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
     placed = search.placed(x.config, x.mesh_shape.get(str(x.config.replica_axis), 1))
     step, plan = search.step(x.accumulate_steps, x.remat), plan_of_argument(placed)
     assert plan is not None
-    arguments = (placed, search.batch, search.rng)
-    filling = Filling(step=step, arguments=arguments, plan=plan, machine=search.hardware, topology=search.topology)
+    filling = Filling(
+        step=step,
+        arguments=(placed, search.batch, search.rng),
+        plan=plan,
+        machine=search.hardware,
+        topology=search.topology,
+        compiled={} if x.compiled_peak is None else {0: CompiledStep(x.compiled_peak, x.compiled_seconds)},
+    )
     number = filling.confirmed(search.limit) if compiles else filling.longest(NEAR * search.limit)
     if not number:
         return None

@@ -18,12 +18,12 @@ from jzero.analysis.machines import Machine
 from jzero.analysis.node_memory import NodeMemory
 from jzero.analysis.relocation import abstract_mesh, plan_of_argument, relaid
 from jzero.analysis.stages import check_on_records
-from jzero.analysis.step_memory import StepMemory, memory_of_trace
+from jzero.analysis.step_memory import StepMemory, memory_of_step
 from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
-from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh, platform_of
+from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.step.inputs import check_batch
 from jzero.step.train_step import TrainStep, make_train_step
@@ -255,9 +255,7 @@ class Search:
         """Returns the reckoned memory and time of a step of a placed state."""
         plan = plan_of_argument(placed)
         assert plan is not None
-        traced = step.trace(placed, self.batch, rng=self.rng)
-        arguments = step.abstract_arguments(placed, self.batch, rng=self.rng)
-        return memory_of_trace(traced, arguments, plan, self.hardware, gpu=self._gpu, micro_batches=step.micro.steps)
+        return memory_of_step(step, (placed, self.batch, self.rng), plan, self.hardware)
 
     def step(self, steps: int, recompute: Remat | None) -> TrainStep:
         """Returns the step of a candidate."""
@@ -274,9 +272,3 @@ class Search:
             return abstract_mesh(self.num_devices, axes)
         mesh: Mesh = make_mesh(devices=self.devices, **axes)
         return mesh
-
-    @property
-    def _gpu(self) -> bool:
-        if self.hardware is not None:
-            return self.hardware.kind == "gpu"
-        return self.devices is not None and platform_of(self.devices[0]) == "gpu"

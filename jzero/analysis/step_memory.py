@@ -35,7 +35,7 @@ __all__ = [
     "activation_lines",
     "estimate_step_memory",
     "gathers_more",
-    "is_gpu",
+    "memory_of_step",
     "memory_of_trace",
 ]
 
@@ -230,10 +230,17 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
     plan = plan_of_argument(state)
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
-    traced, arguments = step.trace(state, batch, rng=rng), step.abstract_arguments(state, batch, rng=rng)
-    return memory_of_trace(
-        traced, arguments, plan, hardware, gpu=is_gpu(plan, hardware), micro_batches=step.micro.steps
-    )
+    return memory_of_step(step, (state, batch, rng), plan, hardware)
+
+
+def memory_of_step(
+    step: TrainStep, arguments: tuple[Any, Any, Any], plan: ZeroPlan, hardware: Machine | None, traced: Any = None
+) -> StepMemory:
+    """Returns the memory of a step, given its state, batch and key; traces it, unless that was done."""
+    state, batch, rng = arguments
+    traced = step.trace(state, batch, rng=rng) if traced is None else traced
+    shapes, gpu = step.abstract_arguments(state, batch, rng=rng), _is_gpu(plan, hardware)
+    return memory_of_trace(traced, shapes, plan, hardware, gpu=gpu, micro_batches=step.micro.steps)
 
 
 def memory_of_trace(
@@ -307,8 +314,7 @@ def _num_parts(aval: Any, sharding: Any) -> int:
     return math.prod(int(sharding.mesh.shape[n]) for n in names)
 
 
-def is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
-    """Whether XLA compiles for GPUs."""
+def _is_gpu(plan: ZeroPlan, hardware: Machine | None) -> bool:
     if hardware is not None:
         return hardware.kind == "gpu"
     return isinstance(plan.mesh, Mesh) and platform_of(plan.mesh.devices.flat[0]) == "gpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -67,4 +68,8 @@ class Keep:
 
     def keeps(self, path: str) -> bool:
         """Whether the parameter of a path stays whole."""
-        return self.params == "all" or any(re.fullmatch(x, path) for x in self.params)
+        return self.params == "all" or any(x.fullmatch(path) for x in self._patterns)
+
+    @functools.cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        return list(map(re.compile, self.params))  # `re` itself remembers too few for many parameters

@@ -24,11 +24,13 @@ def check_keep(remat: Any, plan: ZeroPlan) -> None:
     away = plan.config.offload.params
     if away in ("host", "disk"):
         raise ValueError(
-            f"`Keep(params={remat.params!r})` keeps parameters whole on the devices, and `Offload(params={away!r})` "
-            "keeps them elsewhere for want of memory: drop one of the two."
+            f"`Keep(params={remat.params!s:.100})` keeps parameters whole on the devices, and "
+            f"`Offload(params={away!r})` keeps them elsewhere for want of memory: drop one of the two."
         )
     paths = [leaf.path for leaf in plan.leaves] + [x.path for x in plan.other_leaves if x.is_param]
-    unused = [x for x in remat.params if remat.params != "all" and not any(re.fullmatch(x, path) for path in paths)]
+    named = {"all", *map(re.escape, paths)}  # as `fill_memory` writes them: nothing to search
+    patterns = [remat.params] if isinstance(remat.params, str) else remat.params
+    unused = [x for x in patterns if x not in named and not any(map(re.compile(x).fullmatch, paths))]
     if unused:
         raise ValueError(
             f"`Keep(params=...)` has patterns that match no parameter: {unused}. A pattern is a regular expression "
