@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from benchmarks.engines import ENGINES, make_engine
 from benchmarks.gpt import AXIS, GPT, MODEL, SIZES, init_of, placed
+from benchmarks.lines import add_line
 from jzero.analysis.machines import parse_machine
 from jzero.analysis.topologies import topology_devices
 
@@ -215,9 +216,7 @@ def main() -> None:
         if case.key in {x["key"] for x in known}:
             continue
         line = compiled(case, options)
-        with options.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(line, flush=True)
+        add_line(options.results, line)
 
 
 if __name__ == "__main__":

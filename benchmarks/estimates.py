@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import pathlib
 import time
 from typing import Any
@@ -19,8 +18,9 @@ import jax
 
 import jzero
 from benchmarks.by_compilation import MIB
-from benchmarks.families import FAMILIES, batch_of, jzero_step, lines_of
+from benchmarks.families import FAMILIES, batch_of, jzero_step
 from benchmarks.gpt import AXIS
+from benchmarks.lines import add_line, lines_of
 from jzero.analysis.topologies import topology_devices
 
 STAGES = (3, 0, 1, 2)
@@ -90,9 +90,7 @@ def main() -> None:
         if done or (options.again and key not in peaks):
             continue
         line = {"key": key, **line_of(name, stage, options.topology, peaks.get(key))}
-        with options.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(json.dumps(line), flush=True)
+        add_line(options.out, line)
 
 
 if __name__ == "__main__":

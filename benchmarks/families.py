@@ -26,7 +26,6 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import math
 import pathlib
 import time
@@ -58,6 +57,7 @@ from benchmarks.family_models import (
     vit,
 )
 from benchmarks.gpt import AXIS
+from benchmarks.lines import add_line, lines_of
 from benchmarks.more_family_models import dit, gnn, hybrid, perceiver
 from jzero.analysis.topologies import topology_devices
 
@@ -320,11 +320,6 @@ def trace(names: list[str]) -> None:
         print(f"| {name} | {plain:.2f} | {ours:.2f} | {ours / plain:.2f} |", flush=True)
 
 
-def lines_of(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of a result file, none if there is no such file."""
-    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-
-
 def main() -> None:
     """Compiles what is not in the result file yet, or prints result files or what tracing takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -353,9 +348,7 @@ def main() -> None:
         if key in {x["key"] for x in lines_of(options.out)}:
             continue
         line = {"key": key, **compiled(name, engine, options.stage, options.topology)}
-        with options.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(line, flush=True)
+        add_line(options.out, line)
 
 
 if __name__ == "__main__":

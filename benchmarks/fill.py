@@ -11,7 +11,6 @@ one.
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
@@ -20,8 +19,9 @@ import jax
 import jzero
 from benchmarks.by_compilation import MIB
 from benchmarks.engines import Engine
-from benchmarks.families import FAMILIES, batch_of, compiled, figures, jzero_step, lines_of
+from benchmarks.families import FAMILIES, batch_of, compiled, figures, jzero_step
 from benchmarks.gpt import AXIS
+from benchmarks.lines import add_line, lines_of
 from jzero.analysis.topologies import topology_devices
 
 STEPS = ("strong", "jzero", "half", "full")
@@ -88,9 +88,7 @@ def main() -> None:
             if key in known:
                 continue
             line = {"key": key, **line_of(name, what, options.topology, known)}
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            print(line, flush=True)
+            add_line(options.out, line)
 
 
 if __name__ == "__main__":

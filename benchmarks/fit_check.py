@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import json
 import pathlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -25,8 +24,9 @@ import jax
 
 import jzero
 from benchmarks.engines import TX
-from benchmarks.families import lines_of, own_loss
+from benchmarks.families import own_loss
 from benchmarks.family_models import LLAMA_125M, Family, gpt, llama, moe
+from benchmarks.lines import add_line, lines_of
 from jzero.analysis import confirm
 from jzero.analysis.candidates import Candidate, Fit
 from jzero.analysis.machines import machine
@@ -77,9 +77,7 @@ class Figures:
             found = self.compile(search, x)
             line = {"key": key, "peak": found.compiled_peak, "seconds": found.compiled_seconds}
             self.lines[key] = line | {"jax": jax.__version__}
-            with self.path.open("a") as file:
-                file.write(json.dumps(self.lines[key]) + "\n")
-            print(self.lines[key], flush=True)
+            add_line(self.path, self.lines[key])
         return self.known(x)
 
     def known(self, x: Candidate) -> Candidate:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-import json
 import pathlib
 import time
 from typing import Any
@@ -30,7 +29,8 @@ from optax.contrib import MuonDimensionNumbers
 
 import jzero
 from benchmarks.by_compilation import MIB
-from benchmarks.families import AXIS, FAMILIES, batch_of, jzero_step, lines_of, strong_step
+from benchmarks.families import AXIS, FAMILIES, batch_of, jzero_step, strong_step
+from benchmarks.lines import add_line, lines_of
 from jzero.analysis.topologies import topology_devices
 
 OPTIMIZERS = ("adamw", "muon", "muon+e")
@@ -135,9 +135,7 @@ def main() -> None:
         if (engine == "strong" and not stage) or key in {x["key"] for x in lines_of(options.out)}:
             continue
         line = {"key": key, **compiled(name, optimizer, engine, stage, options.topology)}
-        with options.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(line, flush=True)
+        add_line(options.out, line)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.fault_run import save_for_ever
+
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 3
 RATE, DECAY = 2.0**-10, 0.5  # powers of two: with them a step rounds in no more than one place, however it is compiled
@@ -75,20 +77,8 @@ def train(directory: str, scratch: str) -> None:
             for tree, number in zip((whole.params, whole.opt_state[0].trace), expected(found), strict=True):
                 for name, x in tree.items():
                     assert not (np.asarray(x) != number).any(), f"{name} at step {found}"
-        start = max(manager.all_steps(), default=0)
         state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
-        while True:
-            state, _ = step(state, batch)
-            count = int(state.step)
-            manager.save(state)
-            say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
-            if count % 3 == 0:
-                manager.wait()
-                say("complete", count)
-
-
-def say(what: str, step: int) -> None:
-    print(what, step, flush=True)  # noqa: T201
+        save_for_ever(manager, step, state, batch)
 
 
 def run(directory: str, scratch: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:

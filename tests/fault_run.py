@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 4
@@ -50,20 +51,25 @@ def train(directory: str) -> None:
             for name, x in params.items():
                 wrong = np.asarray(x) != np.float32(-found * RATE)
                 assert not wrong.any(), f"{name} at step {found}"
-        start = max(manager.all_steps(), default=0)
         state = manager.restore(like) if manager.all_steps() else jzero.shard_train_state(make(), config=config)
-        while True:
-            state, _ = step(state, batch)
-            count = int(state.step)
-            manager.save(state)
-            say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
-            if count % 3 == 0:
-                manager.wait()
-                say("complete", count)
+        save_for_ever(manager, step, state, batch)
 
 
-def say(what: str, step: int) -> None:
-    print(what, step, flush=True)  # noqa: T201
+def save_for_ever(manager: Any, step: Any, state: Any, batch: Any) -> None:
+    """Saves after each step, and prints which steps are begun and complete."""
+    start = int(state.step)
+    while True:
+        state, _ = step(state, batch)
+        count = int(state.step)
+        manager.save(state)
+        _say("start" if count == start + 1 else "complete", count - 1)  # `save` waits for the one before
+        if count % 3 == 0:
+            manager.wait()
+            _say("complete", count)
+
+
+def _say(what: str, step: int) -> None:
+    print(what, step, flush=True)  # noqa: T201  # for the parent, which reads it
 
 
 def run(directory: str, kills: int, seed: int, longest: float = 0.6) -> list[dict[str, int]]:

@@ -10,8 +10,8 @@ and becomes
 
     c:bf16[D,F] = dot_general[dimension_numbers=(([0], [0]), ([], []))] x g
 
-The numbers are the same, and compilers for GPUs and TPUs make the same programs of both. That for CPUs does not: in jax
-0.12 it merges the two into a product of a form that its fast kernels for bf16 do not take. Eigen's kernel, which does,
+The numbers are the same. The compiler for GPUs makes the same program of both, that for CPUs does not: in jax 0.12 it
+merges the two into a product of a form that its fast kernels for bf16 do not take. Eigen's kernel, which does,
 needs ten times as long. A partitioner separates the two by a collective, so GSPMD's programs are not affected.
 """
 
