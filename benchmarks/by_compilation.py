@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import pathlib
 import re
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jzero
 from benchmarks.engines import ENGINES, make_engine
 from benchmarks.gpt import AXIS, GPT, MODEL, SIZES, init_of, placed
-from benchmarks.lines import add_line
+from benchmarks.lines import add_line, lines_of
 from jzero.analysis.machines import parse_machine
 from jzero.analysis.topologies import topology_devices
 
@@ -205,7 +204,7 @@ def main() -> None:
     parser.add_argument("--plot", type=pathlib.Path, help="draw the results to this SVG file, compile nothing")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    known = [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
+    known = lines_of(options.results)
     if options.plot:
         plot(known, options.plot)
     if options.table:
