@@ -1,4 +1,4 @@
-"""The version of the package, as in pyproject.toml."""
+"""The version of the package; pyproject.toml reads it from here."""
 
 __all__ = ["__version__"]
 

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import doctest
 import importlib
+import importlib.metadata
 import inspect
 import os
 import pathlib
@@ -148,8 +149,7 @@ def test_flax_may_be_imported_after_jzero_is_used():
 
 
 def test_version_is_that_of_the_package():
-    declared = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert jzero.__version__ == declared[1]
+    assert jzero.__version__ == importlib.metadata.version("jzero")
 
 
 def assert_keywords_after_the_second(parameters, name):
