@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import jzero
 import jzero.data
+import jzero.hf
 from jzero.cli.commands import app
 from tests.tiers import default_for
 
@@ -208,7 +209,8 @@ def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
 def test_every_public_name_is_in_the_reference_once():
     reference = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     found = re.findall(r"^::: jzero\.([\w.]+)$", reference, re.MULTILINE)
-    assert sorted(found) == sorted([*jzero.__all__, *(f"data.{name}" for name in jzero.data.__all__)])
+    others = [f"{room.__name__[6:]}.{name}" for room in (jzero.data, jzero.hf) for name in room.__all__]
+    assert sorted(found) == sorted([*jzero.__all__, *others])
     assert reference.count("::: ") == len(found), "nothing in another form"
 
 

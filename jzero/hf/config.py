@@ -1,0 +1,273 @@
+"""`config.json` of the families that jzero knows, in one spelling.
+
+Fields that a file leaves out have the values that `transformers` gives them. What would change the model's numbers and
+is not known here is an error: a model that is almost right trains, and its loss falls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+__all__ = ["FAMILIES", "ModelConfig", "read_config", "read_fields"]
+
+CONFIG = "config.json"
+OWN_MODEL = "For another model, pass `jzero.load_params` a `jzero.Mapping` of your own."
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28, "head_dim": 128},
+    "gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "gemma2": {
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+    },
+    "gemma3_text": {
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+}
+"""The known values of `model_type`, each with the fields whose defaults are its own."""
+
+ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}
+ROTARY = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+"""The known kinds of rotary embeddings, with the fields that each needs."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder, by its `config.json`.
+
+    Attributes:
+      model_type: The family, such as `"llama"`.
+      vocab_size: Rows of the embedding.
+      d_model: Width of the stream between layers.
+      d_hidden: Width inside each feed-forward block.
+      num_layers: Number of layers.
+      num_heads: Heads of queries per layer.
+      num_kv_heads: Heads of keys and of values per layer.
+      head_dim: Size of a head; not always `d_model / num_heads`.
+      eps: Added to the mean square in norms.
+      tied: Whether the embedding is also the head.
+      gelu: Whether feed-forward blocks use GELU's tanh form, not SiLU.
+      qkv_bias: Whether queries, keys and values have biases.
+      qk_norm: Whether queries and keys are normalized per head.
+      unit_norm: Whether norms multiply by `1 + scale`, as Gemma's do.
+      post_norms: Whether attention and feed-forward blocks end with a norm.
+      embed_scale: Factor on the embedded tokens.
+      attn_scale: Factor on the products of queries and keys.
+      attn_softcap: Bound of these products, `c · tanh(x / c)`; `None` if there is none.
+      final_softcap: Bound of the logits, likewise.
+      inverse_frequencies: Of each layer: the angles per position, one for each pair of dimensions of a head.
+      windows: Of each layer: how many tokens a token sees, itself included; `None` if all before it.
+      dtype: The dtype of the file's numbers, such as `"bfloat16"`.
+    """
+
+    model_type: str
+    vocab_size: int
+    d_model: int
+    d_hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    tied: bool
+    gelu: bool
+    qkv_bias: bool
+    qk_norm: bool
+    unit_norm: bool
+    post_norms: bool
+    embed_scale: float
+    attn_scale: float
+    attn_softcap: float | None
+    final_softcap: float | None
+    inverse_frequencies: tuple[tuple[float, ...], ...]
+    windows: tuple[int | None, ...]
+    dtype: str
+
+
+def read_config(path: Any) -> ModelConfig:
+    """Returns the sizes and kinds of a published model.
+
+    Reads both spellings: `rope_theta` with `rope_scaling` or `rope_parameters`, `torch_dtype` or `dtype`.
+
+    Args:
+      path: A folder with a `config.json`, or such a file.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: There is no such file, it lacks a field, or one has a value that jzero does not know: `model_type`,
+        the kind of rotary embedding, `quantization_config`, biases or activations that the families do not have.
+
+    Example:
+      >>> import json
+      >>> import jzero.hf
+      >>> sizes = dict(vocab_size=61, hidden_size=36, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6)
+      >>> _ = (tmp / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+      >>> config = jzero.hf.read_config(tmp)
+      >>> config.head_dim, config.tied, config.windows
+      (6, False, (None, None, None))
+    """
+    file, given = read_fields(path)
+    kind = given.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"`model_type` in {file} must be one of {', '.join(FAMILIES)}: got {kind!r}. {OWN_MODEL}")
+    fields = _Fields(file, {**FAMILIES[kind], **given})
+    fields.check_known()
+    num_layers, d_model = fields.size("num_hidden_layers"), fields.size("hidden_size")
+    num_heads = fields.size("num_attention_heads")
+    head_dim = fields.get("head_dim") or d_model // num_heads
+    if head_dim % 2:
+        raise ValueError(f"`head_dim` in {file} must be even, since rotations are of pairs: got {head_dim}.")
+    types = fields.layer_types(num_layers)
+    frequencies = {name: fields.frequencies(name, head_dim) for name in dict.fromkeys(types)}
+    uses_window = fields.get("use_sliding_window") or kind not in ("qwen2", "qwen3")
+    window = fields.get("sliding_window") if uses_window else None
+    gemma = kind.startswith("gemma")
+    return ModelConfig(
+        model_type=kind,
+        vocab_size=fields.size("vocab_size"),
+        d_model=d_model,
+        d_hidden=fields.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        eps=fields.get("rms_norm_eps", 1e-6),
+        tied=bool(fields.get("tie_word_embeddings")),
+        gelu=fields.gelu(),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind in ("qwen3", "gemma3_text"),
+        unit_norm=gemma,
+        post_norms=kind in ("gemma2", "gemma3_text"),
+        embed_scale=d_model**0.5 if gemma else 1.0,
+        attn_scale=(fields.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        attn_softcap=fields.get("attn_logit_softcapping") if kind == "gemma2" else None,
+        final_softcap=fields.get("final_logit_softcapping"),
+        inverse_frequencies=tuple(frequencies[name] for name in types),
+        windows=tuple(window if name == SLIDING else None for name in types),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+    )
+
+
+def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
+    """Returns the file `config.json`, given it or its folder, and its fields as they are."""
+    given = epath.Path(path).expanduser()
+    file = given if given.name.endswith(".json") else given / CONFIG
+    try:
+        fields = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"There is no {file} that says what the model is ({error}). Put the model's {CONFIG} there, or pass "
+            "`jzero.load_params` a `jzero.Mapping`."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): fetch it again.") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} must hold the fields of a model: got a {type(fields).__name__}.")
+    return file, fields
+
+
+class _Fields:
+    """The fields of a file, and how errors name them."""
+
+    def __init__(self, file: epath.Path, given: Mapping[str, Any]) -> None:
+        self.file, self.given = file, given
+        self.kind: str = given["model_type"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.given.get(name, default)
+
+    def size(self, name: str) -> int:
+        value = self.given.get(name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` in {self.file} must be a positive whole number: got {value!r}.")
+        return value
+
+    def reject(self, name: str, value: Any, known: str) -> ValueError:
+        return ValueError(f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {known}. {OWN_MODEL}")
+
+    def check_known(self) -> None:
+        """Raises if a field asks for what `ModelConfig` cannot say."""
+        if (value := self.get("quantization_config")) is not None:
+            raise self.reject("quantization_config", value, "weights of floating-point numbers only: fetch those")
+        for name in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
+            if value := self.get(name):
+                raise self.reject(name, value, "models without it only")
+
+    def gelu(self) -> bool:
+        name = "hidden_activation" if self.kind in ("gemma2", "gemma3_text") else "hidden_act"
+        value = self.get(name, "silu")
+        if value == "gelu" and self.kind == "gemma":  # the first releases said so, and meant the other one
+            return True
+        if value not in ACTIVATIONS:
+            raise self.reject(name, value, " and ".join(ACTIVATIONS))
+        return ACTIVATIONS[value]
+
+    def layer_types(self, num_layers: int) -> list[str]:
+        """Returns which kind of attention each layer has."""
+        if self.kind in ("llama", "gemma", "mistral"):
+            return [SLIDING if self.kind == "mistral" else FULL] * num_layers
+        types = self.get("layer_types")
+        if types is None and self.kind in ("qwen2", "qwen3"):
+            return [SLIDING if i >= self.get("max_window_layers") else FULL for i in range(num_layers)]
+        if types is None:
+            return [SLIDING if (i + 1) % self.get("sliding_window_pattern") else FULL for i in range(num_layers)]
+        if len(types) != num_layers or not {*types} <= {FULL, SLIDING}:
+            raise self.reject("layer_types", types, f"{num_layers} layers, each {FULL} or {SLIDING}")
+        return list(types)
+
+    def frequencies(self, layer_type: str, head_dim: int) -> tuple[float, ...]:
+        """Returns the angles per position in layers of a kind, one per pair of dimensions: `[head_dim / 2]`."""
+        name, rotary = self._rotary(layer_type)
+        if (part := rotary.get("partial_rotary_factor", self.get("partial_rotary_factor")) or 1.0) != 1.0:
+            raise self.reject("partial_rotary_factor", part, "1.0")
+        base = rotary.get("rope_theta") or self.get("rope_theta") or 1e4
+        freq = float(base) ** -(np.arange(0, head_dim, 2) / head_dim)
+        kind = rotary.get("rope_type", rotary.get("type", "default"))
+        if kind not in ROTARY:
+            raise self.reject(f"{name}.rope_type", kind, f"{', '.join(ROTARY)}")
+        if missing := [key for key in ROTARY[kind] if rotary.get(key) is None]:
+            raise ValueError(f"`{name}` in {self.file} lacks {', '.join(missing)}, which its kind {kind!r} needs.")
+        if kind == "linear":
+            freq = freq / rotary["factor"]
+        if kind == "llama3":  # long waves are stretched, short ones stay, those between are a mixture
+            before = rotary.get("original_max_position_embeddings") or self.size("max_position_embeddings")
+            low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
+            kept = np.clip((before * freq / (2 * np.pi) - low) / (high - low), 0, 1)
+            freq = (1 - kept) * freq / rotary["factor"] + kept * freq
+        return tuple(freq.tolist())
+
+    def _rotary(self, layer_type: str) -> tuple[str, Mapping[str, Any]]:
+        """Returns the name and the value of the field about rotary embeddings, of layers of a kind."""
+        local = {"rope_theta": self.get("rope_local_base_freq")} if layer_type == SLIDING else {}  # Gemma 3's
+        parameters = self.get("rope_parameters") or {}
+        if FULL in parameters or SLIDING in parameters:
+            return f"rope_parameters.{layer_type}", local | (parameters.get(layer_type) or {})
+        if local.get("rope_theta"):
+            return "rope_local_base_freq", local
+        scaling = self.get("rope_scaling")
+        return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)

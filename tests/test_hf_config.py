@@ -1,0 +1,103 @@
+"""`config.json`: both spellings, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jzero.hf
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 36,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def read(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(LLAMA | fields))
+    return jzero.hf.read_config(folder)
+
+
+@pytest.mark.smoke
+def test_both_spellings_mean_the_same(tmp_path):
+    old = read(tmp_path, rope_theta=5e5, rope_scaling=STRETCHED, torch_dtype="bfloat16")
+    new = read(tmp_path, rope_parameters={"rope_theta": 5e5, **STRETCHED}, dtype="bfloat16")
+    assert old == new
+    assert new.dtype == "bfloat16"
+    # Pairs turn by theta^(-2i/6): 1 and 0.0126 and 0.000159 per position. 32 tokens hold 5.1, 0.064 and 0.0008 turns.
+    np.testing.assert_allclose(new.inverse_frequencies[0], [1, 5e5 ** (-1 / 3) / 8, 5e5 ** (-2 / 3) / 8], rtol=1e-12)
+    assert jzero.hf.read_config(tmp_path / "config.json") == new, "the file will do"
+
+
+@pytest.mark.parametrize("spelling", ["old", "new"])
+def test_gemma_3_turns_local_layers_faster(tmp_path, spelling):
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        }
+    }
+    fields = {"model_type": "gemma3_text", "head_dim": 6, "sliding_window": 8, "sliding_window_pattern": 2}
+    config = read(tmp_path, **fields, **(old if spelling == "old" else new))
+    assert config.windows == (8, None, 8)
+    np.testing.assert_allclose(config.inverse_frequencies[0], [1e4 ** (-i / 3) for i in range(3)])
+    np.testing.assert_allclose(config.inverse_frequencies[1], [1e6 ** (-i / 3) / 8 for i in range(3)])
+    assert (config.tied, config.gelu, config.unit_norm, config.embed_scale) == (True, True, True, 6.0)
+
+
+def test_windows_are_those_of_the_family(tmp_path):
+    assert read(tmp_path, model_type="mistral", sliding_window=8).windows == (8, 8, 8)
+    assert read(tmp_path, model_type="mistral", sliding_window=None).windows == (None, None, None)
+    assert read(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=False).windows == (None,) * 3
+    some = read(tmp_path, model_type="qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2)
+    assert some.windows == (None, None, 8)
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    assert read(tmp_path, model_type="gemma2", sliding_window=8, layer_types=types).windows == (None, 8, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "mamba"}, r"`model_type` in .* must be one of llama, .* got 'mamba'.*jzero\.Mapping"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"`rope_scaling.rope_type` .* is 'yarn', .*Mapping",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, r"`rope_scaling` .* lacks factor"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"`quantization_config` .* is .*gptq.*Mapping"),
+        ({"attention_bias": True}, r"`attention_bias` .* is True"),
+        ({"hidden_act": "relu"}, r"`hidden_act` .* is 'relu', .* silu and gelu_pytorch_tanh"),
+        ({"partial_rotary_factor": 0.5}, r"`partial_rotary_factor` .* is 0\.5"),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, r"`layer_types` .* 3 layers"),
+        ({"num_hidden_layers": None}, r"`num_hidden_layers` .* must be a positive whole number: got None"),
+        ({"head_dim": 9}, r"`head_dim` .* must be even.* got 9"),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **fields)
+
+
+def test_no_config_or_none_that_can_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"There is no .*config\.json that says what the model is.*jzero\.Mapping"):
+        jzero.hf.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        jzero.hf.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"must hold the fields of a model: got a list"):
+        jzero.hf.read_config(tmp_path)
