@@ -482,3 +482,21 @@ def test_stage_3_with_parameters_kept_is_a_candidate_in_place_of_stage_2():
     assert kept.memory.sent_bytes < again.memory.sent_bytes
     assert kept.memory.time.after_update < stage_2.memory.time.after_update
     assert "3, kept" in str(choice)
+
+
+def test_frozen_parameters_are_known():
+    """Frozen ones keep their dtype, and have neither gradient nor moments, whoever counts."""
+    config = dataclasses.replace(CONFIG, stage=3, precision="bf16")
+    options = {"config": config, "trainable": ".*up"}
+    state, mesh = jax.eval_shape(make_state, jax.random.key(0)), jax.sharding.AbstractMesh((8,), ("data",))
+    half = LAYERS * WIDTH * HIDDEN // 8
+    plan = jzero.plan_train_state(state, mesh=mesh, **options)
+    assert plan.bytes_per_device == (2 * 4 * half, 2 * half, 2 * 4 * half + 4)
+    step = jzero.make_train_step(stack_loss)
+    reckoned = jzero.estimate_step_memory(step, state, BATCH, topology="h200:8", **options)
+    found = jzero.fit(state, stack_loss, BATCH, topology="h200:8", stages=[3], confirm=False, **options)
+    compiled = jzero.analyze(step, state, BATCH, **options)
+    for x in (reckoned, found.chosen.memory, compiled.reckoned):
+        assert (x.params, x.opt_state) == (plan.bytes_per_device.params, plan.bytes_per_device.opt_state)
+    assert compiled.plan.bytes_per_device == plan.bytes_per_device
+    compiled.verify()

@@ -41,13 +41,14 @@ TILES_WORTH_A_NOTE = 0.02
 """Share of the arguments' memory above which the waste of tiles is noted."""
 
 
-def analyze(
+def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain state
     fn: Any,
     *args: Any,
     topology: str | None = None,
     mesh: Mesh | None = None,
     config: ZeroConfig | None = None,
     plan: ZeroPlan | None = None,
+    trainable: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> AnalysisReport:
@@ -64,6 +65,7 @@ def analyze(
         axes leave.
       config: What to partition, and how, if it differs from the state's plan.
       plan: The plan to verify against; by default that of the first state among the arguments.
+      trainable: Which parameters are trained, as for `shard_train_state`, if the state does not say.
       compiler_options: As for `jax.jit(...).lower(...).compile`.
       keywords: Other arguments of `fn`, such as `rng=`.
 
@@ -88,7 +90,7 @@ def analyze(
             "`jzero.analyze(jax.jit(fn), ...)`."
         )
     devices = None if topology is None else topology_devices(topology)
-    placed = [relaid(x, devices=devices, mesh=mesh, config=config) for x in args]
+    placed = [relaid(x, devices=devices, mesh=mesh, config=config, trainable=trainable) for x in args]
     plans = [found for x in placed if (found := plan_of_argument(x)) is not None]
     if isinstance(fn, TrainStep | ValueAndGrad) and isinstance(fn.remat, Keep) and plans:
         plans[0] = fn.plan(*placed, **keywords)

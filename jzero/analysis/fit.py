@@ -48,6 +48,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     topology: str | None = None,
     hbm_bytes: float | None = None,
     config: ZeroConfig | None = None,
+    trainable: Any = None,
     stages: Sequence[Stage] = STAGES,
     remat: Sequence[Remat | None] = ("as_written", "cheap", True),
     max_accumulate_steps: int = 64,
@@ -84,6 +85,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
       topology: The machine, such as `"h200:8"`; by default the devices of this process.
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory.
       config: Everything that is not searched, such as the precision.
+      trainable: Which parameters are trained, as for `shard_train_state`.
       stages: The stages to search. Those that `config` excludes are left out, as `Offload(params="host")` excludes all
         but 3.
       remat: The options to try for `make_train_step(remat=...)`; "offload" is not searched.
@@ -141,6 +143,7 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     )
     search = Search(
         state=adapt(state).state,
+        trainable=trainable,
         loss_fn=loss_fn,
         options={"has_aux": has_aux, "mutable": mutable, "merge": merge},
         batch=batch,

@@ -42,6 +42,7 @@ def relaid(
     devices: list[jax.Device] | int | None = None,
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
+    trainable: Any = None,
 ) -> Any:
     """Returns a state as shapes laid out for the machine; anything else as it is.
 
@@ -50,9 +51,10 @@ def relaid(
       devices: The machine's devices, or their number; the ZeRO axis takes all that the other axes leave.
       mesh: The mesh, if it is known.
       config: What to partition, and how, if the state does not say.
+      trainable: Which parameters are trained, if the state does not say.
     """
     state = _as_state(x)
-    if state is None or (devices is None and mesh is None and config is None):
+    if state is None or all(said is None for said in (devices, mesh, config, trainable)):
         return x
     plan = plan_of_argument(x)
     config = config or (None if plan is None else plan.config)
@@ -68,7 +70,7 @@ def relaid(
         axes |= {name: size for name, size in named.items() if size == -1}
         mesh = abstract_mesh(devices, axes) if isinstance(devices, int) else make_mesh(devices=devices, **axes)
     # The state itself, not the library's objects: those of NNX cannot hold abstract arrays.
-    return abstract_train_state(state, config=config, mesh=mesh)
+    return abstract_train_state(state, config=config, mesh=mesh, trainable=trainable)
 
 
 def move_to_mesh(args: list[Any], keywords: dict[str, Any], mesh: Mesh) -> tuple[list[Any], dict[str, Any]]:

@@ -60,6 +60,7 @@ class Search:
 
     Attributes:
       state: The state, as shapes.
+      trainable: Which of its parameters are trained.
       loss_fn: As for `make_train_step`.
       options: Other arguments of `make_train_step`.
       batch: The global batch.
@@ -78,6 +79,7 @@ class Search:
     """
 
     state: Any
+    trainable: Any
     loss_fn: Callable[..., Any]
     options: dict[str, Any]
     batch: Any
@@ -263,7 +265,7 @@ class Search:
 
     def placed(self, config: ZeroConfig, num_replicas: int) -> Any:
         """Returns the state of a candidate, as shapes with shardings."""
-        return relaid(self.state, mesh=self._mesh(config, num_replicas), config=config)
+        return relaid(self.state, mesh=self._mesh(config, num_replicas), config=config, trainable=self.trainable)
 
     def _mesh(self, config: ZeroConfig, num_replicas: int) -> AnyMesh:
         nodes = self._num_nodes // num_replicas or 1

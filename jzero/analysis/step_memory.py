@@ -192,6 +192,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
     topology: str | None = None,
     mesh: AnyMesh | None = None,
     config: ZeroConfig | None = None,
+    trainable: Any = None,
 ) -> StepMemory:
     """Estimates the memory of a training step on one device from its trace; compiles nothing.
 
@@ -206,6 +207,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
       mesh: The devices. Without `topology`, an abstract mesh counts as TPUs. By default the state's mesh, or all
         devices of `topology` on the ZeRO axis.
       config: What to partition, and how, if it differs from the state's plan.
+      trainable: Which parameters are trained, as for `shard_train_state`, if the state does not say.
 
     Returns:
       A `StepMemory`; `print` it for tables.
@@ -226,7 +228,7 @@ def estimate_step_memory(  # noqa: PLR0913  # the arguments of a step, and a mac
         raise TypeError(f"`step` must be what `make_train_step` returned: got {type(step).__name__}.")
     hardware = None if topology is None else machine(topology)
     num_devices = None if hardware is None or mesh is not None else hardware.num_devices
-    state = relaid(state, devices=num_devices, mesh=mesh, config=config)
+    state = relaid(state, devices=num_devices, mesh=mesh, config=config, trainable=trainable)
     plan = plan_of_argument(state)
     if plan is None:
         raise TypeError("The state is not sharded by jzero: pass `config=jzero.ZeroConfig(stage=...)`, too.")
