@@ -1,0 +1,199 @@
+"""One decoder for Llama 2 and 3, Mistral, Qwen 2 and 3, and the text models of Gemma 1 to 3.
+
+`jzero.hf.read_config` reads what differs between them. The layers are one scan, whose body is recomputed in the
+backward pass. Products have the dtype of the embedding; norms, angles, softmax and logits are computed in fp32.
+
+Shapes: B batch, S tokens, T places that are attended to, D width, H heads, K heads of keys and values, C size of a
+head, F hidden width, V vocabulary, L layers.
+"""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.hf import ModelConfig
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+NO_WINDOW = np.iinfo(np.int32).max
+KERNEL_INIT = nn.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters `lora_a`, `lora_b` beside the projections whose whole name a regular expression matches."""
+
+    rank: int
+    alpha: float
+    modules: str = ".*"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"`rank` must be at least 1: got {self.rank}.")
+        if not any(re.fullmatch(self.modules, name) for name in PROJECTIONS):
+            raise ValueError(f"`modules` {self.modules!r} matches none of the projections {', '.join(PROJECTIONS)}.")
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens so far. Rows end at the same place; short ones begin with padding."""
+
+    keys: jax.Array  # [L, B, T, K, C]
+    values: jax.Array  # [L, B, T, K, C]
+    used: jax.Array  # how many places hold tokens or padding
+
+
+def make_cache(config: ModelConfig, batch_size: int, num_places: int, dtype: Any) -> Cache:
+    """Returns a cache without tokens."""
+    shape = (config.num_layers, batch_size, num_places, config.num_kv_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm of the last dimension."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.zeros if self.config.unit_norm else nn.initializers.ones
+        scale = self.param("scale", init, x.shape[-1:]).astype(jnp.float32)
+        scale = 1 + scale if self.config.unit_norm else scale
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.config.eps)
+        return (wide * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+class Projection(nn.Module):
+    """A product with a kernel, perhaps with a bias, perhaps with adapters: `x W + b + alpha / rank x A B`."""
+
+    features: int
+    bias: bool
+    lora: Lora | None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, S, I] -> [B, S, O]
+        def param(name: str, init: Any, *shape: int) -> jax.Array:
+            # Cast, since adapters may be wider than the stream, which is the carry of the scan.
+            return self.param(name, init, shape).astype(x.dtype)
+
+        y = x @ param("kernel", KERNEL_INIT, x.shape[-1], self.features)
+        if self.bias:
+            y += param("bias", nn.initializers.zeros, self.features)[None, None]
+        if self.lora is not None:
+            uniform = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # as PEFT draws A
+            a = param("lora_a", uniform, x.shape[-1], self.lora.rank)
+            b = param("lora_b", nn.initializers.zeros, self.lora.rank, self.features)
+            y += (x @ a) @ b * (self.lora.alpha / self.lora.rank)
+        return y
+
+
+class PerLayer(NamedTuple):
+    """What differs between layers besides parameters. The scan cuts the L off."""
+
+    window: jax.Array  # [L]
+    frequencies: jax.Array  # [L, C/2]
+    cached: list[jax.Array] | None  # keys and values, [L, B, T, K, C]
+
+
+class Layer(nn.Module):
+    """Attention, then a gated MLP, each behind a norm and added to the stream."""
+
+    config: ModelConfig
+    lora: Lora | None
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, layer: PerLayer, positions: jax.Array, distances: jax.Array, used: jax.Array | None
+    ) -> tuple[jax.Array, Any]:  # [B, S, D], of one layer, [B, S], [B, S, T]
+        post_norms = self.config.post_norms
+        h, cached = self._attention(self._norm("attention_norm", x), layer, positions, distances, used)
+        x = x + (self._norm("attention_post_norm", h) if post_norms else h)
+        h = self._mlp(self._norm("mlp_norm", x))
+        return x + (self._norm("mlp_post_norm", h) if post_norms else h), None if layer.cached is None else cached
+
+    def _attention(self, x: jax.Array, layer: PerLayer, positions: Any, distances: Any, used: Any) -> Any:
+        config, (num_rows, num_tokens, _) = self.config, x.shape
+
+        def heads(name: str, count: int) -> jax.Array:
+            y = self._project(name, x, count * config.head_dim, bias=config.qkv_bias)
+            return y.reshape(num_rows, num_tokens, count, config.head_dim)
+
+        q = heads("q", config.num_heads)  # [B, S, H, C]
+        k, v = (heads(name, config.num_kv_heads) for name in "kv")  # [B, S, K, C]
+        if config.qk_norm:
+            q, k = self._norm("q_norm", q), self._norm("k_norm", k)
+        angles = positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
+        q, k = _rotate(q, angles), _rotate(k, angles)
+        if layer.cached is not None:  # [B, T, K, C]
+            k = jax.lax.dynamic_update_slice_in_dim(layer.cached[0], k, used, axis=1)
+            v = jax.lax.dynamic_update_slice_in_dim(layer.cached[1], v, used, axis=1)
+        q = q.reshape(num_rows, num_tokens, config.num_kv_heads, -1, config.head_dim)  # [B, S, K, H/K, C]
+        scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * config.attn_scale
+        visible = ((distances >= 0) & (distances < layer.window))[:, None, None]  # [B, 1, 1, S, T]
+        scores = jnp.where(visible, _cap(scores, config.attn_softcap), -1e30)
+        shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        y = jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
+        return self._project("o", y, config.d_model), (k, v)
+
+    def _mlp(self, x: jax.Array) -> jax.Array:
+        gate, up = (self._project(name, x, self.config.d_hidden) for name in ("gate", "up"))  # [B, S, F]
+        gate = nn.gelu(gate, approximate=True) if self.config.gelu else nn.silu(gate)
+        return self._project("down", gate * up, self.config.d_model)
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        return Norm(self.config, name=name)(x)
+
+    def _project(self, name: str, x: jax.Array, features: int, *, bias: bool = False) -> jax.Array:
+        adapted = self.lora is not None and re.fullmatch(self.lora.modules, name)
+        return Projection(features, bias, self.lora if adapted else None, name=name)(x)
+
+
+def _rotate(x: jax.Array, angles: jax.Array) -> jax.Array:  # [B, S, H, C], [B, S, C/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _cap(x: jax.Array, limit: float | None) -> jax.Array:
+    return x if limit is None else limit * jnp.tanh(x / limit)
+
+
+class Decoder(nn.Module):
+    """Maps tokens [B, S] to the logits of the token after each, fp32 [B, S, V].
+
+    Positions [B, S] count from 0 in each example: by default, each row is one. With segments [B, S], tokens see only
+    those of their own. With a cache, padding has negative positions, and the new cache comes back beside the logits.
+    """
+
+    config: ModelConfig
+    lora: Lora | None = None
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, positions: Any = None, segments: Any = None, cache: Any = None) -> Any:
+        config = self.config
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        seen, cached, used = positions, None, None  # [B, T]
+        if cache is not None:
+            *cached, used = cache
+            seen = jnp.arange(cache.keys.shape[2])[None] + positions[:, :1] - used
+        visible = (seen >= 0)[:, None] if segments is None else segments[:, :, None] == segments[:, None]
+        distances = jnp.where(visible, positions[:, :, None] - seen[:, None], -1)  # [B, S, T]
+
+        embed = nn.Embed(config.vocab_size, config.d_model, embedding_init=KERNEL_INIT, name="embed")
+        x = embed(tokens)  # [B, S, D]
+        x *= jnp.asarray(config.embed_scale, x.dtype)
+        windows = jnp.array([NO_WINDOW if window is None else window for window in config.windows])
+        layer = PerLayer(windows, jnp.array(config.inverse_frequencies, jnp.float32), cached)
+        body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": config.num_layers}
+        scan = nn.scan(body, in_axes=(0, *[nn.broadcast] * 3), **axes)
+        x, cached = scan(config, self.lora, name="layers")(x, layer, positions, distances, used)
+        x = Norm(config, name="norm")(x)
+        head = embed.attend if config.tied else Projection(config.vocab_size, False, None, name="head")
+        logits = _cap(head(x).astype(jnp.float32), config.final_softcap)
+        return logits if cache is None else (logits, Cache(*cached, used + tokens.shape[1]))
