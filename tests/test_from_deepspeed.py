@@ -170,6 +170,7 @@ def test_report_reads_as_a_table():
         ({"stage3_model_persistence_threshold": 5e6}, "model_persistence_threshold", 5_000_000),
         ({"reduce_scatter": False}, "reduce_scatter", False),
         ({"reduce_bucket_size": 1000}, "reduce_bucket_bytes", 4000),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_bytes", 1),  # each gradient alone, as DeepSpeed takes it
         ({"mics_shard_size": -1}, "replica_axis", None),
         ({"mics_shard_size": 2}, "replica_axis", "replica"),
     ],
@@ -413,8 +414,8 @@ def test_the_table_has_deepspeeds_keys_and_defaults():
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["device` must be one of", "'disk'"]),
         (
-            {"zero_optimization": {"reduce_bucket_size": 0}},
-            ["`zero_optimization.reduce_bucket_size` must be at least 1"],
+            {"zero_optimization": {"reduce_bucket_size": -1}},
+            ["`zero_optimization.reduce_bucket_size` must be at least 0"],
         ),
         ({"zero_optimization": {"reduce_bucket_size": 1.5}}, ["must be a whole number: got 1.5"]),
         ({"zero_optimization": [3]}, ["`zero_optimization` must be a block of keys"]),

@@ -83,9 +83,9 @@ def _judge_by_stage(settings: Settings, stage: int) -> None:
 
 def _gathering(settings: Settings, stage: int, precision: Precision) -> dict[str, Any]:
     size = settings.values.get(f"{ZERO}.allgather_bucket_size")
-    if stage not in (1, 2) or not size:
+    if stage not in (1, 2) or size is None:
         return {}
-    return {"all_gather_bucket_bytes": size * _itemsize(precision.compute_dtype)}
+    return {"all_gather_bucket_bytes": _bucket_bytes(size, precision.compute_dtype)}
 
 
 def _reducing(settings: Settings, stage: int, precision: Precision) -> dict[str, Any]:
@@ -93,8 +93,12 @@ def _reducing(settings: Settings, stage: int, precision: Precision) -> dict[str,
         return {}
     size = settings.values.get(f"{ZERO}.reduce_bucket_size")
     dtype = precision.reduce_dtype or precision.compute_dtype
-    bucket = {} if size is None else {"reduce_bucket_bytes": size * _itemsize(dtype)}
+    bucket = {} if size is None else {"reduce_bucket_bytes": _bucket_bytes(size, dtype)}
     return {"reduce_scatter": settings[f"{ZERO}.reduce_scatter"], **bucket}
+
+
+def _bucket_bytes(size: int, dtype: DtypeName | None) -> int:
+    return max(1, size * _itemsize(dtype))  # 0: each leaf alone
 
 
 def _itemsize(dtype: DtypeName | None) -> int:

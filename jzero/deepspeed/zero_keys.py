@@ -23,7 +23,6 @@ ZERO = (
         500_000_000,
         "honoured",
         "`ZeroConfig.reduce_bucket_bytes`: elements times the bytes of the dtype that is reduced; GPUs only",
-        least=1,
     ),
     Key(
         "zero_optimization.allgather_bucket_size",
