@@ -18,8 +18,9 @@ from jzero.config.settings import FLAG, check
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import files_of, kept_on_disk
+from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt_sharded, check_alive, map_state, plain_state
+from jzero.state.train_state import adapt_sharded, check_alive, edited_master, map_state, plain_state
 
 __all__ = [
     "all_leaves",
@@ -75,16 +76,25 @@ def unshard_train_state(state: State) -> State:
     return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner, with_disk=True))
 
 
-def gather_params(state: State, *, paths: str | None = None, masters: bool = False) -> PyTree:
-    """Returns whole parameters, in their natural shapes, replicated on every device.
+def gather_params(
+    state: State, *, paths: str | None = None, masters: bool = False, dtype: Any = None, shardings: Any = None
+) -> PyTree:
+    """Returns whole parameters, in their natural shapes, replicated on every device or laid out as you say.
 
-    Peak memory per device is the shards plus the chosen leaves.
+    Peak memory per device is the shards plus the chosen leaves. With `dtype` or `shardings` it is the shards, the
+    result as laid out, and one leaf: leaves are cast where they lie, and follow one another.
 
     Args:
       state: A sharded train state.
       paths: Regular expression over whole key paths, such as `"decoder/.*/kernel"`; leaves that it does not
         match come back as `None`. All leaves by default.
       masters: Whether to return the optimizer's master copies instead of 16-bit parameters.
+      dtype: The dtype of floating-point leaves in the result; others keep theirs. By default as stored.
+      shardings: Where the result goes, such as `{".*/(q|up)/kernel": PartitionSpec(None, "model")}`: a dictionary from
+        regular expressions over whole key paths to a `PartitionSpec` or `NamedSharding` each, of which the first match
+        counts (other leaves are whole on every device), or a tree of these with the structure of `state.params`. The
+        mesh of a `NamedSharding` may have other axes, over the same devices; specs alone go with it, or else with the
+        state's mesh.
 
     Returns:
       A tree of `jax.Array` with the structure of `state.params`. Shapes are those that the model declares, without
@@ -92,11 +102,15 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
       leaves.
 
     Raises:
-      ValueError: `paths` matches no leaf.
+      ValueError: `paths` or a rule matches no leaf, `dtype` is none of floating-point numbers, or a sharding does not
+        fit its leaf; the message lists all such leaves.
 
     Example:
       >>> jzero.gather_params(state, paths="w")["w"].shape == plain_state.params["w"].shape
       True
+      >>> spec = jax.sharding.PartitionSpec(None, "data")
+      >>> jzero.gather_params(state, dtype="bfloat16", shardings={"w": spec})["w"].addressable_shards[0].data.shape
+      (512, 64)
 
     References:
       DeepSpeed's `GatheredParameters`.
@@ -105,18 +119,19 @@ def gather_params(state: State, *, paths: str | None = None, masters: bool = Fal
     train_state = adapt_sharded(state).state
     plan = train_state.tx.plan
     check_alive(train_state)
-    chosen = _match(plan, paths)
+    chosen, to = _match(plan, paths), check("dtype", dtype, FLOAT)
+    targets = None if shardings is None else find_shardings(shardings, plan, chosen)
     params = plan.flat_params(train_state.params)
-    source, layout = (plain_state(train_state, plan), plan.plain) if masters else (train_state, plan)
-    stored = plan.flat_params(source.params)
+    kept = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
     taken = [i for i, take in enumerate(chosen) if take]
-    whole = gather_leaves([stored[i] for i in taken], [layout.leaves[i].param for i in taken], plan.mesh)
-    gathered = iter(
-        apply_edits(x, *gather_leaves([params[i]], [plan.leaves[i].param], plan.mesh))
-        if masters and plan.leaves[i].master is not None
-        else x
-        for i, x in zip(taken, whole, strict=True)
-    )
+    stored = [edited_master(plan.leaves[i], plan, params[i], kept[i]) if masters else params[i] for i in taken]
+    leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in taken]
+    if to is None and targets is None:
+        whole = gather_leaves(stored, leaves, plan.mesh)
+    else:
+        targets = [plan.whole_sharding] * len(taken) if targets is None else targets
+        whole = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
+    gathered = iter(whole)
     return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
 
 

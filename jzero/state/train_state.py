@@ -30,6 +30,7 @@ __all__ = [
     "adapt_sharded",
     "check_alive",
     "check_in_place",
+    "edited_master",
     "is_plain",
     "load_integrations",
     "map_state",
@@ -266,17 +267,19 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     params = plan.flat_params(state.params)
     masters = plan.flat_params(own.masters)
     kept = [
-        x if leaf.master is None else _edited(leaf, plan, x, m) if take_edits else m
+        edited_master(leaf, plan, x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
     return state.replace(params=plan.plain.stored_params(kept), opt_state=own.inner)
 
 
-def _edited(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
-    """Returns a master with the edits of its parameter; one on disk is edited when it is read."""
+def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
+    """Returns a master with the edits of its parameter, or the parameter if that is its own master."""
+    if leaf.master is None:
+        return param
     if isinstance(param, OnDisk):  # nobody edits it by itself
         return master
-    edit = functools.partial(edit_master, leaf, plan, param)
+    edit = functools.partial(edit_master, leaf, plan, param)  # one on disk is edited when it is read
     if not isinstance(master, OnDisk):
         return edit(master)
     return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))
