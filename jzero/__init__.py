@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from jzero.checkpoint.damage import CheckpointError as CheckpointError
     from jzero.checkpoint.exporting import export_checkpoint as export_checkpoint
     from jzero.checkpoint.exporting import export_params as export_params
-    from jzero.checkpoint.exporting import load_params as load_params
     from jzero.checkpoint.inspecting import CheckpointInfo as CheckpointInfo
     from jzero.checkpoint.inspecting import inspect_checkpoint as inspect_checkpoint
+    from jzero.checkpoint.loading import load_params as load_params
     from jzero.checkpoint.manager import CheckpointManager as CheckpointManager
     from jzero.checkpoint.matching import RestoreReport as RestoreReport
     from jzero.checkpoint.restoring import restore_checkpoint as restore_checkpoint
@@ -209,8 +209,9 @@ _HOMES = {
     "jzero.analysis.step_memory": ("StepMemory", "estimate_step_memory"),
     "jzero.analysis.violations": ("PlanViolation",),
     "jzero.checkpoint.damage": ("CheckpointError",),
-    "jzero.checkpoint.exporting": ("export_checkpoint", "export_params", "load_params"),
+    "jzero.checkpoint.exporting": ("export_checkpoint", "export_params"),
     "jzero.checkpoint.inspecting": ("CheckpointInfo", "inspect_checkpoint"),
+    "jzero.checkpoint.loading": ("load_params",),
     "jzero.checkpoint.manager": ("CheckpointManager",),
     "jzero.checkpoint.matching": ("RestoreReport",),
     "jzero.checkpoint.restoring": ("restore_checkpoint",),
