@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
@@ -149,7 +149,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(Report):
     """The result of `fit`; `print` it for a table of all candidates.
 
     Attributes:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.analysis.collectives import Collective, bytes_on_port
 from jzero.analysis.figure import draw
 from jzero.analysis.memory import Memory
@@ -70,7 +70,7 @@ def rows_of(collectives: Iterable[tuple[Collective, str, int]]) -> tuple[Collect
 
 
 @dataclasses.dataclass(frozen=True)
-class AnalysisReport:
+class AnalysisReport(Report):
     """Facts about a compiled step; `print` it for tables.
 
     Attributes:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jzero import _compat
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.analysis.buffers import Buffer
 from jzero.analysis.footprint import footprint
 from jzero.analysis.machines import Machine, machine
@@ -62,7 +62,7 @@ class ActivationRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepMemory:
+class StepMemory(Report):
     """The memory of a training step on one device, in bytes, as estimated from its trace.
 
     Attributes:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
 from jzero.checkpoint.orbax_io import EXTRA, ITERATOR
@@ -21,7 +21,7 @@ __all__ = ["CheckpointInfo", "inspect_checkpoint"]
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointInfo:
+class CheckpointInfo(Report):
     """The description of a checkpoint.
 
     Attributes:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jzero._text import Report
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.plan.leaves import StateLeaf
@@ -20,7 +21,7 @@ Rename = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoreReport:
+class RestoreReport(Report):
     """What a restore did, or would do.
 
     Attributes:

@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 from safetensors import SafetensorError, safe_open
 
+from jzero._text import Report
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
 from jzero.plan.table import format_bytes
@@ -73,7 +74,7 @@ class TensorSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportReport:
+class ExportReport(Report):
     """The result of an export.
 
     Attributes:

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from jzero._text import Report
 from jzero.config.settings import check, one_of
 
 __all__ = ["Formulas", "MemoryEstimate", "MemoryRow", "find_row", "tabulate"]
@@ -59,7 +60,7 @@ class MemoryRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryEstimate:
+class MemoryEstimate(Report):
     """What parameters, gradients and optimizer state need under each choice of options. `print` it for a table.
 
     Attributes:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from jzero._text import format_rows
+from jzero._text import Report, format_rows
 from jzero.deepspeed.key import Verdict
 
 __all__ = ["NOT_SET", "DeepSpeedReport", "KeyVerdict"]
@@ -50,7 +50,7 @@ class KeyVerdict:
 
 
 @dataclasses.dataclass(frozen=True)
-class DeepSpeedReport:
+class DeepSpeedReport(Report):
     """What `ZeroConfig.from_deepspeed` made of a file: a verdict on each key, and what is not the config's to hold.
 
     `print` it for a table. What is `None` is not in the file, or "auto", or depends on a number of devices that was not

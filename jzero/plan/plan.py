@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jzero._text import Report
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
@@ -69,7 +70,7 @@ class WholeLeaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPlan:
+class ZeroPlan(Report):
     """Where every leaf of a train state lives. Immutable, hashable, made by `plan_train_state`.
 
     Attributes:

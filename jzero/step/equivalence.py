@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jzero._text import path_str
+from jzero._text import Report, path_str
 from jzero.config.zero import ZeroConfig
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
@@ -71,7 +71,7 @@ class LeafDeviation:
 
 
 @dataclasses.dataclass(frozen=True)
-class EquivalenceReport:
+class EquivalenceReport(Report):
     """Deviations of a run with jzero from one on a single device. `print` it for a table; made by `check_equivalence`.
 
     Attributes:

@@ -1,0 +1,110 @@
+"""Reports in notebooks: what they print, with tables as tables."""
+
+import dataclasses
+import html.parser
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jzero
+from jzero._text import as_html
+
+
+class Tables(html.parser.HTMLParser):
+    """The tables of a text as lists of rows, and the text outside of them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.outside, self._cell = [], "", None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self._cell = ""
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append(self._cell)
+            self._cell = None
+
+    def handle_data(self, data):
+        if self._cell is None:
+            self.outside += data
+        else:
+            self._cell += data
+
+
+def test_aligned_columns_become_a_table():
+    text = """Title of <two> words
+
+name of a  size
+---------------
+std         1 B
+            2 B
+
+prose  that is
+not aligned"""
+    found = Tables(as_html(text))
+    assert found.tables == [[["name of a", "size"], ["std", "1 B"], ["", "2 B"]]]
+    assert found.outside.split() == "Title of <two> words prose that is not aligned".split()
+
+
+def loss_fn(params, batch):
+    return jnp.square(jnp.tanh(batch @ params["w"])).mean()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Each kind of report, of a small model."""
+    plain = jzero.TrainState.create(params={"w": jnp.ones((36, 61)) / 61}, tx=optax.adam(1e-3))
+    state, step, batch = jzero.shard_train_state(plain, stage=3), jzero.make_train_step(loss_fn), jnp.ones((16, 36))
+    path = tmp_path_factory.mktemp("html")
+    jzero.save_checkpoint(path / "checkpoint", state)
+    found = [
+        jzero.plan_of(state),
+        jzero.analyze(step, state, batch),
+        jzero.estimate_step_memory(step, state, batch, topology="h200:8"),
+        jzero.fit(plain, loss_fn, batch, topology="h200:8", confirm=False),
+        jzero.check_equivalence(loss_fn, plain, [batch], stage=3),
+        jzero.ZeroConfig.from_deepspeed({"zero_optimization": {"stage": 3}, "train_batch_size": 8})[1],
+        jzero.inspect_checkpoint(path / "checkpoint"),
+        jzero.export_params(state, path / "model.safetensors"),
+        jzero.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**7, verbose=False),
+    ]
+    return {type(x).__name__: x for x in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("ZeroPlan", ["bytes per device", "params", "grads", "opt_state", "total"]),
+        ("Fit", ["stage"]),
+        ("EquivalenceReport", ["leaf", "absolute", "relative", "drift"]),
+        ("DeepSpeedReport", ["key", "value", "verdict", "what becomes of it"]),
+    ],
+)
+def test_tables_of_reports_are_tables(reports, name, header):
+    tables = Tables(reports[name]._repr_html_()).tables
+    assert any(table[0][: len(header)] == header for table in tables), [table[0] for table in tables]
+
+
+def test_no_report_loses_a_word(reports):
+    for name, report in reports.items():
+        shown = Tables(report._repr_html_())
+        words = [
+            *shown.outside.split(),
+            *(word for table in shown.tables for row in table for c in row for word in c.split()),
+        ]
+        assert sorted(words) == sorted(word for word in str(report).split() if word.strip("-")), name
+
+
+def test_every_report_is_shown_by_notebooks():
+    classes = [getattr(jzero, name) for name in jzero.__all__ if isinstance(getattr(jzero, name), type)]
+    told = [x for x in classes if "__str__" in vars(x) and dataclasses.is_dataclass(x)]
+    assert {"ZeroPlan", "AnalysisReport", "Fit"} <= {x.__name__ for x in told}
+    assert [x.__name__ for x in told if not hasattr(x, "_repr_html_")] == []
