@@ -424,22 +424,30 @@ def _find_persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], con
 def _plan_other(
     name: str, value: PyTree, params_treedef: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> list[StateLeaf]:
-    """Lays out a copy of the parameters (such as a moving average) like them; keeps everything else whole."""
-    paths, values = _unzip(jax.tree_util.tree_leaves_with_path(value))
-    prefix = jax.tree_util.GetAttrKey(name)
-    leaves = [_describe((prefix, *path), x, config, mesh) for path, x in zip(paths, values, strict=True)]
+    """Lays out copies of the parameters (such as moving averages) like them; keeps everything else whole."""
     shapes = [p.param.shape for p in plans]
-    if leaves and jax.tree.structure(value) == params_treedef and [x.shape for x in leaves] == shapes:
-        return [
-            dataclasses.replace(
-                x, base=p.param.base, cut=p.param.cut and p.param.cut.unpacked(), reason=p.param.reason, owner=i
-            )
-            for i, (x, p) in enumerate(zip(leaves, plans, strict=True))
-        ]
-    return [
-        dataclasses.replace(x, reason="scalar" if not x.shape else f"field {name!r}, not shaped like params")
-        for x in leaves
-    ]
+
+    def is_copy(tree: PyTree) -> bool:
+        leaves, treedef = jax.tree.flatten(tree)
+        return bool(leaves) and treedef == params_treedef and [np.shape(x) for x in leaves] == shapes
+
+    found: list[StateLeaf] = []
+    for above, tree in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_copy):
+        copies = range(len(plans)) if is_copy(tree) else [None]
+        for i, (path, x) in zip(copies, jax.tree_util.tree_leaves_with_path(tree), strict=True):
+            leaf = _describe((jax.tree_util.GetAttrKey(name), *above, *path), x, config, mesh)
+            found.append(_like_param(leaf, i, plans[i].param) if i is not None else _kept_whole(leaf, name))
+    return found
+
+
+def _like_param(leaf: StateLeaf, i: int, param: StateLeaf) -> StateLeaf:
+    """Returns a leaf laid out like parameter `i`."""
+    cut = param.cut and param.cut.unpacked()
+    return dataclasses.replace(leaf, base=param.base, cut=cut, reason=param.reason, owner=i)
+
+
+def _kept_whole(leaf: StateLeaf, name: str) -> StateLeaf:
+    return dataclasses.replace(leaf, reason="scalar" if not leaf.shape else f"field {name!r}, not shaped like params")
 
 
 def _plan_frozen(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMesh) -> list[StateLeaf]:

@@ -57,6 +57,9 @@ class TrainState:
       opt_state: The optimizer's state for `params`.
       tx: The optax transformation; static.
       apply_fn: Any function that the training loop needs; static.
+      extra: Any pytree of arrays beside them: moving averages, coefficients, random keys. What has the structure and
+        shapes of `params` is laid out like them; the rest is whole on every device. A loss that changes it takes it as
+        `extra=` and returns the new value in `aux`: `make_train_step(loss_fn, has_aux=True, mutable=("extra",))`.
 
     Example:
       >>> state = jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=optax.sgd(0.1))
@@ -69,10 +72,16 @@ class TrainState:
     opt_state: PyTree
     tx: Any = dataclasses.field(metadata={"static": True})
     apply_fn: Callable[..., Any] | None = dataclasses.field(default=None, metadata={"static": True})
+    extra: PyTree = None
 
     @classmethod
     def create(
-        cls, *, params: PyTree, tx: optax.GradientTransformation, apply_fn: Callable[..., Any] | None = None
+        cls,
+        *,
+        params: PyTree,
+        tx: optax.GradientTransformation,
+        apply_fn: Callable[..., Any] | None = None,
+        extra: PyTree = None,
     ) -> TrainState:
         """Returns the state before the first step.
 
@@ -80,11 +89,11 @@ class TrainState:
           params: Any pytree of arrays. Padded parameters of a sharded state are gathered, whole on every device.
           tx: An optax transformation.
           apply_fn: Kept as it is.
+          extra: Kept as it is; padded leaves are gathered, too.
         """
-        params = jax.tree.map(gather_padded, params, is_leaf=is_padded)
-        return cls(
-            step=jax.numpy.zeros((), "int32"), params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn
-        )
+        params, extra = jax.tree.map(gather_padded, (params, extra), is_leaf=is_padded)
+        step = jax.numpy.zeros((), "int32")
+        return cls(step=step, params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn, extra=extra)
 
     def apply_gradients(self, *, grads: PyTree) -> TrainState:
         """Returns the state after one optimizer step with `grads`."""
