@@ -8,7 +8,7 @@ says whether anything reads it; and all variables that they depend on, inputs of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -32,18 +32,21 @@ class Needed(NamedTuple):
     variables: set[Any]
 
 
-def find_needed(jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True) -> Needed:
+def find_needed(
+    jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True, given: Collection[Atom] = ()
+) -> Needed:
     """Returns the equations and variables that some variables of an open jaxpr depend on.
 
     Args:
       jaxpr: An open jaxpr.
       wanted: Variables or literals of the jaxpr.
       side_effects: Whether equations with side effects, such as printing, are needed even if their outputs are unread.
+      given: Variables whose values are known, so that no equation need make them.
     """
     variables = {v for v in wanted if not _compat.is_literal(v)}
     equations = []
     for eqn in reversed(jaxpr.eqns):
-        is_read = [v in variables for v in eqn.outvars]
+        is_read = [v in variables and v not in given for v in eqn.outvars]
         if any(is_read) or (side_effects and _compat.has_side_effects(eqn)):
             equations.append((eqn, is_read))
             variables.update(v for v in eqn.invars if not _compat.is_literal(v))

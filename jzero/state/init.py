@@ -1,11 +1,5 @@
 """Creates train states in shards.
 
-[Note: One leaf at a time]
-A compiler that sees all initializers at once may start them all, and hold the random bits of the whole model. So each
-equation that draws a large array combines its key with a zero computed from the array drawn before. (An optimization
-barrier would be clearer, but compilers drop it before they schedule.) This sends one scalar per array between devices.
-GPT with 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
-
 [Note: Creating leaves on the host]
 A program makes arrays on the devices before they move to the host. One program for the whole state would hold more on
 the devices than training ever does. So separate programs make the leaves that go to the host: each makes about an
@@ -16,13 +10,11 @@ disk is made and written likewise, a parameter with all its optimizer state.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero import _compat
@@ -30,14 +22,15 @@ from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
 from jzero.arrays.placement import check_names_host_memory, make_strongly_typed, place_array, stored_leaf
 from jzero.arrays.processes import PROGRAM, agree, check_wait
+from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
-from jzero.jaxpr.liveness import find_needed
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import check_arrays, make_plan
+from jzero.plan.planner import check_arrays, make_plan, other_fields
 from jzero.plan.trainable import restrict_opt_state
 from jzero.state.disk import check_update, open_files
+from jzero.state.initializers import one_leaf_at_a_time
 from jzero.state.shard import resolve_config, resolve_mesh, restrict
 from jzero.state.train_state import AdaptedState, adapt, map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
@@ -45,9 +38,6 @@ from jzero.update.transformation import ZeroTransformation
 __all__ = ["init_train_state", "lower_init"]
 
 State = Any
-
-LARGE = 1024
-"""Fewest elements of an array whose drawing counts as an initializer."""
 
 
 def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
@@ -58,6 +48,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
     trainable: Any = None,
+    zeros: str | None = None,
     check_processes: bool | float = True,
 ) -> State:
     """Creates a train state in shards: no device ever holds the whole model.
@@ -72,6 +63,9 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
       config: What to partition, and how.
       mesh: The devices; all of them by default.
       trainable: Which parameters are trained, as for `shard_train_state`.
+      zeros: Regular expression over whole key paths of parameters, such as `r"(?!.*/lora_[ab]).*"`: those start as
+        zeros instead of what `make_state` draws for them, since `load_params` or a checkpoint will replace them. What
+        is made of them, such as a copy in the optimizer state, is made of zeros. Random keys do not change.
       check_processes: Whether several processes check that they make the same state from the same key. A number says
         how many seconds they wait for each other, 300 by default.
 
@@ -79,8 +73,8 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
       The state, as `shard_train_state(make_state(key), ...)` would place it.
 
     Raises:
-      ValueError: `key` is not a key, the configuration does not fit the mesh or the state, or processes disagree; the
-        message says how.
+      ValueError: `key` is not a key, `zeros` matches no parameter, the configuration does not fit the mesh or the
+        state, or processes disagree; the message says how.
       TypeError: `make_state` is not a function.
 
     Example:
@@ -113,7 +107,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     programs, rebuild, _ = agree(
         "init_train_state",
         mesh,
-        lambda: lower_init(make_state, key, config, mesh, trainable=trainable),
+        lambda: lower_init(make_state, key, config, mesh, trainable=trainable, zeros=zeros),
         describe,
         wait_s=check_wait(check_processes),
     )
@@ -128,6 +122,7 @@ def lower_init(
     mesh: Mesh,
     *,
     trainable: Any = None,
+    zeros: str | None = None,
 ) -> tuple[list[Any], Callable[[Iterable[list[jax.Array]]], State], ZeroPlan]:
     """Lowers the programs of `init_train_state`.
 
@@ -157,7 +152,9 @@ def lower_init(
         return stored_state(state, plan)
 
     leaves: list[StateLeaf] = []
-    numbered = stored(treedef.unflatten(range(treedef.num_leaves)))
+    numbers = treedef.unflatten(range(treedef.num_leaves))
+    numbered = stored(numbers)
+    zeroed = set[int]() if zeros is None else _find_zeroed(zeros, plan, numbers, inner.outvars)
     map_state(lambda x, leaf: leaves.append(leaf), plan, numbered)
     made_from = [x if isinstance(x, int) else None for x in _values(plan, numbered)]
     groups = _groups(leaves, made_from, plan)
@@ -165,14 +162,14 @@ def lower_init(
     def born(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
         wanted = {source for k in group if (source := made_from[k]) is not None}
-        made = _one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0)
+        made = one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0, zeroed=zeroed)
         values = _values(plan, stored(treedef.unflatten(made)))
         return [stored_leaf(make_strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
         found = _collected(plan, leaves, groups, results)
-        numbers = iter(range(len(leaves)))
-        state = map_state(lambda x, leaf: found[next(numbers)], plan, numbered)
+        order = iter(range(len(leaves)))
+        state = map_state(lambda x, leaf: found[next(order)], plan, numbered)
         return adapted[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
 
     whole = NamedSharding(mesh, PartitionSpec())
@@ -182,6 +179,31 @@ def lower_init(
         shardings = [plan.sharding(leaves[k]) for k in group]
         programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
     return programs, rebuild, plan
+
+
+def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: Any, outvars: Sequence[Any]) -> set[int]:
+    """Returns the numbers of the parameters, trained or not, that are to be zeros.
+
+    Args:
+      pattern: Matches their paths.
+      plan: The plan.
+      numbers: The state, with numbers for its leaves.
+      outvars: Their variables. One that is also a parameter that does not match keeps its value.
+    """
+    try:
+        matches = re.compile(pattern).fullmatch
+    except (re.error, TypeError) as error:
+        raise ValueError(f"`zeros` must be a regular expression over whole paths: got {pattern!r}: {error}.") from error
+    others = zip(jax.tree.leaves(other_fields(numbers)), plan.other_leaves, strict=True)
+    frozen = [(k, leaf.path.partition("/")[2], leaf.dtype) for k, leaf in others if leaf.is_param]
+    trained = zip(jax.tree.leaves(numbers.params), plan.leaves, strict=True)
+    params = [*((k, leaf.path, leaf.param.dtype) for k, leaf in trained), *frozen]
+    found = {k for k, path, dtype in params if matches(path) and not is_key(dtype)}
+    if not found:
+        some = ", ".join(repr(path) for _, path, _ in params[:5])
+        raise ValueError(f"`zeros` {pattern!r} matches no parameter. It must match a whole path; the first are {some}.")
+    kept = {id(outvars[k]) for k, _, _ in params if k not in found}
+    return {k for k in found if id(outvars[k]) not in kept}
 
 
 def _collected(
@@ -241,54 +263,3 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
         groups[-1] += unit
         filled += size
     return groups
-
-
-def _one_leaf_at_a_time(
-    jaxpr: Any, consts: Sequence[Any], key: jax.Array, wanted: Collection[int], *, side_effects: bool
-) -> list[Any]:
-    """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
-
-    Args:
-      jaxpr: The jaxpr.
-      consts: Its constants.
-      key: Its argument.
-      side_effects: Whether to run equations with side effects even if nothing needs their outputs.
-      wanted: Indices of the outputs that are needed; the others come back as zeros.
-    """
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
-    last: Any = None
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
-    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
-    for eqn, _ in find_needed(jaxpr, outvars, side_effects=side_effects).equations:
-        draws = _draws(eqn)
-        inputs = [read(v) for v in eqn.invars]
-        if draws and last is not None:
-            inputs = [_delay_key(x, last) if _is_key(x) else x for x in inputs]
-        with _compat.equation_context(eqn):
-            outputs = _compat.bind(eqn, inputs)
-        env.update(zip(eqn.outvars, outputs, strict=True))
-        if draws:
-            last = outputs[0]
-    return [read(v) if k in wanted else 0 for k, v in enumerate(jaxpr.outvars)]
-
-
-def _draws(eqn: Any) -> bool:
-    """Whether an equation makes a large array from a PRNG key."""
-    out = eqn.outvars[0].aval
-    is_number = jnp.issubdtype(out.dtype, jnp.number)
-    return is_number and math.prod(out.shape) >= LARGE and any(_is_key(v.aval) for v in eqn.invars)
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _delay_key(key: jax.Array, drawn: jax.Array) -> jax.Array:
-    """Returns `key`, which does not exist before the array `drawn` does."""
-    first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
-    bits = lax.bitcast_convert_type(first, jnp.uint32)
-    zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
-    return jax.random.wrap_key_data(jax.random.key_data(key) ^ zero, impl=jax.random.key_impl(key))

@@ -1,0 +1,88 @@
+"""Evaluates the function that makes a train state, one large leaf after another.
+
+[Note: One leaf at a time]
+A compiler that sees all initializers at once may start them all, and hold the random bits of the whole model. So each
+equation that draws a large array combines its key with a zero computed from the array drawn before. (An optimization
+barrier would be clearer, but compilers drop it before they schedule.) This sends one scalar per array between devices.
+GPT with 3.4M parameters on 8 devices: 0.40 MB of temporaries instead of 2.2 MB, largest leaf 1.05 MB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jzero import _compat
+from jzero.jaxpr.liveness import find_needed
+
+__all__ = ["one_leaf_at_a_time"]
+
+LARGE = 1024
+"""Fewest elements of an array whose drawing counts as an initializer."""
+
+
+def one_leaf_at_a_time(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    key: jax.Array,
+    wanted: Collection[int],
+    *,
+    side_effects: bool,
+    zeroed: Collection[int],
+) -> list[Any]:
+    """Evaluates the jaxpr of a state factory, see [Note: One leaf at a time].
+
+    Args:
+      jaxpr: The jaxpr.
+      consts: Its constants.
+      key: Its argument.
+      side_effects: Whether to run equations with side effects even if nothing needs their outputs.
+      wanted: Indices of the outputs that are needed; the others come back as zeros.
+      zeroed: Indices of outputs that become zeros, as does what is made of them.
+    """
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
+    last: Any = None
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    blank = {k: jnp.zeros(v.aval.shape, v.aval.dtype) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
+    given = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
+    env |= given
+    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
+    for eqn, is_read in find_needed(jaxpr, outvars, side_effects=side_effects, given=given).equations:
+        draws = _draws(eqn)
+        inputs = [read(v) for v in eqn.invars]
+        if draws and last is not None:
+            inputs = [_delay_key(x, last) if _is_key(x) else x for x in inputs]
+        with _compat.equation_context(eqn):
+            outputs = _compat.bind(eqn, inputs)
+        made = [x for x, needed in zip(outputs, is_read, strict=True) if needed]
+        env.update(zip((v for v, needed in zip(eqn.outvars, is_read, strict=True) if needed), made, strict=True))
+        if draws:
+            last = made[0]
+    return [blank[k] if k in zeroed else read(v) if k in wanted else 0 for k, v in enumerate(jaxpr.outvars)]
+
+
+def _draws(eqn: Any) -> bool:
+    """Whether an equation makes a large array from a PRNG key."""
+    out = eqn.outvars[0].aval
+    is_number = jnp.issubdtype(out.dtype, jnp.number)
+    return is_number and math.prod(out.shape) >= LARGE and any(_is_key(v.aval) for v in eqn.invars)
+
+
+def _is_key(x: Any) -> bool:
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _delay_key(key: jax.Array, drawn: jax.Array) -> jax.Array:
+    """Returns `key`, which does not exist before the array `drawn` does."""
+    first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
+    bits = lax.bitcast_convert_type(first, jnp.uint32)
+    zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
+    return jax.random.wrap_key_data(jax.random.key_data(key) ^ zero, impl=jax.random.key_impl(key))

@@ -1,0 +1,93 @@
+"""`init_train_state(zeros=)`: parameters that a load replaces are not drawn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jzero
+from jzero.state.init import lower_init
+from tests import models
+
+TX = optax.adam(1e-2)
+CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+
+
+def make_state(key):
+    """Draws three large arrays."""
+    names = ("embed", "w", "lora_a")
+    params = {name: jax.random.normal(k, (61, 36)) for name, k in zip(names, jax.random.split(key, 3), strict=True)}
+    return jzero.TrainState.create(params=params, tx=TX, extra={"copy": params["w"], "key": key})
+
+
+def num_draws(make, **options):
+    """Rotations of bits, of which random numbers are made, in the compiled program."""
+    programs, *_ = lower_init(make, jax.random.key(0), CONFIG, jzero.make_mesh(), **options)
+    text = "".join(program.compile().as_text() for program in programs)
+    return text.count(" shift-left(")
+
+
+@pytest.mark.smoke
+def test_what_matches_is_zero_and_not_drawn():
+    """What is made of it is made of zeros; the rest is as without."""
+    plain = make_state(jax.random.key(0))
+    born = jzero.unshard_train_state(
+        jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros=r"(?!.*lora_a).*")
+    )
+    for name in ("embed", "w"):
+        assert not np.any(born.params[name])
+    assert not np.any(born.extra["copy"])
+    np.testing.assert_allclose(born.params["lora_a"], plain.params["lora_a"], rtol=0, atol=6e-7)
+    everything, one, none = (
+        num_draws(make_state),
+        num_draws(make_state, zeros="embed|w"),
+        num_draws(make_state, zeros=".*"),
+    )
+    assert everything > one > none == 0
+
+
+def test_layers_under_one_jit_are_not_drawn():
+    """A Linen model whose parameters are one equation's results; masters are zeros, too."""
+    model = models.GPT(scan=True)
+    init = jax.jit(lambda key: model.init(key, jnp.zeros((1, models.SEQ), jnp.int32))["params"])
+    make = lambda key: TrainState.create(apply_fn=model.apply, params=init(key), tx=TX)
+    assert num_draws(make, zeros=".*") == 0 < num_draws(make)
+    config = jzero.ZeroConfig(stage=1, precision="bf16")
+    state = jzero.init_train_state(make, jax.random.key(0), config=config, zeros=".*kernel")
+    flat = jax.tree_util.tree_leaves_with_path(jzero.gather_params(state, masters=True))
+    is_kernel = lambda path: path[-1].key == "kernel"
+    assert not any(np.any(x) for path, x in flat if is_kernel(path))
+    assert any(np.any(x) for path, x in flat if not is_kernel(path))
+
+
+def test_frozen_variables_of_nnx_and_shared_arrays():
+    """Parameters outside of `params` count; one array of two names is zero only if both match."""
+
+    def make_pair(key):
+        model = nnx.Linear(36, 61, rngs=nnx.Rngs(key))
+        wrt = nnx.All(nnx.Param, lambda path, _: "bias" in path)
+        return model, nnx.Optimizer(model, TX, wrt=wrt)
+
+    model, _ = jzero.init_train_state(make_pair, jax.random.key(0), config=CONFIG, zeros="kernel")
+    assert not np.any(model.kernel[...])
+
+    def tied(key):
+        w = jax.random.normal(key, (61, 36))
+        return jzero.TrainState.create(params={"a": w, "b": w}, tx=optax.sgd(0.1))
+
+    born = jzero.init_train_state(tied, jax.random.key(0), config=CONFIG, zeros="a")
+    assert np.any(jzero.gather_params(born)["b"])
+    born = jzero.init_train_state(tied, jax.random.key(0), config=CONFIG, zeros="a|b")
+    assert not np.any(jzero.gather_params(born)["b"])
+
+
+def test_what_matches_nothing():
+    with pytest.raises(ValueError, match=r"`zeros` 'W' matches no parameter.*'embed'"):
+        jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros="W")
+    with pytest.raises(ValueError, match=r"`zeros` must be a regular expression.*'\('"):
+        jzero.init_train_state(make_state, jax.random.key(0), config=CONFIG, zeros="(")
