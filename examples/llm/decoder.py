@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.hf import ModelConfig
+from kv_cache import Cache
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 NO_WINDOW = np.iinfo(np.int32).max
@@ -36,20 +37,6 @@ class Lora:
             raise ValueError(f"`rank` must be at least 1: got {self.rank}.")
         if not any(re.fullmatch(self.modules, name) for name in PROJECTIONS):
             raise ValueError(f"`modules` {self.modules!r} matches none of the projections {', '.join(PROJECTIONS)}.")
-
-
-class Cache(NamedTuple):
-    """Keys and values of the tokens so far. Rows end at the same place; short ones begin with padding."""
-
-    keys: jax.Array  # [L, B, T, K, C]
-    values: jax.Array  # [L, B, T, K, C]
-    used: jax.Array  # how many places hold tokens or padding
-
-
-def make_cache(config: ModelConfig, batch_size: int, num_places: int, dtype: Any) -> Cache:
-    """Returns a cache without tokens."""
-    shape = (config.num_layers, batch_size, num_places, config.num_kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
 
 class Norm(nn.Module):
@@ -94,9 +81,9 @@ class Projection(nn.Module):
 class PerLayer(NamedTuple):
     """What differs between layers besides parameters. The scan cuts the L off."""
 
+    index: jax.Array  # [L]
     window: jax.Array  # [L]
     frequencies: jax.Array  # [L, C/2]
-    cached: list[jax.Array] | None  # keys and values, [L, B, T, K, C]
 
 
 class Layer(nn.Module):
@@ -107,15 +94,16 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, layer: PerLayer, positions: jax.Array, distances: jax.Array, used: jax.Array | None
-    ) -> tuple[jax.Array, Any]:  # [B, S, D], of one layer, [B, S], [B, S, T]
-        post_norms = self.config.post_norms
-        h, cached = self._attention(self._norm("attention_norm", x), layer, positions, distances, used)
-        x = x + (self._norm("attention_post_norm", h) if post_norms else h)
-        h = self._mlp(self._norm("mlp_norm", x))
-        return x + (self._norm("mlp_post_norm", h) if post_norms else h), None if layer.cached is None else cached
+        self, carry: tuple[jax.Array, Cache | None], layer: PerLayer, positions: jax.Array, distances: jax.Array
+    ) -> tuple[tuple[jax.Array, Cache | None], None]:  # [B, S, D] and the cache, of one layer, [B, S], [B, S, T]
+        x, cache = carry
+        y, cache = self._attention(self._norm("attention_norm", x), cache, layer, positions, distances)
+        x = x + (self._norm("attention_post_norm", y) if self.config.post_norms else y)
+        y = self._mlp(self._norm("mlp_norm", x))
+        x = x + (self._norm("mlp_post_norm", y) if self.config.post_norms else y)
+        return (x, cache), None
 
-    def _attention(self, x: jax.Array, layer: PerLayer, positions: Any, distances: Any, used: Any) -> Any:
+    def _attention(self, x: jax.Array, cache: Cache | None, layer: PerLayer, positions: Any, distances: Any) -> Any:
         config, (num_rows, num_tokens, _) = self.config, x.shape
 
         def heads(name: str, count: int) -> jax.Array:
@@ -128,16 +116,15 @@ class Layer(nn.Module):
             q, k = self._norm("q_norm", q), self._norm("k_norm", k)
         angles = positions[..., None] * layer.frequencies[None, None]  # [B, S, C/2]
         q, k = _rotate(q, angles), _rotate(k, angles)
-        if layer.cached is not None:  # [B, T, K, C]
-            k = jax.lax.dynamic_update_slice_in_dim(layer.cached[0], k, used, axis=1)
-            v = jax.lax.dynamic_update_slice_in_dim(layer.cached[1], v, used, axis=1)
+        if cache is not None:
+            cache, k, v = cache.write(layer.index, k, v)  # [B, T, K, C]
         q = q.reshape(num_rows, num_tokens, config.num_kv_heads, -1, config.head_dim)  # [B, S, K, H/K, C]
         scores = jnp.einsum("bskgc,btkc->bkgst", q, k, preferred_element_type=jnp.float32) * config.attn_scale
         visible = ((distances >= 0) & (distances < layer.window))[:, None, None]  # [B, 1, 1, S, T]
         scores = jnp.where(visible, _cap(scores, config.attn_softcap), -1e30)
         shares = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
         y = jnp.einsum("bkgst,btkc->bskgc", shares, v).reshape(num_rows, num_tokens, -1)  # [B, S, H C]
-        return self._project("o", y, config.d_model), (k, v)
+        return self._project("o", y, config.d_model), cache
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         gate, up = (self._project(name, x, self.config.d_hidden) for name in ("gate", "up"))  # [B, S, F]
@@ -166,7 +153,8 @@ class Decoder(nn.Module):
     """Maps tokens [B, S] to the logits of the token after each, fp32 [B, S, V].
 
     Positions [B, S] count from 0 in each example: by default, each row is one. With segments [B, S], tokens see only
-    those of their own. With a cache, padding has negative positions, and the new cache comes back beside the logits.
+    those of their own. With a cache, tokens follow those in it, and padding before a row has negative positions; the
+    result is the logits after the last token, [B, 1, V], and the new cache.
     """
 
     config: ModelConfig
@@ -177,10 +165,9 @@ class Decoder(nn.Module):
         config = self.config
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        seen, cached, used = positions, None, None  # [B, T]
+        seen = positions  # [B, T]
         if cache is not None:
-            *cached, used = cache
-            seen = jnp.arange(cache.keys.shape[2])[None] + positions[:, :1] - used
+            seen = jnp.arange(cache.keys.shape[2])[None] + positions[:, :1] - cache.used
         visible = (seen >= 0)[:, None] if segments is None else segments[:, :, None] == segments[:, None]
         distances = jnp.where(visible, positions[:, :, None] - seen[:, None], -1)  # [B, S, T]
 
@@ -188,12 +175,14 @@ class Decoder(nn.Module):
         x = embed(tokens)  # [B, S, D]
         x *= jnp.asarray(config.embed_scale, x.dtype)
         windows = jnp.array([NO_WINDOW if window is None else window for window in config.windows])
-        layer = PerLayer(windows, jnp.array(config.inverse_frequencies, jnp.float32), cached)
+        frequencies = jnp.array(config.inverse_frequencies, jnp.float32)
+        layers = PerLayer(jnp.arange(config.num_layers), windows, frequencies)
         body = nn.remat(Layer, prevent_cse=False) if cache is None else Layer
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": config.num_layers}
-        scan = nn.scan(body, in_axes=(0, *[nn.broadcast] * 3), **axes)
-        x, cached = scan(config, self.lora, name="layers")(x, layer, positions, distances, used)
+        scan = nn.scan(body, in_axes=(0, nn.broadcast, nn.broadcast), **axes)
+        (x, cache), _ = scan(config, self.lora, name="layers")((x, cache), layers, positions, distances)
+        x = x if cache is None else x[:, -1:]
         x = Norm(config, name="norm")(x)
         head = embed.attend if config.tied else Projection(config.vocab_size, False, None, name="head")
         logits = _cap(head(x).astype(jnp.float32), config.final_softcap)
-        return logits if cache is None else (logits, Cache(*cached, used + tokens.shape[1]))
+        return logits if cache is None else (logits, cache._replace(used=cache.used + tokens.shape[1]))
