@@ -606,3 +606,10 @@ def test_equal_plans_are_one_object_as_long_as_one_is_held():
     gone = weakref.ref(jzero.plan_train_state(make(80), stage=3))
     gc.collect()
     assert gone() is None
+
+
+def test_on_one_device_the_plan_says_so():
+    plain = jzero.TrainState.create(params={"w": np.ones((36, 61), np.float32)}, tx=optax.sgd(0.1))
+    for num_devices, told in ((1, True), (2, False)):
+        plan = jzero.plan_train_state(plain, stage=3, mesh=jax.sharding.AbstractMesh((num_devices,), ("data",)))
+        assert ("nothing is partitioned" in str(plan)) == told

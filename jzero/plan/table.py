@@ -21,6 +21,12 @@ WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
 """What a reader wants to know of a leaf's memory."""
 
 
+ALONE = (
+    "one device: nothing is partitioned; without accelerators, `jax.config.update('jax_num_cpu_devices', 8)` before\n"
+    "jax is used makes eight devices of the CPU"
+)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Returns a number of bytes with a binary unit, e.g. `'1.50 MiB'`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -38,6 +44,8 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
         f"ZeRO stage {config.stage} over {', '.join(map(repr, plan.comm.shard_axes))} (N={plan.num_shards}), "
         f"mesh ({axes}), batch over {batch_axes(config)}"
     )
+    if config.stage and plan.num_shards == 1:
+        head += f"\n{ALONE}"
     idle = _idle_axes(plan)
     if idle:
         head += f"\nneither batch nor state is split over {', '.join(idle)}: these devices repeat each other's work"
