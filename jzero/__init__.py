@@ -1,5 +1,6 @@
 """ZeRO for JAX: partitions optimizer state, gradients and parameters over the data-parallel devices of any loop."""
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,9 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            near = difflib.get_close_matches(name, _HOME, n=1)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
         return value
 

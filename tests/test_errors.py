@@ -233,6 +233,18 @@ def test_static_fields_are_no_leaves():
     assert jzero.shard_train_state(state, stage=3).name == "first run"
 
 
+def test_tx_must_be_an_optimizer():
+    with pytest.raises(TypeError, match=r"`tx` must be an optax transformation.*got NoneType.*set_to_zero"):
+        jzero.TrainState.create(params={"w": jnp.ones((4, 4))}, tx=None)
+
+
+def test_a_name_that_is_not_there_hints_at_the_nearest():
+    with pytest.raises(AttributeError, match=r"no attribute 'shard_state'. Did you mean 'shard_train_state'"):
+        jzero.shard_state  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        jzero.xyzzy  # noqa: B018
+
+
 def test_opt_state_must_belong_to_params():
     state = plain_state()
     other = {"dense": {"w": jnp.ones((32, 25)), "c": jnp.ones(24)}}

@@ -43,8 +43,8 @@ State = Any
 
 def plan_train_state(
     state: State,
-    *,
     stage: int | None = None,
+    *,
     config: ZeroConfig | None = None,
     mesh: AnyMesh | None = None,
     trainable: PyTree | str | None = None,
@@ -80,8 +80,8 @@ def plan_train_state(
 
 def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     state: State,
-    *,
     stage: int | None = None,
+    *,
     config: ZeroConfig | None = None,
     mesh: Mesh | None = None,
     trainable: PyTree | str | None = None,

@@ -90,7 +90,15 @@ class TrainState:
           tx: An optax transformation.
           apply_fn: Kept as it is.
           extra: Kept as it is; padded leaves are gathered, too.
+
+        Raises:
+          TypeError: `tx` is no optax transformation.
         """
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(
+                f"`tx` must be an optax transformation, such as `optax.adamw(1e-3)`: got {type(tx).__name__}. For "
+                "parameters that nobody trains pass `optax.set_to_zero()`."
+            )
         params, extra = jax.tree.map(gather_padded, (params, extra), is_leaf=is_padded)
         step = jax.numpy.zeros((), "int32")
         return cls(step=step, params=params, opt_state=tx.init(params), tx=tx, apply_fn=apply_fn, extra=extra)
