@@ -12,8 +12,15 @@ from jzero.analysis.step_memory import StepMemory
 from jzero.analysis.step_time import StepTime
 
 LIMIT = 1000
-OF = {"params": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}, "sent_bytes": 0, "nic_bytes": 0}
-NONE = {"gathered_bytes": 0, "planned_bytes": 0, "flops": 0.0, "communication_seconds": 0.0}
+OF = {"params": 0, "grads": 0, "opt_state": 0, "other": 0, "activations": (), "at_peak": {}}
+NONE = {
+    "sent_bytes": 0,
+    "nic_bytes": 0,
+    "gathered_bytes": 0,
+    "planned_bytes": 0,
+    "flops": 0.0,
+    "communication_seconds": 0.0,
+}
 
 
 def candidate(seconds, peak, *, steps=1, stage=3, rates=True, **fields):

@@ -21,7 +21,7 @@ from benchmarks.gpt import AXIS
 from benchmarks.gpu.job import Figures, Job
 from benchmarks.gpu.machine import scale
 from benchmarks.turns import in_turns
-from jzero.analysis.analyze import this_machine
+from jzero.analysis.limits import this_machine
 from jzero.analysis.machines import Machine
 
 PRODUCTS = {"bf16": (jnp.bfloat16, "default"), "tf32": (jnp.float32, "default"), "f32": (jnp.float32, "highest")}

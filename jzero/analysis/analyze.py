@@ -14,7 +14,8 @@ from jzero import _compat
 from jzero.analysis.buffers import Transfer
 from jzero.analysis.collectives import program_collectives
 from jzero.analysis.hlo import parse_hlo
-from jzero.analysis.machines import GPUS, Machine, machine
+from jzero.analysis.limits import this_machine, usable_bytes
+from jzero.analysis.machines import Machine, machine
 from jzero.analysis.relocation import mesh_of, move_to_mesh, plan_of_argument, relaid
 from jzero.analysis.report import AnalysisReport, rows_of
 from jzero.analysis.schedule import host_calls, simulate
@@ -30,7 +31,7 @@ from jzero.plan.mesh import make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
 
-__all__ = ["analyze", "this_machine"]
+__all__ = ["analyze"]
 
 RECOMPUTED = (
     "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
@@ -138,7 +139,8 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
                 f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some "
                 "shards in tiles that they do not fill."
             )
-    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned)
+    limit = usable_bytes(hardware)
+    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned, limit=limit)
 
 
 def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str) -> Compiled:
@@ -242,26 +244,8 @@ def _returns(out: Any, state: Any) -> bool:
     return any(jax.tree.structure(part) == wanted for part in parts)
 
 
-_TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-
-
 def _devices_of(mesh: Mesh | None) -> list[jax.Device]:
     return list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
-
-
-def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
-    """Returns the facts about the devices' machine; `None` if it is unknown."""
-    kind = devices[0].device_kind
-    if kind in _TPU_KINDS:
-        chip = _TPU_KINDS[kind]
-        shape = f"{len(devices)}x1x1" if chip in ("v4", "v5p") else f"{len(devices)}x1"
-    else:
-        chip = next((name for name, facts in GPUS.items() if facts.name == kind), "")
-        shape = str(len(devices))
-    try:
-        return machine(f"{chip}:{shape}")
-    except ValueError:
-        return None
 
 
 def _has_unknown_loops(facts: Compiled) -> bool:

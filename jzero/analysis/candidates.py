@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jzero._text import Report, format_rows
+from jzero.analysis.ledger import Ledger
 from jzero.analysis.step_memory import StepMemory
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
@@ -88,6 +89,11 @@ class Candidate:
         """Bytes on one device: the compiler's figure if it is known, else the estimate."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
+    def ledger(self, limit: int) -> Ledger:
+        """Returns the account of its memory, given the most bytes on one device."""
+        memory = self.memory
+        return Ledger(memory.states, memory.peak, self.compiled_peak, limit, memory.host, memory.disk)
+
     @property
     def is_compiled(self) -> bool:
         """Whether it was compiled, or refused."""
@@ -129,6 +135,7 @@ class Candidate:
             "optimizer_state": self.config.offload.optimizer,
             "accumulate_steps": self.accumulate_steps,
             "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
+            "states_bytes": self.memory.states.total,
             "reckoned_peak": self.memory.peak,
             "compiled_peak": self.compiled_peak,
             "refused": self.refused,
@@ -213,6 +220,15 @@ class Fit(Report):
         }
         return json.dumps(data, indent=2)
 
+    @property
+    def ledger(self) -> Ledger:
+        """The account of the memory of what was chosen; of what needs least, if nothing fits."""
+        return (self.chosen or self._least).ledger(self.limit)
+
+    @property
+    def _least(self) -> Candidate:
+        return min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
+
     def _headline(self) -> str:
         if self.chosen is not None:
             x = self.chosen
@@ -220,7 +236,7 @@ class Fit(Report):
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
             return f"{self.machine}: {_describe(x)} fits: {sizes}{time}"
-        least = min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
+        least = self._least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler refuses it for want of memory" if least.refused else excess
@@ -235,6 +251,7 @@ class Fit(Report):
             "remat": lambda x: _recomputation(x.remat).name,
             "whole up to": lambda x: f"{x.config.persistence_threshold:,}",
             "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
+            "states": lambda x: format_bytes(x.memory.states.total),
             "reckoned": lambda x: format_bytes(x.memory.peak),
             "compiled": lambda x: "refused" if x.refused else _known(x.compiled_peak, format_bytes),
             "sends": lambda x: format_bytes(x.memory.sent_bytes),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 
-from jzero.analysis.analyze import this_machine
-from jzero.analysis.machines import Machine, machine
+from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.topologies import topology_devices
 
-__all__ = ["RECKONED", "USABLE", "hardware_of", "limit_of"]
+__all__ = ["RECKONED", "USABLE", "hardware_of", "limit_of", "this_machine", "usable_bytes"]
 
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
+_TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 RECKONED = "Nothing was compiled: the figures are reckoned."
 
 
@@ -29,6 +31,26 @@ def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None,
         return hardware, None, [f"{RECKONED} {error}"]
 
 
+def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
+    """Returns the facts about the devices' machine; `None` if it is unknown."""
+    kind = devices[0].device_kind
+    if kind in _TPU_KINDS:
+        chip = _TPU_KINDS[kind]
+        shape = f"{len(devices)}x1x1" if chip in ("v4", "v5p") else f"{len(devices)}x1"
+    else:
+        chip = next((name for name, facts in GPUS.items() if facts.name == kind), "")
+        shape = str(len(devices))
+    try:
+        return machine(f"{chip}:{shape}")
+    except ValueError:
+        return None
+
+
+def usable_bytes(hardware: Machine | None) -> int | None:
+    """Returns what a step may take of the memory of one of a machine's devices; `None` if that is not known."""
+    return None if hardware is None else int(USABLE * hardware.hbm_bytes)
+
+
 def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | None) -> int:
     """Returns the most bytes of a step on one device: given, or a share of its memory, and no more than jax may take.
 
@@ -37,7 +59,8 @@ def limit_of(hbm_bytes: float | None, topology: str | None, hardware: Machine | 
     """
     if hbm_bytes is not None:
         return int(hbm_bytes)
-    found = [] if hardware is None else [int(USABLE * hardware.hbm_bytes)]
+    usable = usable_bytes(hardware)
+    found = [] if usable is None else [usable]
     stats = None if topology is not None else jax.local_devices()[0].memory_stats()
     found += [int(stats["bytes_limit"])] if stats and "bytes_limit" in stats else []
     if not found:

@@ -10,6 +10,7 @@ from typing import Any
 from jzero._text import Report, format_rows
 from jzero.analysis.collectives import Collective, bytes_on_port
 from jzero.analysis.figure import draw
+from jzero.analysis.ledger import Ledger
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
@@ -18,6 +19,8 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 
 __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
+
+NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=` to `analyze`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,7 @@ class AnalysisReport(Report):
       notes: Facts that the figures leave out, and facts that are unknown.
       reckoned: For a training step, the memory by `estimate_step_memory`, with activations by layer. It models the
         compilers for GPUs and TPUs; the one for CPUs orders unrolled code differently.
+      limit: What a step may take of a device's memory, 90 % of it; `None` if the machine is not known.
 
     Example:
       >>> step = jzero.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean())
@@ -106,11 +110,24 @@ class AnalysisReport(Report):
     violations: tuple[str, ...]
     notes: tuple[str, ...]
     reckoned: StepMemory | None = None
+    limit: int | None = None
 
     @property
     def nic_bytes(self) -> int:
         """Bytes per step that cross the network port of one device: 0 on one node, or if nodes are not known."""
         return sum(row.nic_bytes for row in self.collectives)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The account of a training step's memory.
+
+        Raises:
+          ValueError: There is no plan, so no states are known.
+        """
+        if self.plan is None:
+            raise ValueError(f"There are no states to account for: {NO_PLAN}")
+        reckoned = None if self.reckoned is None else self.reckoned.peak
+        return Ledger(self.plan.bytes_per_device, reckoned, self.memory.peak, self.limit, self.memory.host)
 
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.
@@ -120,10 +137,7 @@ class AnalysisReport(Report):
           ValueError: There is no plan to compare with.
         """
         if self.plan is None:
-            raise ValueError(
-                "There is no plan to verify against: no argument of the function is a state sharded by jzero. Pass "
-                "`plan=` to `analyze`."
-            )
+            raise ValueError(f"There is no plan to verify against: {NO_PLAN}")
         if self.violations:
             raise PlanViolation(self.violations)
 

@@ -25,7 +25,7 @@ from jzero.analysis.step_time import StepTime, step_time, traffic_of
 from jzero.analysis.traced import trace_program
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import AnyMesh, platform_of
-from jzero.plan.plan import ZeroPlan
+from jzero.plan.plan import BytesPerDevice, ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
@@ -67,6 +67,7 @@ class StepMemory(Report):
 
     Attributes:
       params: Parameters as stored.
+      grads: Gradients at their maximum, as the plan counts them; `at_peak` has those at the peak.
       opt_state: The optimizer's state, including masters.
       other: The rest of the state, and the device's part of the batch.
       activations: The activations that the forward pass saves for the backward pass, by layer; the largest first.
@@ -93,6 +94,7 @@ class StepMemory(Report):
     """
 
     params: int
+    grads: int
     opt_state: int
     other: int
     activations: tuple[ActivationRow, ...]
@@ -112,6 +114,11 @@ class StepMemory(Report):
     def arguments(self) -> int:
         """State and batch, which exist before and after the step."""
         return self.params + self.opt_state + self.other
+
+    @property
+    def states(self) -> BytesPerDevice:
+        """Parameters, gradients and optimizer state, as the plan has them."""
+        return BytesPerDevice(self.params, self.grads, self.opt_state)
 
     @property
     def peak(self) -> int:
@@ -274,6 +281,7 @@ def memory_of_trace(
     traffic = [traffic_of(x, plan.mesh, hardware) for x in program.transfers]
     return StepMemory(
         params=sizes.params,
+        grads=sizes.grads,
         opt_state=sizes.opt_state,
         other=num_bytes - sizes.params - sizes.opt_state,
         host=plan.host_bytes_per_device.total,

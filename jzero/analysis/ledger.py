@@ -1,0 +1,115 @@
+"""The memory of a training step on one device, as one account: what is known of it, and who says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jzero._text import format_rows
+from jzero.plan.plan import BytesPerDevice
+from jzero.plan.table import format_bytes
+
+__all__ = ["Ledger"]
+
+STEP = "activations, gathered weights, logits"
+LESS = f"{STEP}, less gradients: they are never all there at once"
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ledger:
+    """The bytes of a training step on one device. `print` it for the account.
+
+    Attributes:
+      states: Parameters, gradients and optimizer state, exactly; the same whoever fills the ledger.
+      reckoned_peak: The most memory of a step, as estimated from its trace; `None` if it was not traced.
+      compiled_peak: The same by the compiler; `None` if it was not compiled.
+      limit: What a step may take of the device's memory; `None` if that is not known.
+      host: State in the memory of the device's host, which is no part of `states`.
+      disk: State on disk, likewise; both copies.
+
+    Example:
+      >>> loss_fn = lambda params, batch: jnp.square(batch @ params["w"]).mean()
+      >>> choice = jzero.fit(plain_state, loss_fn, jnp.ones((64, 512)), topology="h200:8", confirm=False)
+      >>> choice.ledger.states_bytes == choice.ledger.states.total, choice.ledger.fits
+      (True, True)
+    """
+
+    states: BytesPerDevice
+    reckoned_peak: int | None = None
+    compiled_peak: int | None = None
+    limit: int | None = None
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def states_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.states.total
+
+    @property
+    def peak(self) -> int | None:
+        """The most memory of a step: the compiler's figure if it is known, else the estimate."""
+        return self.reckoned_peak if self.compiled_peak is None else self.compiled_peak
+
+    @property
+    def step_bytes(self) -> int | None:
+        """What a step is reckoned to take beside the states."""
+        return None if self.reckoned_peak is None else self.reckoned_peak - self.states_bytes
+
+    @property
+    def left(self) -> int | None:
+        """What the step leaves of the device's memory, below 0 if it is too much; the states, if no more is known."""
+        known = self.states_bytes if self.peak is None else self.peak
+        return None if self.limit is None else self.limit - known
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits; `None` if the memory is not known, or only that the states do."""
+        if self.left is None or (self.peak is None and self.left >= 0):
+            return None
+        return self.left >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all figures as plain data."""
+        return {
+            "states_bytes": self.states_bytes,
+            "states": self.states._asdict(),
+            "step_bytes": self.step_bytes,
+            "reckoned_peak": self.reckoned_peak,
+            "compiled_peak": self.compiled_peak,
+            "limit": self.limit,
+            "fits": self.fits,
+            "left": self.left,
+            "on_host": self.host,
+            "on_disk": self.disk,
+        }
+
+    def __str__(self) -> str:
+        most = max(self.states_bytes, self.reckoned_peak or 0, self.compiled_peak or 0)
+        unit = next(name for name, size in UNITS.items() if most >= size or size == 1)
+
+        def show(num_bytes: int | None) -> str:
+            return "-" if num_bytes is None else f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f} {unit}"
+
+        params, grads, opt_state = (show(x).removesuffix(f" {unit}") for x in self.states)
+        made = f"parameters {params}, gradients {grads}, optimizer {opt_state}"
+        rows = [
+            ("states", "exact", show(self.states_bytes), made),
+            ("step", "reckoned", show(self.step_bytes), STEP if (self.step_bytes or 0) >= 0 else LESS),
+            ("peak", "reckoned", show(self.reckoned_peak), "" if self.reckoned_peak else "jzero fit"),
+            ("peak", "compiled", show(self.compiled_peak), "" if self.compiled_peak else "jzero analyze"),
+        ]
+        if self.limit is not None:
+            rows.append(("device", "usable", format_bytes(self.limit), self._verdict(self.limit)))
+        rows += [(f"on {name}", "exact", show(x), "") for name, x in (("host", self.host), ("disk", self.disk)) if x]
+        return "\n".join(format_rows(rows, left=2, last_left=True))
+
+    def _verdict(self, limit: int) -> str:
+        left = self.left or 0
+        if left < 0:
+            what = "the states alone take" if self.peak is None else "the step takes"
+            return f"does not fit: {what} {format_bytes(-left)} more"
+        if self.peak is None:
+            return f"the states leave {format_bytes(left)} for the step"
+        return f"fits: {format_bytes(left)} left"
