@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     from jzero.engine.outputs import Summed as Summed
     from jzero.engine.outputs import Weighted as Weighted
     from jzero.engine.recompute import offload_activations as offload_activations
+    from jzero.hf.mapping import From as From
+    from jzero.hf.mapping import Mapping as Mapping
     from jzero.monitor.monitor import Monitor as Monitor
     from jzero.monitor.sinks import JsonLines as JsonLines
     from jzero.monitor.sinks import TensorBoard as TensorBoard
@@ -108,10 +110,12 @@ __all__ = [
     "EquivalenceReport",
     "ExportReport",
     "Fit",
+    "From",
     "JsonLines",
     "Keep",
     "LeafRule",
     "LossScaleError",
+    "Mapping",
     "MemoryEstimate",
     "Monitor",
     "Offload",
@@ -233,6 +237,7 @@ _HOMES = {
         "estimate_zero3_model_states_mem_needs_all_live",
     ),
     "jzero.deepspeed.formulas": ("MemoryEstimate",),
+    "jzero.hf.mapping": ("From", "Mapping"),
     "jzero.monitor.monitor": ("Monitor",),
     "jzero.monitor.sinks": ("JsonLines", "TensorBoard"),
 }

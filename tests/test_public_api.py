@@ -25,12 +25,12 @@ import jzero
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(
     """
-    AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DiskError DiskStats DynamicLossScale
-    EquivalenceReport ExportReport Fit JsonLines Keep LeafRule LossScaleError MemoryEstimate Monitor Offload PerExample
-    PlanViolation Precision Quantization RestoreReport StepMemory Summed TensorBoard TrainState Weighted ZenFlow
-    ZeroConfig ZeroOptState ZeroPlan abstract_train_state
-    analyze apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fill_memory
-    fit gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
+    AnalysisReport CheckpointError CheckpointInfo CheckpointManager DeepSpeedReport DiskError DiskStats
+    DynamicLossScale EquivalenceReport ExportReport Fit From JsonLines Keep LeafRule LossScaleError Mapping
+    MemoryEstimate Monitor Offload PerExample PlanViolation Precision Quantization RestoreReport StepMemory Summed
+    TensorBoard TrainState Weighted ZenFlow ZeroConfig ZeroOptState ZeroPlan abstract_train_state analyze
+    apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fill_memory fit
+    gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
     make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
     plan_train_state release_disk reload_train_state restore_checkpoint save_checkpoint set_full_opt_state
     set_full_param shard_train_state unshard_train_state update_params value_and_grad

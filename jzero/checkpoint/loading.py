@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,13 @@ from jzero.arrays.misfits import describe_misfit
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, WantedLeaf
+from jzero.checkpoint.mapped import MappedTensor, Problems, map_tensors
 from jzero.checkpoint.matching import renamed_paths
 from jzero.checkpoint.restoring import PARAMS, Choice, Target, warn_unless_complete
 from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
 from jzero.checkpoint.shards import placed
+from jzero.hf.mapping import Mapping as NameMapping
+from jzero.hf.presets import resolve_mapping
 from jzero.plan.layout import Cut
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
@@ -32,6 +35,7 @@ def load_params(
     *,
     paths: str | None = None,
     rename: Mapping[str, str] | None = None,
+    mapping: NameMapping | str | None = None,
     strict: bool = True,
     donate: bool = False,
 ) -> Any:
@@ -48,6 +52,9 @@ def load_params(
         do not change. All parameters by default; without adapters: `r"(?!.*/lora_[ab]).*"`.
       rename: Regular expressions over whole names in the files, with their replacements, as for `re.sub`:
         `{r"model\.(.*)": r"\1"}`. Names of parameters are keys joined by dots.
+      mapping: Which tensors make which parameters, where they are not the same under other names: transposed, stacked,
+        fused. A `jzero.Mapping`; or the name of a family that `jzero.hf.read_config` knows, for a model with the paths
+        of `examples/llm/decoder.py`; or `"auto"`, the family that the folder's `config.json` names.
       strict: Whether it is an error if the files lack parameters, or have others. If not, missing parameters do not
         change, and a warning lists both.
       donate: Free the replaced parameters before anything is read.
@@ -57,8 +64,9 @@ def load_params(
 
     Raises:
       CheckpointError: There are no such files, or they are damaged.
-      ValueError: They are of another model, hold a tied parameter twice with different numbers, or hold numbers that
-        the state's dtypes cannot; or `paths` matches no parameter.
+      ValueError: They are of another model (one message lists all that does not fit, before anything is read), hold a
+        tied parameter twice with different numbers, or hold numbers that the state's dtypes cannot; `paths` matches no
+        parameter, or both `rename` and `mapping` are given.
       TypeError: The state was not sharded by jzero.
 
     Example:
@@ -74,22 +82,14 @@ def load_params(
     names = _names(target, choice)
     if paths is not None:
         choice = dataclasses.replace(choice, paths=_over_whole_paths(paths, names))
-    tensors, notes = everywhere(lambda: find_tensors(path))
-    named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
-    contents, sources = _as_contents(path, named, names, _same_names(adapted.ties(), notes))
-    found, report = everywhere(lambda: target.match(contents, choice))
-    unexpected = [path for path in report.unexpected if path not in {leaf.path for leaf in target.wanted}]
-    if strict and unexpected:
-        raise ValueError(
-            f"{path} holds tensors that the state has no parameters for: {unexpected[:10]}"
-            + (f" and {len(unexpected) - 10} more" if len(unexpected) > 10 else "")
-            + ". If that is meant, pass `strict=False`; if parameters have other names there, `rename`."
-        )
-    target.check_kept(found)
+    found = everywhere(lambda: _find(path, names, adapted.ties(), rename, mapping))
+    everywhere(lambda: found.check(path, [x.keys for x in names.values() if is_chosen(x.keys, paths)], strict))
+    matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
+    target.check_kept(matched)
     target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
     if donate:
-        target.free(found)
-    read = everywhere(lambda: {i: _place(sources[leaf.keys], target.wanted[i]) for i, leaf in found.items()})
+        target.free(matched)
+    read = everywhere(lambda: {i: _place(found.sources[leaf.keys], target.wanted[i]) for i, leaf in matched.items()})
     loaded = target.fill(read, None, dataclasses.replace(choice, donate=True))  # shares the other arrays
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
     return loaded
@@ -105,24 +105,106 @@ def is_chosen(keys: Keys, paths: str | None) -> bool:
     return paths is None or re.fullmatch(paths, "/".join(keys[1:])) is not None
 
 
-def _names(target: Target, choice: Choice) -> dict[str, Keys]:
-    """Returns the keys of each parameter by its name."""
+def _names(target: Target, choice: Choice) -> dict[str, WantedLeaf]:
+    """Returns each parameter by its name."""
     chosen = choice.selector(target.adapted.state)
-    return {name_of(leaf.keys): leaf.keys for leaf in target.wanted if chosen(leaf)}
+    return {name_of(leaf.keys): leaf for leaf in target.wanted if chosen(leaf)}
 
 
-def _over_whole_paths(paths: str, names: Mapping[str, Keys]) -> str:
+def _over_whole_paths(paths: str, names: Mapping[str, WantedLeaf]) -> str:
     """Turns an expression over key paths into one over paths of leaves, which begin with a field of the state."""
     try:
         re.compile(paths)
     except re.error as error:
         raise ValueError(f"`paths` {paths!r} is not a regular expression: {error}.") from error
-    if not any(is_chosen(keys, paths) for keys in names.values()):
-        some = ", ".join(repr("/".join(keys[1:])) for keys in list(names.values())[:5])
+    if not any(is_chosen(leaf.keys, paths) for leaf in names.values()):
+        some = ", ".join(repr("/".join(leaf.keys[1:])) for leaf in list(names.values())[:5])
         raise ValueError(
             f"`paths` {paths!r} matches no parameter: it must match a whole key path. The first are {some}."
         )
     return f"[^/]*/(?:{paths})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What of a file belongs to a state.
+
+    Attributes:
+      sources: The tensors of each parameter, by its keys; several of a tied one must be equal.
+      problems: What does not fit, by names as `mapping` or `rename` have them.
+      is_mapped: Whether names are those of a mapping.
+    """
+
+    sources: dict[Keys, list[TensorFile | MappedTensor]]
+    problems: Problems
+    is_mapped: bool
+
+    def check(self, path: Any, chosen: Collection[Keys], strict: bool) -> None:
+        """Raises if the file does not have what is to be loaded, or has more.
+
+        Args:
+          path: The file.
+          chosen: The keys of the parameters to load.
+          strict: Whether missing parameters and unexpected tensors are errors.
+        """
+        asked = {"/".join(keys[1:]) if self.is_mapped else name_of(keys) for keys in chosen}
+        bad = Problems({name: text for name, text in self.problems.shapes.items() if name in asked})
+        if strict:
+            bad.missing = {name: text for name, text in self.problems.missing.items() if name in asked}
+            bad.unexpected = self.problems.unexpected
+        if bad.shapes or bad.missing or bad.unexpected:
+            raise ValueError(
+                f"The tensors of {path} are not those of the state, in names as "
+                + ("`mapping` takes" if self.is_mapped else "`rename` makes")
+                + f" them:\n{bad}\nCorrect the names there"
+                + (", list tensors that nothing needs in its `ignore`" if self.is_mapped else "")
+                + "; leave parameters out with `paths`; or keep those without tensors, and skip what is left over, "
+                "with `strict=False`." + ("" if self.is_mapped else " Transposed or stacked ones take a `mapping`.")
+            )
+
+    def contents(self, path: Any) -> Contents:
+        """Returns the tensors as the contents of a checkpoint."""
+        leaves = {keys: StoredLeaf(keys, found[0].shape, found[0].dtype) for keys, found in self.sources.items()}
+        others = [(PARAMS, *name.split(".")) for name in self.problems.unexpected]
+        leaves |= {keys: StoredLeaf(keys, (), np.int8) for keys in others}
+        return Contents(epath.Path(path), epath.Path(path), leaves, None, {})
+
+
+def _find(
+    path: Any,
+    names: Mapping[str, WantedLeaf],
+    ties: Mapping[str, Sequence[str]],
+    rename: Mapping[str, str] | None,
+    mapping: NameMapping | str | None,
+) -> _Found:
+    """Returns what of a file belongs to parameters, without reading their numbers."""
+    if rename and mapping is not None:
+        raise ValueError(
+            f"`mapping` names every tensor, so `rename={dict(rename)!r}` contradicts it: drop one of them."
+        )
+    given = epath.Path(path).expanduser()
+    resolved = resolve_mapping(mapping, given if given.is_dir() else given.parent)
+    tensors, notes = find_tensors(path)
+    if resolved is not None:
+        keys = {"/".join(leaf.keys[1:]): leaf.keys for leaf in names.values()}
+        shapes = {"/".join(leaf.keys[1:]): leaf.leaf.shape for leaf in names.values()}
+        slashed = {name.replace(".", "/"): [x.replace(".", "/") for x in others] for name, others in ties.items()}
+        mapped, problems = map_tensors(resolved, shapes, slashed, tensors)
+        return _Found({keys[name]: [*found] for name, found in mapped.items()}, problems, True)
+    named = {new: tensors[old] for new, old in renamed_paths(tensors, rename or {}).items()}
+    same = _same_names(ties, notes)
+    sources: dict[Keys, list[TensorFile | MappedTensor]] = {}
+    problems = Problems()
+    for name, tensor in named.items():
+        known = name if name in names else same.get(name, name)
+        if known not in names:
+            problems.unexpected[name] = f"{tensor.dtype}{list(tensor.shape)}"
+            continue
+        sources.setdefault(names[known].keys, []).append(tensor)
+        if tensor.shape != (shape := names[known].leaf.shape):
+            problems.shapes[known] = f"{list(shape)} in the state, {list(tensor.shape)} in the file"
+    problems.missing = {name: "" for name, leaf in names.items() if leaf.keys not in sources}
+    return _Found(sources, problems, False)
 
 
 def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> dict[str, str]:
@@ -132,21 +214,7 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
     return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
 
 
-def _as_contents(
-    path: Any, named: Mapping[str, TensorFile], names: Mapping[str, Keys], same: Mapping[str, str]
-) -> tuple[Contents, dict[Keys, list[TensorFile]]]:
-    """Returns tensors as the contents of a checkpoint: by their keys in the state, tied ones together."""
-    sources: dict[Keys, list[TensorFile]] = {}
-    for name, tensor in named.items():
-        known = name if name in names else same.get(name, name)
-        keys = names.get(known, (PARAMS, *known.split(".")))
-        sources.setdefault(keys, []).append(tensor)
-    leaves = {keys: StoredLeaf(keys, tensors[0].shape, tensors[0].dtype) for keys, tensors in sources.items()}
-    directory = epath.Path(path)
-    return Contents(directory, directory, leaves, None, {}), sources
-
-
-def _place(tensors: Sequence[TensorFile], wanted: WantedLeaf) -> jax.Array:
+def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> jax.Array:
     """Reads a tensor into this process's shards. Tied tensors must be equal."""
     tensor = tensors[0]
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
@@ -169,7 +237,7 @@ def _place(tensors: Sequence[TensorFile], wanted: WantedLeaf) -> jax.Array:
     return placed(wanted.shape, wanted.sharding, part)
 
 
-def _padded_part(tensor: TensorFile, cut: Cut | None, index: tuple[slice, ...]) -> np.ndarray:
+def _padded_part(tensor: TensorFile | MappedTensor, cut: Cut | None, index: tuple[slice, ...]) -> np.ndarray:
     if cut is None:
         return tensor.read(index)
     start, stop, _ = index[cut.dim].indices(cut.stored_size)

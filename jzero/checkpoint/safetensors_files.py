@@ -54,6 +54,8 @@ FOUR_BITS = np.dtype(ml_dtypes.float4_e2m1fn)
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth")
+LFS_POINTER = b"version https://git-lfs"
 METADATA = "__metadata__"
 """The key of the header that no tensor may use."""
 
@@ -240,10 +242,14 @@ class TensorFile:
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a copy of one slice."""
+        return np.array(self.view(index))
+
+    def view(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Returns one slice in the memory of the file, as far as its dtype allows."""
         data = self._data
         if self.dtype == FOUR_BITS:
             data = np.stack([data & 15, data >> 4], -1)
-        return np.array(data.reshape(-1).view(self.dtype).reshape(self.shape)[index])
+        return data.reshape(-1).view(self.dtype).reshape(self.shape)[index]
 
 
 def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
@@ -259,6 +265,7 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
         try:
             header, data = _open(file)
         except (SafetensorError, OSError) as error:
+            _check_is_no_pointer(file)
             raise CheckpointError(
                 f"{file} cannot be read as safetensors: it is damaged, or cut short ({error})."
             ) from error
@@ -271,6 +278,15 @@ def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
             )
         tensors |= {name: TensorFile(file, name, header[name], data) for name in (header if names is None else names)}
     return tensors, notes
+
+
+def _check_is_no_pointer(path: epath.Path) -> None:
+    """Raises if a file stands for one that Git did not fetch."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS, not the file that it stands for: run `git lfs pull` in its folder."
+            )
 
 
 def _open(path: epath.Path) -> tuple[dict[str, Any], np.ndarray]:
@@ -289,6 +305,12 @@ def _files(path: epath.Path) -> dict[epath.Path, list[str] | None]:
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
         found = indices or sorted(path.glob(f"*{SUFFIX}"))
+        pickles = sorted(x.name for pattern in PICKLES for x in path.glob(pattern))
+        if not found and pickles:
+            raise CheckpointError(
+                f"{path} holds only pickles: {pickles}. Reading one runs the code in it, so jzero never does: fetch "
+                "the model's safetensors files, or make some by `save_pretrained` of `transformers`."
+            )
         if len(found) != 1:
             raise CheckpointError(
                 f"{path} must hold one safetensors file, or several with one index: it has {[x.name for x in found]}."

@@ -1,0 +1,123 @@
+"""Published models of eight families through `examples/llm/decoder.py`: the logits of `transformers`."""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+from jzero.checkpoint.safetensors_files import TensorFile
+from tests import hf_models
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
+import decoder
+
+LOGITS = np.load(hf_models.LOGITS)
+
+
+def born(config, num_devices=8, lora=None, trainable=None, **options):
+    """Returns a state of the decoder, its parameters numbers that are in no file, and the decoder."""
+    model = decoder.Decoder(config, lora)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 7, x.dtype), shapes)
+    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+    zero = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
+    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
+    return jzero.shard_train_state(plain, config=zero, mesh=mesh, trainable=trainable), model
+
+
+def logits(state, model):
+    """Returns the logits of `hf_models.TOKENS`, computed from shards: [2, 9, V]."""
+    step = jzero.make_eval_step(lambda params, tokens: jzero.PerExample(model.apply({"params": params}, tokens)))
+    rows = jzero.plan_of(state).num_shards
+    return np.asarray(step(state, jnp.asarray(np.resize(hf_models.TOKENS, (2 * rows, 9)))))[:2]
+
+
+@pytest.mark.parametrize("family", hf_models.FAMILIES)
+def test_logits_are_those_of_transformers(family, tmp_path):
+    config = hf_models.write_folder(tmp_path / "new", family)
+    assert hf_models.write_folder(tmp_path / "old", family, "old") == config, "both spellings"
+    state, model = born(config)
+    state = jzero.load_params(state, tmp_path / "new", mapping="auto", donate=True)
+    np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma2"])
+@pytest.mark.parametrize(
+    ("stage", "num_devices", "options"),
+    [
+        pytest.param(3, 3, {}, marks=pytest.mark.smoke),
+        (0, 8, {}),
+        (1, 3, {}),
+        (2, 8, {"precision": "bf16"}),
+        (3, 8, {"offload": jzero.Offload(params="host", optimizer="host")}),
+    ],
+)
+def test_every_layout_holds_the_same_parameters(family, stage, num_devices, options, tmp_path):
+    config = hf_models.write_folder(tmp_path, family)
+    state, model = born(config, num_devices, stage=stage, **options)
+    state = jzero.load_params(state, tmp_path, mapping="auto", donate=bool(num_devices % 2))
+    there = hf_models.tensors(config)
+    up = np.stack([there[f"model.layers.{i}.mlp.up_proj.weight"].T for i in range(3)])
+    np.testing.assert_array_equal(jzero.get_full_param(state, "layers/up/kernel"), up)
+    np.testing.assert_array_equal(
+        jzero.get_full_param(state, "embed/embedding"), there["model.embed_tokens.weight"], "masters, where they are"
+    )
+    if "precision" not in options:
+        np.testing.assert_allclose(logits(state, model), LOGITS[family], rtol=0, atol=1e-5)
+
+
+def test_frozen_parameters_become_integers(tmp_path):
+    config = hf_models.write_folder(tmp_path, "qwen3")
+    adapters = {"lora": decoder.Lora(rank=2, alpha=4.0), "trainable": r".*/lora_[ab]"}
+    state, _ = born(config, quantization=jzero.Quantization(frozen="int8"), **adapters)
+    before = np.asarray(jzero.get_full_param(state, "layers/q/lora_a"))
+    state = jzero.load_params(state, tmp_path, mapping="auto", paths=r"(?!.*/lora_[ab]).*", donate=True)
+    np.testing.assert_array_equal(jzero.get_full_param(state, "layers/q/lora_a"), before)
+    q = np.stack([hf_models.tensors(config)[f"model.layers.{i}.self_attn.q_proj.weight"].T for i in range(3)])
+    rounded = np.asarray(jzero.get_full_param(state, "layers/q/kernel"))
+    assert 0 < np.abs(rounded - q).max() < np.abs(q).max() / 127
+    assert "int8" in jzero.plan_of(state).table()
+
+
+def test_each_byte_of_a_cut_leaf_is_read_once(tmp_path, monkeypatch):
+    config = hf_models.write_folder(tmp_path, "mistral")
+    state, _ = born(config)
+    read = {}
+    view = TensorFile.view
+
+    def counted(self, index):
+        found = view(self, index)
+        read[self.name] = read.get(self.name, 0) + found.nbytes
+        return found
+
+    monkeypatch.setattr(TensorFile, "view", counted)
+    jzero.load_params(state, tmp_path, mapping="mistral")
+    sizes = {name: x.nbytes for name, x in hf_models.tensors(config).items()}
+    cut = {name: size for name, size in sizes.items() if not name.endswith("norm.weight")}
+    assert {name: read[name] for name in cut} == cut
+
+
+def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
+    config = hf_models.write_folder(tmp_path, "llama", tie_word_embeddings=True)
+    there = hf_models.tensors(config)
+    state, _ = born(config)
+    hf_models.write_tensors(tmp_path, {**there, "lm_head.weight": there["model.embed_tokens.weight"] + 1})
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' are one .*embed/embedding, but not.*untie the param"):
+        jzero.load_params(state, tmp_path, mapping="auto")
+    hf_models.write_tensors(tmp_path, {**there, "lm_head.weight": there["model.embed_tokens.weight"]})
+    loaded = jzero.load_params(state, tmp_path, mapping="auto")
+    embedding = jzero.get_full_param(loaded, "embed/embedding")
+    np.testing.assert_array_equal(embedding, there["model.embed_tokens.weight"])
+
+
+def test_an_untied_model_takes_both(tmp_path):
+    config = hf_models.write_folder(tmp_path, "llama")
+    state = jzero.load_params(born(config)[0], tmp_path, mapping="llama")
+    there = hf_models.tensors(config)
+    np.testing.assert_array_equal(jzero.get_full_param(state, "head/kernel"), there["lm_head.weight"].T)
+    np.testing.assert_array_equal(jzero.get_full_param(state, "embed/embedding"), there["model.embed_tokens.weight"])
