@@ -65,8 +65,11 @@ if TYPE_CHECKING:
     from jzero.hf.mapping import From as From
     from jzero.hf.mapping import Mapping as Mapping
     from jzero.monitor.monitor import Monitor as Monitor
+    from jzero.monitor.sinks import Csv as Csv
     from jzero.monitor.sinks import JsonLines as JsonLines
     from jzero.monitor.sinks import TensorBoard as TensorBoard
+    from jzero.monitor.trackers import MLflow as MLflow
+    from jzero.monitor.trackers import WandB as WandB
     from jzero.plan.mesh import make_mesh as make_mesh
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
@@ -103,6 +106,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointManager",
+    "Csv",
     "DeepSpeedReport",
     "DiskError",
     "DiskStats",
@@ -115,6 +119,7 @@ __all__ = [
     "Keep",
     "LeafRule",
     "LossScaleError",
+    "MLflow",
     "Mapping",
     "MemoryEstimate",
     "Monitor",
@@ -128,6 +133,7 @@ __all__ = [
     "Summed",
     "TensorBoard",
     "TrainState",
+    "WandB",
     "Weighted",
     "ZenFlow",
     "ZeroConfig",
@@ -239,7 +245,8 @@ _HOMES = {
     "jzero.deepspeed.formulas": ("MemoryEstimate",),
     "jzero.hf.mapping": ("From", "Mapping"),
     "jzero.monitor.monitor": ("Monitor",),
-    "jzero.monitor.sinks": ("JsonLines", "TensorBoard"),
+    "jzero.monitor.sinks": ("Csv", "JsonLines", "TensorBoard"),
+    "jzero.monitor.trackers": ("MLflow", "WandB"),
 }
 """The names of each module, as type checkers see them above. A name's module is imported when it is first used, so that
 `import jzero` takes no time, and a program loads only what it uses."""

@@ -1,6 +1,7 @@
 """The monitor of a training loop: what is fetched when, what sinks get, what a person sees, what is profiled."""
 
 import contextlib
+import csv
 import gzip
 import io
 import json
@@ -402,7 +403,7 @@ sink.close()
 """
 
 
-@pytest.mark.parametrize("kind", ["JsonLines", "TensorBoard"])
+@pytest.mark.parametrize("kind", ["Csv", "JsonLines", "TensorBoard"])
 def test_a_full_disk_is_an_error_and_no_line_is_written_in_part(kind, tmp_path):
     size = 8192 + 17
     arguments = [str(tmp_path / "log"), kind, str(size), sinks_module.__file__]
@@ -415,6 +416,44 @@ def test_a_full_disk_is_an_error_and_no_line_is_written_in_part(kind, tmp_path):
     if kind == "JsonLines":
         steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
         assert steps == [*range(1, int(step)), 1000], "what was there in part is removed once there is room"
+    if kind == "Csv":
+        with (tmp_path / "log").open(newline="") as file:
+            assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, int(step)), 1000]
+
+
+def test_csv_read_back(tmp_path):
+    """By the standard library: columns come as values do; a resumed run appends, after a row that was cut off."""
+    path = tmp_path / "run" / "log.csv"
+    read = lambda: list(csv.DictReader(io.StringIO(path.read_text())))
+    with quiet(sinks=[jzero.Csv(path)], every=2) as monitor:
+        for loss in (1.5, float("nan"), 1.25):
+            monitor.log({"loss": jnp.float32(loss), 'a "name", odd': 3})
+        monitor.write({"eval": {"loss": float("-inf")}})
+    rows = read()
+    assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.5"), ("2", "nan"), ("3", "1.25"), ("3", "")]
+    assert [row["eval/loss"] for row in rows] == ["", "", "", "-inf"]
+    assert {row['a "name", odd'] for row in rows[:3]} == {"3.0"}
+    assert float(rows[1]["perf/seconds_per_step"]) > 0
+    assert all(float(row["time"]) > 1.7e9 for row in rows)
+
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"4,17000")
+    with (
+        pytest.warns(UserWarning, match="cut off and is removed: b'4,17000'"),
+        quiet(sinks=[jzero.Csv(path)]) as monitor,
+    ):
+        monitor.log({"loss": 0.5})
+    assert path.read_bytes().startswith(whole)
+    assert [row["loss"] for row in read()] == ["1.5", "nan", "1.25", "", "0.5"]
+
+
+def test_csv_refuses_other_tables_and_its_own_names(tmp_path):
+    (tmp_path / "other.csv").write_text("name,age\nAda,36\n")
+    with pytest.raises(ValueError, match=r"other.csv is no table of a `Csv`: its first line is \['name', 'age'\]"):
+        jzero.Csv(tmp_path / "other.csv")(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"rename the values \['time'\]"):
+        jzero.Csv(tmp_path / "log.csv")(1, {"time": 1.0})
+    assert not (tmp_path / "log.csv").exists()
 
 
 def test_json_lines_keep_their_own_names(tmp_path):
@@ -605,7 +644,7 @@ def test_a_real_profile_holds_the_scopes(tmp_path):
 def test_guide_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     text = (pathlib.Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "guide"}
     for number, block in enumerate(blocks):

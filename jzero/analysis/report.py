@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable
-from typing import Any
 
 from jzero._text import Report, format_rows
 from jzero.analysis.collectives import Collective, bytes_on_port
@@ -16,7 +15,7 @@ from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
 from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.table import format_bytes
+from jzero.plan.table import format_bytes, plan_summary
 
 __all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
 
@@ -149,7 +148,7 @@ class AnalysisReport(Report):
         fields["nic_bytes"] = self.nic_bytes
         fields["timeline"] = self.timeline and self.timeline.totals()
         fields["reckoned"] = self.reckoned and self.reckoned.to_dict()
-        fields["plan"] = self.plan and _plan_summary(self.plan)
+        fields["plan"] = self.plan and plan_summary(self.plan)
         return json.dumps(fields, indent=2, ensure_ascii=False)
 
     def save_figure(self, path: str) -> None:
@@ -222,13 +221,3 @@ class AnalysisReport(Report):
         for title, texts in (("departures from the plan", self.violations), ("notes", self.notes)):
             lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
         return lines
-
-
-def _plan_summary(plan: ZeroPlan) -> dict[str, Any]:
-    return {
-        "stage": plan.config.stage,
-        "num_shards": plan.num_shards,
-        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
-        "parameters": sum(leaf.param.size for leaf in plan.leaves),
-        "bytes_per_device": plan.bytes_per_device._asdict(),
-    }

@@ -16,6 +16,7 @@ from jzero.config.settings import FLAG, check
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
+from jzero.monitor.run_settings import as_data
 from jzero.monitor.sinks import Sink
 
 __all__ = ["Monitor"]
@@ -47,8 +48,10 @@ class Monitor:
 
     Args:
       total_steps: Steps of the whole run, for the progress.
-      sinks: Functions `sink(step, values)`, such as `JsonLines` and `TensorBoard`; closed at the end if they have a
-        `close`.
+      sinks: Functions `sink(step, values)`, such as `JsonLines`, `Csv`, `TensorBoard`, `WandB` and `MLflow`; started
+        with `config` if they have a `start`, closed at the end if they have a `close`.
+      config: The settings of the run, for sinks that keep them: nested dictionaries of numbers and text, of dataclasses
+        such as a `ZeroConfig`, and of a plan, such as `{"lr": 1e-3, "plan": jzero.plan_of(state)}`.
       every: Steps of an interval, which ends at multiples of it.
       tokens_per_step: Tokens (or examples) of one step over all devices.
       start_step: Steps done before, by the run that this one resumes.
@@ -84,6 +87,7 @@ class Monitor:
         total_steps: int | None = None,
         *,
         sinks: Sequence[Sink] = (),
+        config: Mapping[str, Any] | None = None,
         every: int = 10,
         tokens_per_step: int | None = None,
         start_step: int = 0,
@@ -98,6 +102,8 @@ class Monitor:
         _check_counts(total_steps=total_steps, every=every, tokens_per_step=tokens_per_step)
         if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
             raise ValueError(f"`start_step` must be a whole number of at least 0: got {start_step!r}.")
+        if config is not None and not isinstance(config, Mapping):
+            raise TypeError(f"`config` must be a dictionary of settings: got {type(config).__name__}.")
         not_callable = [sink for sink in sinks if not callable(sink)]
         if not_callable:
             raise TypeError(f"Each of `sinks` must be a function of `(step, values)`: got {not_callable}.")
@@ -110,6 +116,7 @@ class Monitor:
         self._tokens_per_step = tokens_per_step
         self._speaks = every_process or jax.process_index() == 0
         self._sinks = tuple(sinks)
+        self._config = {} if config is None else config
         self._show = tuple(show)
         self._wants_progress = progress
         self._profiler = None if profile_dir is None or not self._speaks else StepProfiler(profile_dir, profile_steps)
@@ -127,6 +134,10 @@ class Monitor:
             if self._wants_progress and self._speaks:
                 self._display = make_display(self._total_steps, self._show, start=self._start_step)
                 undo.callback(self._display.close)
+            for sink in self._sinks if self._speaks else ():
+                if hasattr(sink, "start"):
+                    undo.callback(getattr(sink, "close", lambda: None))
+                    sink.start(as_data(self._config))
             self._begin_step()  # fails if another profile is being taken
             undo.pop_all()
         return self

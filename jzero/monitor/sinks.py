@@ -1,25 +1,66 @@
-"""Sinks of metrics: JSON lines, TensorBoard. Any function of `(step, values)` is a sink, too."""
+"""Sinks of metrics that write files: CSV, JSON lines, TensorBoard. Any function of `(step, values)` is a sink, too."""
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import json
 import math
 import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["JsonLines", "Sink", "TensorBoard"]
+__all__ = ["Csv", "JsonLines", "Sink", "TensorBoard", "check_names"]
 
 Sink = Callable[[int, Mapping[str, float]], Any]
-"""`sink(step, values)`; closed at the end if it has a `close`."""
+"""`sink(step, values)`; if it has a `start`, that gets the settings of the run; if a `close`, that ends it."""
 
 NON_FINITE = "non_finite"
-OWN_KEYS = ("step", "time", NON_FINITE)
+CSV_OWN = ("step", "time")
 FLUSH_SECONDS = 10
+
+
+def check_names(values: Mapping[str, float], own: tuple[str, ...]) -> None:
+    """Raises if a value has a name that a sink uses itself."""
+    taken = [name for name in values if name in own]
+    if taken:
+        raise ValueError(f"This sink writes {own} of its own: rename the values {taken}.")
+
+
+class Lines:
+    """A text file that grows by whole lines. Each goes to the operating system at once.
+
+    Args:
+      path: The file. The first line makes it, with its folder.
+      is_whole: Whether a last line without its end is complete, so that it need not be removed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], is_whole: Callable[[bytes], bool]) -> None:
+        self.path = pathlib.Path(path)
+        self._is_whole = is_whole
+        self._file: Any = None
+
+    def append(self, text: str) -> None:
+        """Writes text that ends a line."""
+        if self._file is None:
+            self._file = _open_whole(self.path, self._is_whole)
+        rest = text.encode()
+        try:
+            while rest:  # the system may take less than all of it
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self.close()  # so that the next call opens the file again, and removes what is there of this line
+            raise
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class JsonLines:
@@ -48,46 +89,119 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = pathlib.Path(path)
-        self._file: Any = None
+        self._lines = Lines(path, _is_json)
+        self.path = self._lines.path
 
     def __repr__(self) -> str:
         return f"JsonLines({str(self.path)!r})"
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line."""
-        taken = [name for name in values if name in OWN_KEYS]
-        if taken:
-            raise ValueError(f"Each line has {OWN_KEYS} of its own: rename the values {taken}.")
+        check_names(values, ("step", "time", NON_FINITE))
         found = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         line |= {name: None if name in found else x for name, x in values.items()}
         if found:
             line |= {NON_FINITE: found}
-        if self._file is None:
-            self._file = _open_whole(self.path)
-        rest = json.dumps(line, allow_nan=False).encode() + b"\n"
-        try:
-            while rest:  # the system may take less than all of it
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            self.close()  # so that the next call opens the file again, and removes what is there of this line
-            raise
+        self._lines.append(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lines.close()
 
 
-def _open_whole(path: pathlib.Path) -> Any:
+class Csv:
+    """A sink that appends one row per step to a table, for spreadsheets and `pandas.read_csv`.
+
+    Columns are `step`, `time` (seconds since the epoch) and one per value, in the order in which values first came; a
+    row is empty where a step has no such value. When a value comes for the first time, the file is written anew, with
+    its column. Otherwise each row goes to the operating system at once; a last row that a crash cut off is removed,
+    with a warning. A run that resumes appends: of two rows with the same step, the later one counts.
+
+    Args:
+      path: The file. The first write makes it, with its folder.
+
+    Raises:
+      ValueError: (when called) A value is named `step` or `time`, or the file is there, but not written by a `Csv`.
+      OSError: (when called) The row could not be written whole, as on a full disk.
+
+    Example:
+      >>> sink = jzero.Csv(tmp / "log.csv")
+      >>> sink(1, {"loss": 2.5})
+      >>> sink(2, {"loss": 2.0, "eval/loss": float("inf")})
+      >>> sink.close()
+      >>> print((tmp / "log.csv").read_text())
+      step,time,loss,eval/loss
+      1,...,2.5,
+      2,...,2.0,inf
+      <BLANKLINE>
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._lines = Lines(path, lambda tail: False)
+        self.path = self._lines.path
+        self._columns: list[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Csv({str(self.path)!r})"
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one row."""
+        check_names(values, CSV_OWN)
+        if self._columns is None:
+            self._columns = self._columns_there()
+        new = [name for name in values if name not in self._columns]
+        if new or not self._columns:
+            self._columns = [*(self._columns or CSV_OWN), *new]
+            self._rewrite(self._columns)
+        row = {**values, "step": step, "time": round(time.time(), 3)}
+        self._lines.append(_csv_row([row.get(name, "") for name in self._columns]))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+    def _columns_there(self) -> list[str]:
+        """Returns the columns of the file; none if it is not there."""
+        if not self.path.exists():
+            return []
+        self._lines.append("")  # removes a last row that was cut off
+        with self.path.open(newline="") as file:
+            columns = next(csv.reader(file), [])
+        if columns and tuple(columns[: len(CSV_OWN)]) != CSV_OWN:
+            self.close()
+            raise ValueError(
+                f"{self.path} is no table of a `Csv`: its first line is {columns[:4]}. Choose another file."
+            )
+        return columns
+
+    def _rewrite(self, columns: Sequence[str]) -> None:
+        """Writes the file anew, with more columns; the old one is there until the new one is complete."""
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[list[str]] = []
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                rows = list(csv.reader(file))[1:]
+        new = self.path.with_name(self.path.name + ".new")
+        with new.open("w", newline="") as file:
+            file.writelines(_csv_row([*row, *[""] * (len(columns) - len(row))]) for row in [[*columns], *rows])
+        new.replace(self.path)
+
+
+def _csv_row(cells: Sequence[Any]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue()
+
+
+def _open_whole(path: pathlib.Path, is_whole: Callable[[bytes], bool]) -> Any:
     """Opens a file to append to, and removes a last line that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab+", buffering=0)
     file.seek(0)
     tail = file.read().rpartition(b"\n")[2]
-    if tail and _is_json(tail):
+    if tail and is_whole(tail):
         file.write(b"\n")  # the line is complete, but its newline is missing
     elif tail:
         warnings.warn(f"The last line of {path} was cut off and is removed: {tail[:80]!r}.", stacklevel=2)

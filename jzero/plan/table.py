@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jzero.plan.leaves import LeafPlan, StateLeaf
     from jzero.plan.plan import ZeroPlan
 
-__all__ = ["format_bytes", "format_plan", "plan_as_dict"]
+__all__ = ["format_bytes", "format_plan", "plan_as_dict", "plan_summary"]
 
 Row = Sequence[str]
 WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
@@ -215,6 +215,17 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         ],
         "matrices": plan.matrices.as_dict(),
         "replicated": [{**w._asdict(), "shape": list(w.shape)} for w in plan.replicated],
+    }
+
+
+def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
+    """Returns what identifies a plan among others of the same model, as data for JSON."""
+    return {
+        "stage": plan.config.stage,
+        "num_shards": plan.num_shards,
+        "mesh": {str(name): int(size) for name, size in plan.mesh.shape.items()},
+        "parameters": sum(leaf.param.size for leaf in plan.leaves),
+        "bytes_per_device": plan.bytes_per_device._asdict(),
     }
 
 

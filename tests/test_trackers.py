@@ -1,0 +1,217 @@
+"""Sinks of tracking servers: what they keep is read back; without a network they warn once, and training goes on.
+
+The files and databases are read without the sinks' own packages, where that is possible.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sqlite3
+import struct
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jzero
+from jzero.monitor import trackers
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+NOWHERE = "http://127.0.0.1:9"
+"""Nothing listens there."""
+
+
+@pytest.fixture
+def wandb(monkeypatch, tmp_path):
+    package = pytest.importorskip("wandb")
+    for name, value in {"API_KEY": "a" * 40, "SILENT": "true", "CONSOLE": "off", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    yield package
+    package.teardown()
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    pytest.importorskip("sqlalchemy")
+    pytest.importorskip("alembic")
+    monkeypatch.setattr(trackers, "FLUSH_SECONDS", 0)
+    return pytest.importorskip("mlflow")
+
+
+def settings():
+    state = jzero.TrainState.create(params={"w": jnp.ones((64, 36))}, tx=optax.sgd(0.1))
+    return {"rank": 8, "plan": jzero.plan_train_state(state, stage=3), "data": ["a", "b"]}
+
+
+def run(sink, losses, start_step=0, config=None, **options):
+    """A loop, as a user writes it."""
+    with jzero.Monitor(sinks=[sink], config=config, start_step=start_step, every=2, progress=False) as monitor:
+        for loss in losses:
+            monitor.log({"loss": loss})
+            if loss == "fail":
+                raise ValueError
+        monitor.write({"eval/loss": 7.0})
+
+
+def records(path):
+    """The records of wandb's file: those of a LevelDB log, after a header of seven bytes."""
+    messages = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, at, pending = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        pending += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield messages.Record.FromString(pending)
+            pending = b""
+
+
+def history(wandb, folder):
+    wandb.teardown()  # waits until the file is written
+    (path,) = folder.glob("**/*.wandb")
+    found, config, run_id = [], {}, None
+    for x in records(path):
+        if x.WhichOneof("record_type") == "history":
+            row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in x.history.item}
+            found.append({name: value for name, value in row.items() if not name.startswith("_")})
+        elif x.WhichOneof("record_type") == "run":
+            run_id = x.run.run_id
+            config |= {i.key: json.loads(i.value_json) for i in x.run.config.update}
+    return found, config, run_id
+
+
+def test_wandb_read_back(wandb, tmp_path):
+    """Offline: steps, values, settings and the plan; the same run is gone on with by its id, and may repeat steps."""
+    sink = jzero.WandB("project", mode="offline", dir=str(tmp_path / "a"), name="x")
+    run(sink, [3.0, float("inf"), 2.0], config=settings())
+    found, config, run_id = history(wandb, tmp_path / "a")
+    assert [(row["step"], row["loss"]) for row in found[:3]] == [(1, 3.0), (2, float("inf")), (3, 2.0)]
+    assert found[3] == {"step": 3, "eval/loss": 7.0}
+    assert found[1]["perf/seconds_per_step"] > 0
+    assert config["rank"] == 8
+    assert (config["plan"]["stage"], config["plan"]["parameters"], config["data"]) == (3, 64 * 36, ["a", "b"])
+    assert config["plan"]["config"]["reshard_after_forward"] is True
+    assert run_id == sink.run_id
+
+    again = jzero.WandB("project", run_id=run_id, mode="offline", dir=str(tmp_path / "b"))
+    run(again, [1.0], start_step=1)
+    found, _, run_id = history(wandb, tmp_path / "b")
+    assert (found[0]["step"], found[0]["loss"], run_id) == (2, 1.0, sink.run_id)
+
+
+def test_wandb_without_a_network(wandb, tmp_path, monkeypatch):
+    """Warns once, records the run offline, and says what uploads it."""
+    monkeypatch.setenv("WANDB_BASE_URL", NOWHERE)
+    monkeypatch.setattr(trackers, "INIT_TIMEOUT", 3)
+    sink = jzero.WandB("project", dir=str(tmp_path / "a"))
+    with pytest.warns(UserWarning, match=r"cannot be reached.*offline-run.*`wandb sync` uploads it") as caught:
+        run(sink, [3.0, 2.0])
+    assert len(caught) == 1
+    (offline,) = (tmp_path / "a").glob("**/offline-run-*")
+    assert [row["step"] for row in history(wandb, offline)[0]] == [1, 2, 2]
+
+
+def test_wandb_keeps_its_own_name(wandb, tmp_path):
+    sink = jzero.WandB("project", mode="offline", dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"rename the values \['step'\]"):
+        sink(1, {"step": 1.0})
+
+
+def rows(path, query):
+    with sqlite3.connect(path) as database:
+        return database.execute(query).fetchall()
+
+
+def test_mlflow_read_back(mlflow, tmp_path):
+    """From the database itself: steps, values, settings, status; the run is gone on with by its id."""
+    path, uri = tmp_path / "runs.db", f"sqlite:///{tmp_path}/runs.db"
+    sink = jzero.MLflow("experiment", tracking_uri=uri, run_name="x")
+    run(sink, [3.0, 2.5, 2.0], config=settings())
+    losses = "select step, value from metrics where key = 'loss' order by timestamp, step"
+    assert rows(path, losses) == [(1, 3.0), (2, 2.5), (3, 2.0)]
+    assert rows(path, "select step, value from metrics where key = 'eval/loss'") == [(3, 7.0)]
+    params = dict(rows(path, "select key, value from params"))
+    assert (params["rank"], params["plan/stage"], params["plan/bytes_per_device/params"]) == (
+        "8",
+        "3",
+        str(64 * 36 * 4),
+    )
+    assert rows(path, "select run_uuid, name, status from runs") == [(sink.run_id, "x", "FINISHED")]
+
+    again = jzero.MLflow("experiment", tracking_uri=uri, run_id=sink.run_id)
+    with pytest.warns(UserWarning, match=r"have changed since: \['rank'\]"):
+        run(again, [1.0], start_step=1, config={"rank": 9, "more": 1})
+    assert sorted(rows(path, losses)) == [(1, 3.0), (2, 1.0), (2, 2.5), (3, 2.0)]
+    assert dict(rows(path, "select key, value from params"))["more"] == "1"
+
+    third = jzero.MLflow("experiment", tracking_uri=uri)
+    with pytest.raises(TypeError):
+        run(third, [1.0, "fail"])
+    assert ("FAILED",) in rows(path, f"select status from runs where run_uuid = '{third.run_id}'")
+
+
+def test_mlflow_without_a_network(mlflow, tmp_path, monkeypatch):
+    """Warns once; what was kept is sent once the server answers, else the end says how much is lost."""
+    monkeypatch.setattr(trackers, "RETRY_SECONDS", 0)
+    sink = jzero.MLflow("experiment", tracking_uri=NOWHERE)
+    with pytest.warns(UserWarning, match="MLflow") as caught:
+        run(sink, [3.0, 2.0])
+    assert sink.run_id is None
+    first, last = (str(x.message) for x in caught)
+    assert "cannot be reached" in first
+    assert "5 values were not sent to MLflow" in last
+
+    sink = jzero.MLflow("experiment", tracking_uri=NOWHERE)
+    with pytest.warns(UserWarning, match="cannot be reached"):
+        sink.start({"rank": 8})
+    sink(1, {"loss": 3.0})
+    sink._client = mlflow.tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs.db")  # now it answers
+    sink(2, {"loss": 2.0})
+    sink.close()
+    assert rows(tmp_path / "runs.db", "select step, value from metrics order by step") == [(1, 3.0), (2, 2.0)]
+    assert rows(tmp_path / "runs.db", "select key, value from params") == [("rank", "8")]
+
+
+def test_mlflow_says_what_is_wrong_at_the_start(mlflow, tmp_path):
+    """A folder of files, which MLflow gave up, and a run that is not there are errors before the first step."""
+    for options in (
+        {"tracking_uri": str(tmp_path / "runs")},
+        {"tracking_uri": f"sqlite:///{tmp_path}/x.db", "run_id": "no"},
+    ):
+        with pytest.raises(mlflow.exceptions.MlflowException):
+            run(jzero.MLflow("experiment", **options), [1.0])
+
+
+@pytest.mark.parametrize(("sink", "package", "extra"), [("WandB", "wandb", "wandb"), ("MLflow", "mlflow", "mlflow")])
+def test_missing_packages_are_told_when_a_sink_is_made(sink, package, extra, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=rf"`{sink}` needs {package}.*jzero\[{extra}\]"):
+        getattr(trackers, sink)("name")
+
+
+def test_sinks_get_the_settings_as_data():
+    """Whatever dataclasses, scalars and plans the user passes; sinks without `start` do not."""
+
+    class Starts(list):
+        def start(self, config):
+            self.append(config)
+
+        def __call__(self, step, values):
+            self.append(step)
+
+    sink = Starts()
+    config = {"config": jzero.ZeroConfig(stage=2), "lr": jnp.float32(0.5), "fn": len, "n": [1, (2.0, None)]}
+    run(sink, [1.0], config=config)
+    assert sink[1:] == [1, 1]
+    assert json.loads(json.dumps(sink[0])) == sink[0]
+    assert sink[0]["config"]["stage"] == 2
+    assert (sink[0]["lr"], sink[0]["fn"], sink[0]["n"]) == (0.5, repr(len), [1, [2.0, None]])
+    with pytest.raises(TypeError, match="`config` must be a dictionary of settings: got list"):
+        jzero.Monitor(config=[1])
