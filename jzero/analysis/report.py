@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pathlib
 from collections.abc import Iterable
 
 from jzero._text import Report, format_rows
@@ -13,6 +15,7 @@ from jzero.analysis.ledger import Ledger
 from jzero.analysis.memory import Memory
 from jzero.analysis.schedule import Timeline
 from jzero.analysis.step_memory import StepMemory, activation_lines
+from jzero.analysis.trace_file import trace_of
 from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes, plan_summary
@@ -162,6 +165,25 @@ class AnalysisReport(Report):
         """
         memory = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
         draw(path, "\n".join(self._heading()), memory, self.timeline)
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Writes the modelled timeline as a trace, for https://ui.perfetto.dev or `chrome://tracing`.
+
+        Its tracks are the device's computation, which waits where nothing is drawn for collectives that it needs, the
+        links within a node, and the network between nodes. Times are those of the model, not of a run.
+
+        Args:
+          path: The file, such as `"trace.json"`.
+
+        Raises:
+          ValueError: There is no timeline, since the machine's rates are unknown.
+        """
+        if self.timeline is None:
+            raise ValueError(
+                f"There is no timeline to write: the rates of this machine ({self.machine}) are unknown. Compile for "
+                'one that jzero knows, `analyze(..., topology="h100:8")`.'
+            )
+        pathlib.Path(path).write_text(json.dumps(trace_of(self.timeline, self._heading()[0])))
 
     def __str__(self) -> str:
         return "\n".join([*self._heading(), *self._memory_lines(), *self._collective_lines(), *self._remarks()])

@@ -20,12 +20,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from jzero.analysis.collectives import collective_of, continues_collective
+from jzero.analysis.collectives import Collective, collective_of, continues_collective
 from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_kernel
 from jzero.analysis.hlo import Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
-__all__ = ["HostCalls", "Span", "Timeline", "host_calls", "simulate"]
+__all__ = ["MAX_SPANS", "HostCalls", "Span", "Timeline", "host_calls", "simulate"]
 
 MAX_SPANS = 2000
 """Most spans that a timeline keeps; the totals include all."""
@@ -58,12 +58,25 @@ def host_calls(program: Program) -> HostCalls:
 
 
 class Span(NamedTuple):
-    """A time during which a stream is busy, in seconds from the start of the step."""
+    """A time during which a stream is busy.
+
+    Attributes:
+      stream: The stream.
+      start: Seconds from the start of the step.
+      end: Likewise.
+      name: "compute", or the kind of the collective.
+      part: "forward", "backward" or "update", as far as the program says.
+      collective: The collective, one run of it.
+      level: For a collective "between" nodes, if it crosses them, else "within".
+    """
 
     stream: Literal["compute", "communication"]
     start: float
     end: float
     name: str
+    part: str = ""
+    collective: Collective | None = None
+    level: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +88,7 @@ class Timeline:
       compute: Seconds that the compute stream is busy.
       communication: Seconds that the communication stream is busy.
       exposed: Seconds that the compute stream waits for collectives.
-      spans: Busy times of the streams, with neighbors merged; at most `MAX_SPANS`.
+      spans: Busy times of the streams, at most `MAX_SPANS`; neighboring computation of one part of the step is one.
     """
 
     seconds: float
@@ -133,7 +146,7 @@ class _Run:
         if collective is not None:
             asynchronous = x.opcode.endswith("-start") or x.opcode == "recv"
             asynchronous |= x.name.startswith("async-collective-start")
-            self.start(x.name, "communication", collective_seconds(collective, self.machine), collective.kind)
+            self.communicate(x.name, collective)
             if not asynchronous:
                 self.wait(x.name)
         elif x.opcode == "while":
@@ -146,7 +159,7 @@ class _Run:
             for called in self.program.called_computations(x):
                 self.computation(called)
         elif x.opcode.endswith("-start"):
-            self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine), x.opcode)
+            self.start(x.name, "copies", compute_seconds(self.program, computation, x, self.machine))
         elif x.opcode.endswith("-done"):
             self.wait(x.operands[0])
         else:
@@ -162,17 +175,24 @@ class _Run:
             return
         seconds = compute_seconds(self.program, computation, x, self.machine)
         if seconds:
-            self.span("compute", self.now, self.now + seconds, "compute")
+            self.span(Span("compute", self.now, self.now + seconds, "compute", _part(x.op_name)))
             self.now += seconds
             self.compute += seconds
 
-    def start(self, name: str, stream: str, seconds: float, kind: str) -> None:
+    def communicate(self, name: str, collective: Collective) -> None:
+        seconds = collective_seconds(collective, self.machine)
+        begin = self.start(name, "communication", seconds)
+        self.communication += seconds
+        crosses = collective.nic_bytes(self.machine.devices_per_node) > 0
+        part, level = _part(collective.op_name), "between" if crosses else "within"
+        self.span(Span("communication", begin, begin + seconds, collective.kind, part, collective, level))
+
+    def start(self, name: str, stream: str, seconds: float) -> float:
+        """Begins something on a stream that is waited for; returns when it begins."""
         begin = max(self.now, self.free[stream])
         self.free[stream] = begin + seconds
         self.pending[name] = (stream, begin + seconds)
-        if stream == "communication":
-            self.communication += seconds
-            self.span("communication", begin, begin + seconds, kind)
+        return begin
 
     def wait(self, name: str) -> None:
         stream, end = self.pending.pop(name, ("", 0.0))
@@ -202,12 +222,12 @@ class _Run:
             self.free[stream] += now - self.now
         self.now, self.compute, self.communication, self.exposed = now, compute, communication, exposed
 
-    def span(self, stream: Literal["compute", "communication"], start: float, end: float, name: str) -> None:
-        last = next((i for i in range(len(self.spans) - 1, -1, -1) if self.spans[i].stream == stream), None)
-        if last is not None and self.spans[last].name == name and start - self.spans[last].end < 1e-12:
-            self.spans[last] = self.spans[last]._replace(end=end)
+    def span(self, new: Span) -> None:
+        last = next((i for i in range(len(self.spans) - 1, -1, -1) if self.spans[i].stream == new.stream), None)
+        if new.collective is None and last is not None and _continues(self.spans[last], new):
+            self.spans[last] = self.spans[last]._replace(end=new.end)
         elif len(self.spans) < MAX_SPANS:
-            self.spans.append(Span(stream, start, end, name))
+            self.spans.append(new)
 
     def _origin(self, computation: Computation, done: Instruction) -> str | None:
         """Returns the start of the chain of fusions that `done` ends; they pass on the same array."""
@@ -224,3 +244,14 @@ class _Run:
                 if continues_collective(self.program, source):
                     pending.append(source)
         return None
+
+
+def _continues(last: Span, new: Span) -> bool:
+    return last.part == new.part and new.start - last.end < 1e-12
+
+
+def _part(op_name: str) -> str:
+    """Returns the part of a step that an instruction belongs to, by the name of its operation."""
+    if "zero_update" in op_name:
+        return "update"
+    return "" if "zero_compute" not in op_name else "backward" if "transpose(" in op_name else "forward"
