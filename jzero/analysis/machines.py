@@ -324,9 +324,9 @@ def machine(name: str) -> Machine:
     """Returns what is known about a machine. Needs neither the machine nor its compiler.
 
     Args:
-      name: A GPU and how many of them, such as `h200:8`, in hosts of 8 if there are more; or a TPU and the shape of the
-        slice, such as `v5e:4x4` or `v5p:2x2x2`, and for several slices their number, `v5e:4x4*2`. `GPUS` and `TPUS`
-        have the names.
+      name: A GPU and how many of them, such as `h200:8` or `8xH200`, in hosts of 8 if there are more; or a TPU and the
+        shape of the slice, such as `v5e:4x4` or `v5p:2x2x2`, and for several slices their number, `v5e:4x4*2`. `GPUS`
+        and `TPUS` have the names.
 
     Returns:
       A `Machine`.
@@ -336,8 +336,8 @@ def machine(name: str) -> Machine:
 
     Example:
       >>> from jzero.analysis.machines import machine
-      >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices
-      (8, 16)
+      >>> machine("h200:16").devices_per_node, machine("v5e:4x4").num_devices, machine("8xH200").kind
+      (8, 16, 'gpu')
     """
     chip, shape, num_slices = parse_machine(name)
     num_devices = math.prod(shape) * num_slices
@@ -375,7 +375,9 @@ def machine(name: str) -> Machine:
 
 def parse_machine(name: str) -> tuple[str, tuple[int, ...], int]:
     """Returns the chip that `name` names, the shape of the machine, `(count,)` for GPUs, and the number of slices."""
-    chip, _, text = name.partition(":") if isinstance(name, str) else ("", "", "")
+    said = name.lower() if isinstance(name, str) else ""
+    number_first = re.fullmatch(r"([0-9]+)x([a-z][\w-]*)", said)  # as vendors write
+    chip, _, text = (f"{number_first[2]}:{number_first[1]}" if number_first else said).partition(":")
     found = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([1-9][0-9]*))?", text)
     if found is None or chip not in (*GPUS, *TPUS):
         raise ValueError(
