@@ -1,9 +1,23 @@
 """One account of a step's memory: the same states whoever is asked, and a verdict against the card's memory."""
 
-import pytest
+import json
+import pathlib
+import re
+import shlex
 
+import jax
+import numpy as np
+import optax
+import pytest
+from typer.testing import CliRunner
+
+import jzero
 from jzero.analysis.ledger import Ledger
+from jzero.cli.commands import app
+from jzero.cli.decoder import make_loss, make_state
+from jzero.cli.sizes import count, model_sizes, parse_count
 from jzero.plan.plan import BytesPerDevice
+from tests import cli_models
 
 GIB = 2**30
 STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
@@ -49,3 +63,219 @@ def test_a_small_ledger_has_small_units():
     assert "12.00 KiB  parameters 3.00, gradients 1.00, optimizer 8.00" in str(
         Ledger(BytesPerDevice(3072, 1024, 8192), host=512)
     )
+
+
+# The commands.
+
+TINY = "--vocab 61 --d-model 36 --layers 3 --heads 6 --kv-heads 2 --d-hidden 56 --persistence-threshold 0"
+TINY_SIZES = {"vocab_size": 61, "d_model": 36, "num_layers": 3, "num_heads": 6, "num_kv_heads": 2, "d_hidden": 56}
+LAYER = 36 * (36 + 2 * 12 + 36) + 3 * 36 * 56 + 2 * 36
+TINY_PARAMS = 2 * 61 * 36 + 3 * LAYER + 36
+ADAPTER_WIDTHS = 3 * (36 + 36 + 2 * (36 + 12) + 36 + 36 + 3 * (36 + 56))
+"""Of all kernels that have adapters: the sum of their input and output sizes."""
+
+
+@pytest.fixture
+def ask(monkeypatch, tmp_path):
+    """Returns a function that runs a command and returns its JSON, or with `text` what it prints."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(line, *, text=False):
+        result = CliRunner().invoke(app, shlex.split(line) + ([] if text else ["--json"]))
+        assert result.exit_code == 0, result.output
+        return result.stdout if text else json.loads(result.stdout)
+
+    return call
+
+
+def message_of(line):
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("options", ["", "--lora-rank 3 --precision bf16 --quantize int8"])
+def test_all_four_agree_on_the_states_to_the_byte(ask, options):
+    asked = f"--params {TINY_PARAMS} {TINY} --seq 16 --batch 16 --stage 3 {options}"
+    sizes, leaves = ask(f"estimate {asked} --devices 8"), ask(f"plan {asked} --devices 8")
+    chosen = ask(f"fit {asked} --topology h100:8 --no-confirm")
+    compiled = ask(f"analyze {asked} --verify")
+    found = [sizes, leaves, chosen, compiled]
+    assert len({x["states_bytes"] for x in found}) == 1
+    assert len({json.dumps(x["states"]) for x in found}) == 1
+    assert len({x["num_params"] for x in found}) == 1
+    assert {x["stage"] for x in found} == {3}
+    assert chosen["chosen"]["states_bytes"] == sizes["states_bytes"] == leaves["bytes_per_device"]["total"]
+    assert (sizes["reckoned_peak"], leaves["compiled_peak"], chosen["compiled_peak"]) == (None, None, None)
+    assert chosen["reckoned_peak"] == chosen["states_bytes"] + chosen["step_bytes"]
+    assert compiled["compiled_peak"] == compiled["memory"]["peak"]
+    assert (sizes["fits"], chosen["fits"], compiled["fits"]) == (None, True, None)
+
+
+def test_the_states_are_what_the_sizes_say(ask):
+    """At stage 0 in fp32 nothing is padded: 4 bytes of parameter, 4 of gradient, 8 of moments, and adam's counter."""
+    found = ask(f"estimate --params {TINY_PARAMS} {TINY} --devices 8 --stage 0")
+    assert found["num_params"] == TINY_PARAMS
+    assert found["states"] == {"params": 4 * TINY_PARAMS, "grads": 4 * TINY_PARAMS, "opt_state": 8 * TINY_PARAMS + 4}
+    lora = ask(f"estimate --params {TINY_PARAMS} {TINY} --devices 8 --stage 0 --lora-rank 3 --precision bf16")
+    adapters = 3 * ADAPTER_WIDTHS
+    assert lora["num_params"] == TINY_PARAMS + adapters
+    assert lora["states"]["grads"] == 2 * adapters
+    assert lora["states"]["params"] == 2 * (TINY_PARAMS + adapters), "a base as published, adapters for the loss"
+    assert lora["states"]["opt_state"] == pytest.approx(12 * adapters, abs=8), "masters and moments of adapters"
+
+
+@pytest.mark.smoke
+def test_7b_on_eight_h100(ask):
+    found = ask("fit --params 7B --topology h100:8 --precision bf16 --batch 8 --seq 4096 --no-confirm")
+    assert (found["num_params"], found["stage"]) == (6_738_415_616, 3)
+    gib = {name: round(x / GIB, 2) for name, x in found["states"].items()}
+    assert gib == {"params": 3.14, "grads": 1.57, "opt_state": 6.28}
+    assert round(found["states_bytes"] / GIB, 2) == 10.98
+    assert round(found["deepspeed_bytes"] / GIB, 2) == 14.61
+    assert round(found["limit"] / GIB, 2) == 71.19
+    assert found["fits"]
+    assert {x["states_bytes"] for x in found["tried"] if x["stage"] == 3} == {found["states_bytes"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "states"), [("", "10.98"), ("--lora-rank 8", "1.60"), ("--lora-rank 8 --quantize int8", "0.83")]
+)
+def test_estimate_of_7b(ask, options, states):
+    for topology in ("h100:8", "8xH100"):
+        text = ask(f"estimate --params 7B --topology {topology} --precision bf16 {options}", text=True)
+        first, second, ledger = text.splitlines()[:3]
+        assert first.startswith("7B: 32 layers, d_model 4096, 32 heads, d_hidden 11008, vocabulary 32000: 6,7")
+        assert second == "8 x h100, bf16, batch 8 x 4096, stage 3"
+        assert re.match(rf"states  exact +{states} GiB  parameters", ledger)
+        assert "GB" not in text.replace("GiB", "")
+
+
+def test_fit_says_by_how_much_nothing_fits():
+    line = f"fit --params {TINY_PARAMS} {TINY} --stage 0 --topology h100:1 --seq 16 --hbm-bytes 1e4 --no-confirm"
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 1
+    assert re.search(r"device +usable +9.77 KiB  does not fit: the step takes [\d.]+ KiB more", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("7B", 6_738_415_616),
+        ("8B", 8_030_261_248),
+        ("13B", 13_015_864_320),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+    ],
+)
+def test_known_names_have_the_published_parameters(ask, name, parameters):
+    assert ask(f"estimate --params {name} --devices 8")["num_params"] == parameters
+
+
+@pytest.mark.parametrize("text", ["20M", "124M", "350m", "1.5B", "2851e6", "30B", "1T"])
+def test_other_numbers_come_near(text):
+    sizes = model_sizes(text, {})
+    assert count(sizes) == pytest.approx(parse_count(text), rel=0.04)
+    assert sizes.d_model == sizes.num_heads * 128
+
+
+def test_what_is_made_has_the_parameters_that_are_counted():
+    for sizes in (model_sizes("20M", {}), model_sizes("1B", {"vocab_size": 61, "num_layers": 19})):
+        for rank in (0, 4):
+            state = jax.eval_shape(make_state(sizes, rank=rank, base_dtype="bfloat16"), jax.random.key(0))
+            leaves = dict(jax.tree_util.tree_leaves_with_path(state.params))
+            base = [x for path, x in leaves.items() if not path[-1].key.startswith("lora")]
+            assert sum(x.size for x in base) == count(sizes)
+            assert {str(x.dtype) for x in base} == {"bfloat16"}
+            assert (len(leaves) > len(base)) == (rank > 0)
+
+
+def test_the_decoder_learns():
+    """Its loss is a loss: it starts at ln V, and gradient steps lower it; adapters start as nothing."""
+    sizes = model_sizes(str(TINY_PARAMS), TINY_SIZES)
+    loss_fn, tokens = make_loss(sizes), jax.random.randint(jax.random.key(1), (2, 17), 0, 61)
+    plain, adapted = (make_state(sizes, rank=rank, base_dtype="float32")(jax.random.key(0)) for rank in (0, 3))
+    first = float(loss_fn(plain.params, tokens))
+    assert first == pytest.approx(np.log(61), rel=0.02)
+    state = plain.replace(tx=optax.adam(1e-2), opt_state=optax.adam(1e-2).init(plain.params))
+    step = jax.jit(lambda state: state.apply_gradients(grads=jax.grad(loss_fn)(state.params, tokens)))
+    for _ in range(10):
+        state = step(state)
+    assert float(loss_fn(state.params, tokens)) < 0.7 * first
+    base = jax.tree.map(lambda x: x, adapted.params)
+    for block in base["layers"].values():
+        block.pop("lora_a", None), block.pop("lora_b", None)
+    assert float(loss_fn(adapted.params, tokens)) == float(loss_fn(base, tokens))
+
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--params 7B --d-model 1024", r"6,738,415,616 parameters.*1,281,950,720.*`--params 1.282B --d-model 1024`"),
+        ("--params 1M", r"1,000,000 parameters.*8,454,528.*`--vocab 1000"),
+        ("--params seven", r"such as 7B, 350M or 2851e6: got 'seven'"),
+        ("--params 7B --heads 33", r"`--d-model 4096` must be a multiple of `--heads 33`, as 4092 and 4125 are"),
+        ("--params 7B --kv-heads 5", r"`--heads 32` must be a multiple of `--kv-heads 5`, as 30 and 35 are"),
+        ("--params 7B --heads 4096", r"heads of 1, which must be even"),
+        ("--params 7B --devices 8 --batch 12", r"`--batch 12` .* over 8 devices: 8 or 16 sequences can, or 4 devices"),
+        ("--params 7B --devices 8 --batch 3", r"8 sequences can, or 1 device\."),
+        ("--params 7B --quantize int8", r"pass `--lora-rank`, too"),
+        ("--params 7B --model somewhere", r"got --model and --params"),
+        ("--model nowhere", r"no nowhere/config\.json"),
+        ("--params 7B --topology h100:8 --devices 8", r"pass only one of them"),
+        ("--params 7B --topology 9xH100", r"'9xH100'"),
+    ],
+)
+def test_wrong_input_gets_both_figures_and_what_would_do(line, says):
+    assert re.search(says, message_of(f"estimate {line}")), message_of(f"estimate {line}")
+
+
+def test_what_would_do_does(ask):
+    assert ask("estimate --params 1.282B --d-model 1024 --devices 8")["num_params"] == pytest.approx(1.282e9, rel=0.01)
+    assert ask("estimate --params 1M --vocab 1000 --d-model 64 --heads 2 --devices 8")["num_params"] > 9e5
+
+
+# Hugging Face folders.
+
+COUNTS = json.loads((pathlib.Path(__file__).parent / "data" / "parameter_counts.json").read_text())
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_a_folder_has_the_parameters_that_transformers_counts(ask, tmp_path, family):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(COUNTS[family]["config"]))
+    found = ask("plan --model model --devices 3")
+    assert found["num_params"] == COUNTS[family]["parameters"]
+    assert found["sizes"]["model_type"] == COUNTS[family]["config"]["model_type"]
+
+
+def test_a_folder_says_its_sizes_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(COUNTS["qwen2"]["config"]))
+    assert "does not take `--layers`" in message_of("estimate --model . --layers 3 --devices 2")
+
+
+# Users' models.
+
+
+def test_a_users_model_says_what_it_trains(ask, tmp_path):
+    (tmp_path / "part.py").write_text(
+        "from tests.cli_models import *\ndef model():\n    return *factory(), 'up'\ndef all():\n    return factory()\n"
+    )
+    some, every = ask("estimate part:model --devices 8"), ask("plan part:all --devices 8")
+    half = cli_models.PARAMS // 2
+    assert every["states"]["grads"] == 4 * 2 * half // 8
+    assert some["states"]["grads"] == 4 * half // 8
+    assert ask("fit part:model --topology h100:8 --stage 3 --no-confirm")["states"] == some["states"]
+    assert ask("analyze part:model --verify")["states"] == some["states"]
+    assert "does not take `--batch`, `--lora-rank`" in message_of("plan part:model --batch 8 --lora-rank 2")
+
+
+def test_the_version(ask):
+    assert ask("--version", text=True) == f"jzero {jzero.__version__}\n"

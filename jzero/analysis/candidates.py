@@ -223,10 +223,11 @@ class Fit(Report):
     @property
     def ledger(self) -> Ledger:
         """The account of the memory of what was chosen; of what needs least, if nothing fits."""
-        return (self.chosen or self._least).ledger(self.limit)
+        return (self.chosen or self.least).ledger(self.limit)
 
     @property
-    def _least(self) -> Candidate:
+    def least(self) -> Candidate:
+        """The candidate that needs least, which says by how much nothing fits."""
         return min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
 
     def _headline(self) -> str:
@@ -236,7 +237,7 @@ class Fit(Report):
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
             return f"{self.machine}: {_describe(x)} fits: {sizes}{time}"
-        least = self._least
+        least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler refuses it for want of memory" if least.refused else excess

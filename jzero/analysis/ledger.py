@@ -87,7 +87,7 @@ class Ledger:
 
     def __str__(self) -> str:
         most = max(self.states_bytes, self.reckoned_peak or 0, self.compiled_peak or 0)
-        unit = next(name for name, size in UNITS.items() if most >= size or size == 1)
+        unit = next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
 
         def show(num_bytes: int | None) -> str:
             return "-" if num_bytes is None else f"{num_bytes / UNITS[unit]:.{0 if unit == 'B' else 2}f} {unit}"

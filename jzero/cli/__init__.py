@@ -1,1 +1,1 @@
-"""The command line: `commands`, `doctor` and the models of users."""
+"""The command line. Read `commands`, then `planning`, the memory commands: `request`, `source`, `account`."""

@@ -1,4 +1,4 @@
-"""Loads models named on the command line as `module:function`, which returns a state, a loss and a batch."""
+"""Loads models named on the command line as `module:function`, which returns a state, a loss, a batch, and more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jzero.state.train_state import adapt
 __all__ = ["UserModel", "load_model"]
 
 PyTree = Any
-RETURNS = "`(state, loss_fn, batch)`"
+RETURNS = "`(state, loss_fn, batch)` or `(state, loss_fn, batch, trainable)`"
 
 
 class UserModel(NamedTuple):
@@ -24,11 +24,13 @@ class UserModel(NamedTuple):
       state: A train state, concrete or abstract; abstract if the user gave a function of a key.
       loss_fn: As for `make_train_step`.
       batch: The global batch, concrete or abstract.
+      trainable: Which parameters are trained, as for `shard_train_state`.
     """
 
     state: Any
     loss_fn: Callable[..., Any]
     batch: PyTree
+    trainable: PyTree | str | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -46,8 +48,8 @@ def load_model(name: str) -> UserModel:
     """Imports and calls the function `name`. A state given as a function of a key is not allocated.
 
     Args:
-      name: `module:function`. The function takes no arguments and returns `(state, loss_fn, batch)`. The state may
-        also be a function that makes a state from a PRNG key, as for `init_train_state`.
+      name: `module:function`. The function takes no arguments and returns `(state, loss_fn, batch)`, and perhaps
+        `trainable`. The state may also be a function that makes a state from a PRNG key, as for `init_train_state`.
 
     Raises:
       ValueError: The name does not have this form, the function does not exist, or it fails.
@@ -61,13 +63,13 @@ def load_model(name: str) -> UserModel:
     """
     function = _find(name)
     returned = _call(f"`{name}`", function)
-    if not isinstance(returned, tuple | list) or len(returned) != 3:
+    if not isinstance(returned, tuple | list) or len(returned) not in (3, 4):
         what = f"{len(returned)} values" if isinstance(returned, tuple | list) else type(returned).__name__
         raise TypeError(f"`{name}` must return {RETURNS}: got {what}.")
-    state, loss_fn, batch = returned
+    state, loss_fn, batch, *trainable = returned
     if not callable(loss_fn):
         raise TypeError(f"`{name}` must return {RETURNS}, where `loss_fn` is a function: got {type(loss_fn).__name__}.")
-    return UserModel(_state_of(name, state), loss_fn, batch)
+    return UserModel(_state_of(name, state), loss_fn, batch, *trainable)
 
 
 def _find(name: str) -> Callable[[], Any]:

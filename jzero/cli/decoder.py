@@ -1,0 +1,155 @@
+"""A decoder in plain JAX by the sizes of a `ModelConfig`, to reckon and compile steps of published models.
+
+Scanned layers, each recomputed in the backward pass; grouped queries, rotary positions, gated feed-forward blocks.
+Windows and soft caps of attention change no shape, so they are left out: this decoder is for memory and time, not for
+weights.
+
+Shapes: B batch, S sequence, D model width, H heads, K heads of keys and values, C head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jzero.hf.config import ModelConfig
+from jzero.state.train_state import TrainState
+
+__all__ = ["ADAPTERS", "make_loss", "make_state"]
+
+PyTree = Any
+ADAPTERS = r".*/lora_[ab]"
+"""The paths of adapters."""
+ALPHA_OVER_RANK = 2.0
+
+
+def make_state(config: ModelConfig, *, rank: int, base_dtype: Any) -> Callable[[jax.Array], TrainState]:
+    """Returns a function from a key to a train state with AdamW.
+
+    Args:
+      config: The sizes.
+      rank: Rank of the adapters beside each kernel of a layer; 0 for none.
+      base_dtype: The dtype of what is not an adapter.
+    """
+    shapes = _shapes(config, rank)
+
+    def make(key: jax.Array) -> TrainState:
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+        keys = jax.random.split(key, len(leaves))
+        made = [_leaf(path[-1].key, shape, base_dtype, key) for (path, shape), key in zip(leaves, keys, strict=True)]
+        return TrainState.create(params=jax.tree.unflatten(treedef, made), tx=optax.adamw(3e-4, weight_decay=0.1))
+
+    return make
+
+
+def _shapes(config: ModelConfig, rank: int) -> PyTree:
+    width, layers, hidden = config.d_model, config.num_layers, config.d_hidden
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def dense(size_in: int, size_out: int, *, bias: bool = False) -> PyTree:
+        shapes: dict[str, tuple[int, ...]] = {"kernel": (layers, size_in, size_out)}
+        if bias:
+            shapes["bias"] = (layers, size_out)
+        if rank:
+            shapes |= {"lora_a": (layers, size_in, rank), "lora_b": (layers, rank, size_out)}
+        return shapes
+
+    norms = ["attention_norm", "mlp_norm"]
+    norms += ["attention_post_norm", "mlp_post_norm"] if config.post_norms else []
+    block = {
+        "q": dense(width, queries, bias=config.qkv_bias),
+        "k": dense(width, keys, bias=config.qkv_bias),
+        "v": dense(width, keys, bias=config.qkv_bias),
+        "o": dense(queries, width),
+        "gate": dense(width, hidden),
+        "up": dense(width, hidden),
+        "down": dense(hidden, width),
+        **{name: {"scale": (layers, width)} for name in norms},
+        **({name: {"scale": (layers, config.head_dim)} for name in ("q_norm", "k_norm")} if config.qk_norm else {}),
+    }
+    head = {} if config.tied else {"head": {"kernel": (width, config.vocab_size)}}
+    embed = {"embedding": (config.vocab_size, width)}
+    return {"embed": embed, "layers": block, "norm": {"scale": (width,)}, **head}
+
+
+def _leaf(name: str, shape: tuple[int, ...], base_dtype: Any, key: jax.Array) -> jax.Array:
+    dtype = jnp.float32 if name.startswith("lora") else base_dtype
+    if name == "scale":
+        return jnp.ones(shape, dtype)
+    if name in ("bias", "lora_b"):
+        return jnp.zeros(shape, dtype)
+    return 0.02 * jax.random.normal(key, shape, dtype)
+
+
+def make_loss(config: ModelConfig) -> Callable[[PyTree, jax.Array], jax.Array]:
+    """Returns the loss of tokens [B, S + 1]: the mean cross-entropy of each after those before it."""
+
+    def loss_fn(params: PyTree, tokens: jax.Array) -> jax.Array:
+        embedding = params["embed"]["embedding"]
+        with jax.named_scope("embed"):
+            x = config.embed_scale * embedding[tokens[:, :-1]]  # [B, S, D]
+        with jax.named_scope("layers"):
+            layer = jax.checkpoint(lambda x, w: (_layer(config, x, w), None), prevent_cse=False)
+            x, _ = jax.lax.scan(layer, x, params["layers"])
+        with jax.named_scope("head"):
+            x = _norm(config, x, params["norm"])
+            logits = x @ (embedding.T if config.tied else params["head"]["kernel"])  # [B, S, V]
+            return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+
+    return loss_fn
+
+
+def _layer(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
+    """Attention, then a feed-forward block, each behind a norm and added to the stream [B, S, D]."""
+
+    def added(x: jax.Array, y: jax.Array, name: str) -> jax.Array:
+        return x + (_norm(config, y, w[name]) if config.post_norms else y)
+
+    x = added(x, _attention(config, _norm(config, x, w["attention_norm"]), w), "attention_post_norm")
+    y = _norm(config, x, w["mlp_norm"])
+    gate = jax.nn.gelu if config.gelu else jax.nn.silu
+    return added(x, _dense(gate(_dense(y, w["gate"])) * _dense(y, w["up"]), w["down"]), "mlp_post_norm")
+
+
+def _attention(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
+    def heads(name: str, number: int) -> jax.Array:  # [B, S, H or K, C]
+        y = _dense(x, w[name]).reshape(*x.shape[:2], number, config.head_dim)
+        return _norm(config, y, w[f"{name}_norm"]) if config.qk_norm and name != "v" else y
+
+    frequencies = jnp.asarray(config.inverse_frequencies[0], jnp.float32)  # [C / 2]
+    query, key = (_rotate(heads(*x), frequencies) for x in (("q", config.num_heads), ("k", config.num_kv_heads)))
+    value = heads("v", config.num_kv_heads)
+    attended = jax.nn.dot_product_attention(query, key, value, scale=config.attn_scale, is_causal=True)
+    return _dense(attended.reshape(*x.shape[:2], -1), w["o"])
+
+
+def _dense(x: jax.Array, w: PyTree) -> jax.Array:
+    y = x @ w["kernel"]
+    if "bias" in w:
+        y = y + _row(w["bias"], y)
+    if "lora_a" in w:
+        y = y + ALPHA_OVER_RANK * ((x @ w["lora_a"].astype(x.dtype)) @ w["lora_b"].astype(x.dtype))
+    return y
+
+
+def _norm(config: ModelConfig, x: jax.Array, w: PyTree) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.eps)
+    return (wide * _row(w["scale"].astype(jnp.float32), x)).astype(x.dtype)
+
+
+def _row(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns a vector with the dimensions of `like` before its own."""
+    return jnp.expand_dims(x, tuple(range(like.ndim - 1)))
+
+
+def _rotate(x: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Rotary positions of [B, S, H, C]."""
+    angles = jnp.outer(jnp.arange(x.shape[1]), frequencies)[None, :, None]  # [1, S, 1, C / 2]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,209 @@
+"""The memory commands: `estimate` from sizes, `plan` leaf by leaf, `fit` by search, `analyze` by the compiler.
+
+All take a `Request` and print an `Account`, whose states are the same to the byte.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+import jzero
+from jzero.cli.request import Request, takes_request
+from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, warn
+
+if TYPE_CHECKING:
+    from jzero.cli.source import Source
+
+__all__ = ["analyze", "estimate", "fit", "plan"]
+
+
+@takes_request
+def estimate(
+    request: Request,
+    *,
+    deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="Print DeepSpeed's own table instead, for each choice of its options.")
+    ] = False,
+    largest_layer: Annotated[
+        str | None,
+        typer.Option(help="With `--deepspeed`: parameters of the largest layer, of a model of `--params` in all."),
+    ] = None,
+    num_gpus_per_node: Annotated[
+        int | None, typer.Option(help="With `--deepspeed`: devices per node. Default: those of the machine, or 1.")
+    ] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="With `--deepspeed`: nodes, likewise.")] = None,
+    additional_buffer_factor: Annotated[
+        float, typer.Option(help="With `--deepspeed`: factor on host memory, for buffers that its formulas omit.")
+    ] = 1.5,
+    formulas: Annotated[
+        Literal["documented", "deepspeed-0.19"],
+        typer.Option(help="With `--deepspeed`: the formulas of its documentation or of its code."),
+    ] = "documented",
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Tells the memory of the states at once, from sizes, and what it leaves of the device's memory."""
+    with messages(traceback):
+        choose_devices(request.topology, request.devices, plans_only=True)
+        if deepspeed:
+            per_node, nodes = request.nodes
+            setup = (
+                per_node if num_gpus_per_node is None else num_gpus_per_node,
+                nodes if num_nodes is None else num_nodes,
+            )
+            result = _deepspeeds_table(request, largest_layer, (*setup, additional_buffer_factor), formulas)
+        else:
+            if largest_layer is not None:
+                raise ValueError("`--largest-layer` is an input of DeepSpeed's formulas: pass `--deepspeed`, too.")
+            result = _planned(request)
+    show(result, as_json)
+
+
+@takes_request
+def plan(request: Request, *, as_json: Json = False, traceback: Traceback = False) -> None:
+    """Prints the placement of every parameter, the bytes per device, and the arrays that stay whole, with reasons."""
+    with messages(traceback):
+        choose_devices(request.topology, request.devices, plans_only=True)
+        result = _planned(request, with_leaves=True)
+    show(result, as_json)
+
+
+@takes_request
+def analyze(
+    request: Request,
+    *,
+    accumulate_steps: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
+    remat: Annotated[
+        bool | None,
+        typer.Option(
+            "--remat/--no-remat",
+            help="Recompute the scans of the loss, or nothing. By default, stage 3 recomputes cheap activations.",
+        ),
+    ] = None,
+    figure: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Save a figure of memory and timeline; the extension sets the format."),
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Exit with 1 if the program departs from the plan.")] = False,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Compiles a training step without running it; prints its memory, collectives and departures from the plan."""
+    with messages(traceback):
+        choose_devices(request.topology, request.devices, compiles=True)
+        source = _load(request)
+        user, config = source.model, request.config
+        report = jzero.analyze(
+            jzero.make_train_step(user.loss_fn, accumulate_steps=accumulate_steps, remat=remat),
+            user.state,
+            user.batch,
+            topology=request.topology,
+            config=config,
+            trainable=user.trainable,
+            **user.keywords,
+        )
+        result = _account(request, source, report.ledger, stage=config.stage, result=report)
+    show(result, as_json)
+    if report.num_devices == 1 and config.stage > 0:
+        warn("With one device, nothing is partitioned. Pass `--topology` or `--devices`.")
+    if figure is not None:
+        with messages(traceback):
+            report.save_figure(figure)
+    if verify:
+        try:
+            report.verify()
+        except jzero.PlanViolation as violation:
+            warn(str(violation))
+            raise typer.Exit(1) from violation
+
+
+@takes_request
+def fit(
+    request: Request,
+    *,
+    hbm_bytes: Annotated[
+        float | None,
+        typer.Option(help="Memory limit of a step per device, e.g. `80e9`. Default: 90 % of the device's memory."),
+    ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Compare optimizer state in host memory with all else. Default: try it last."),
+    ] = False,
+    host_bytes: Annotated[
+        float | None, typer.Option(help="Host memory of a node that the state may take, e.g. `1e12`.")
+    ] = None,
+    confirm: Annotated[bool, typer.Option(help="Compile the best candidates; their schedules decide.")] = True,
+    as_json: Json = False,
+    traceback: Traceback = False,
+) -> None:
+    """Finds the configuration that fits and takes the least time per step; exits with 1 if nothing fits."""
+    with messages(traceback):
+        choose_devices(request.topology, request.devices)  # without its compiler, what is reckoned decides
+        source = _load(request)
+        user = source.model
+        found = jzero.fit(
+            user.state,
+            user.loss_fn,
+            user.batch,
+            topology=request.topology,
+            hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
+            config=request.config,
+            trainable=user.trainable,
+            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]
+            offload=offload,
+            host_bytes=host_bytes,
+            confirm=confirm,
+            **user.keywords,
+        )
+        stage = (found.chosen or found.least).config.stage
+        result = _account(request, source, found.ledger, stage=stage, result=found)
+    show(result, as_json)
+    if found.chosen is None:
+        raise typer.Exit(1)
+
+
+def _planned(request: Request, *, with_leaves: bool = False) -> Any:
+    from jzero.analysis.ledger import Ledger
+
+    source = _load(request)
+    user, config = source.model, request.config
+    found = jzero.plan_train_state(user.state, config=config, mesh=request.mesh, trainable=user.trainable)
+    host, disk = found.host_bytes_per_device.total, found.disk_bytes_per_device
+    ledger = Ledger(found.bytes_per_device, limit=request.limit, host=host, disk=disk)
+    return _account(request, source, ledger, stage=config.stage, result=found if with_leaves else None)
+
+
+def _load(request: Request) -> Source:
+    from jzero.cli.source import load_source
+
+    return load_source(request)
+
+
+def _account(request: Request, source: Source, ledger: Any, *, stage: int, result: Any) -> Any:
+    from jzero.cli.account import account
+
+    return account(request, source, ledger, stage=stage, result=result)
+
+
+def _deepspeeds_table(
+    request: Request, largest_layer: str | None, setup: tuple[int, int, float], formulas: Any
+) -> jzero.MemoryEstimate:
+    """Returns the table of a model, or that of two numbers."""
+    from jzero.cli.sizes import parse_count
+
+    stage = 3 if request.stage is None else request.stage
+    if stage == 0:
+        raise ValueError("DeepSpeed has formulas for stages 1 to 3: got `--stage 0`.")
+    counted: list[Any]
+    how = "live"
+    if largest_layer is None and (stage == 3 or request.params is None):
+        counted = [_load(request).model.state]
+    elif request.params is None:
+        raise ValueError("`--largest-layer` requires `--params`: the layers of a model are counted.")
+    else:
+        how, counted = "cold", [parse_count(request.params)]
+        counted += [parse_count(largest_layer)] if stage == 3 and largest_layer is not None else []
+    function = getattr(jzero, f"estimate_zero{stage}_model_states_mem_needs_all_{how}")
+    return function(*counted, *setup, formulas=formulas, verbose=False)

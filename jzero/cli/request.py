@@ -1,0 +1,189 @@
+"""What the memory commands are asked: a model, a workload and a machine, by the same options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import typer
+
+import jzero
+
+__all__ = ["Request", "takes_request"]
+
+SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_hidden", "vocab_size")
+DEFAULT_SEQ = 4096
+
+
+def _size(name: str, what: str) -> Any:
+    return typer.Option(name, min=1, help=f"{what}, in place of what `--params` takes.", show_default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options that all memory commands take. One of `model`, `folder` and `params` is given."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="A function that takes no arguments and returns `(state, loss_fn, batch)`, or a fourth element, "
+            "`trainable`. The module must be installed or in the current directory. `state` may be abstract, or a "
+            "function that makes a state from a PRNG key.",
+            show_default=False,
+        ),
+    ] = None
+    folder: Annotated[
+        str | None,
+        typer.Option("--model", metavar="FOLDER", help="A Hugging Face model; its `config.json` will do."),
+    ] = None
+    params: Annotated[
+        str | None, typer.Option("--params", help="A decoder of so many parameters, e.g. `7B`: a Llama of that size.")
+    ] = None
+    num_layers: Annotated[int | None, _size("--layers", "Layers")] = None
+    d_model: Annotated[int | None, _size("--d-model", "Width of the stream")] = None
+    num_heads: Annotated[int | None, _size("--heads", "Heads of queries")] = None
+    num_kv_heads: Annotated[int | None, _size("--kv-heads", "Heads of keys and values")] = None
+    d_hidden: Annotated[int | None, _size("--d-hidden", "Width of feed-forward blocks")] = None
+    vocab_size: Annotated[int | None, _size("--vocab", "Tokens of the vocabulary")] = None
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per step over all devices. Default: one per device.")
+    ] = None
+    seq: Annotated[int | None, typer.Option(min=1, help=f"Tokens per sequence. Default: {DEFAULT_SEQ}.")] = None
+    stage: Annotated[
+        int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 3; `fit` searches all.", show_default=False)
+    ] = None
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option(help="Precision policy.")] = "fp32"
+    lora_rank: Annotated[
+        int, typer.Option(min=0, help="Train adapters of this rank beside each kernel of a layer, and nothing else.")
+    ] = 0
+    quantize: Annotated[
+        Literal["none", "int8"], typer.Option(help="How parameters that are not trained are stored.")
+    ] = "none"
+    threshold: Annotated[
+        int,
+        typer.Option(
+            "--persistence-threshold", min=0, help="At stage 3, keep parameters of up to this many elements whole."
+        ),
+    ] = 100_000
+    topology: Annotated[
+        str | None,
+        typer.Option(help="The machine, e.g. `h100:8`, `8xH100` or `v5e:2x4`. Default: this machine."),
+    ] = None
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            "--devices", "--cpu-devices", min=1, help="So many virtual devices in place of those of this machine."
+        ),
+    ] = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that were given, by their name in `ModelConfig`."""
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of the machine."""
+        if self.topology is not None:
+            from jzero.analysis.machines import machine
+
+            return machine(self.topology).num_devices
+        if self.devices is not None:
+            return self.devices
+        import jax
+
+        return len(jax.devices())
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The devices per node and the nodes of the machine that was named; 1 of each if none was."""
+        if self.topology is None:
+            return self.devices or 1, 1
+        from jzero.analysis.machines import machine
+
+        named = machine(self.topology)
+        return named.devices_per_node, named.num_devices // named.devices_per_node
+
+    @property
+    def where(self) -> str:
+        """The machine in words."""
+        number = self.num_devices
+        if self.topology is None:
+            return f"{number} device{'s' * (number > 1)}"
+        from jzero.analysis.machines import parse_machine
+
+        return f"{number} x {parse_machine(self.topology)[0]}"
+
+    @property
+    def mesh(self) -> Any:
+        """A mesh without devices; `None` for those of this machine."""
+        if self.topology is None and self.devices is None:
+            return None
+        from jzero.analysis.relocation import abstract_mesh
+
+        return abstract_mesh(self.num_devices, {"data": self.num_devices})
+
+    @property
+    def config(self) -> jzero.ZeroConfig:
+        """What to partition, and how."""
+        return jzero.ZeroConfig(
+            stage=3 if self.stage is None else self.stage,  # type: ignore[arg-type]  # typer has no Literal of numbers
+            precision=self.precision,
+            persistence_threshold=self.threshold,
+            quantization=jzero.Quantization(frozen=self.quantize),
+        )
+
+    @property
+    def limit(self) -> int | None:
+        """What a step may take of a device's memory; `None` if that is not known."""
+        from jzero.analysis.limits import limit_of
+        from jzero.analysis.machines import machine
+
+        try:
+            return limit_of(None, self.topology, None if self.topology is None else machine(self.topology))
+        except ValueError:
+            return None
+
+    def sequences(self) -> tuple[int, int]:
+        """Returns the global batch and the tokens of each sequence.
+
+        Raises:
+          ValueError: The devices do not divide the batch.
+        """
+        number, batch = self.num_devices, self.batch
+        if batch is None:
+            batch = number
+        if rest := batch % number:
+            fewer = math.gcd(batch, number)
+            near = [str(x) for x in (batch - rest, batch - rest + number) if x]
+            raise ValueError(
+                f"`--batch {batch}` sequences cannot be shared out evenly over {number} devices: "
+                f"{' or '.join(near)} sequences can, or {fewer} device{'s' * (fewer > 1)}."
+            )
+        return batch, self.seq or DEFAULT_SEQ
+
+
+def takes_request(command: Callable[..., None]) -> Callable[..., None]:
+    """Lets a command, whose first parameter is a `Request`, take its options beside its own."""
+    hints = typing.get_type_hints(Request, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(Request)}
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        command(Request(**{name: options.pop(name) for name in hints}), **options)
+
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+        for name, hint in hints.items()
+    ]
+    # What typer reads; the annotations that `wraps` has copied are the command's.
+    run.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    run.__annotations__ = {x.name: x.annotation for x in (*shared, *own)}
+    return run

@@ -1,0 +1,100 @@
+"""The model of a request: a user's own, or a decoder by the sizes of a published one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jzero.cli.decoder import ADAPTERS, make_loss, make_state
+from jzero.cli.request import Request
+from jzero.cli.sizes import OPTIONS, model_sizes
+from jzero.cli.user_model import UserModel, load_model
+from jzero.hf.config import ModelConfig, read_config
+
+__all__ = ["Source", "load_source"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model and its workload.
+
+    Attributes:
+      model: State, loss and batch.
+      title: The model in words.
+      batch: The global batch in words.
+      sizes: The sizes of a decoder; `None` for a user's model.
+    """
+
+    model: UserModel
+    title: str
+    batch: str
+    sizes: ModelConfig | None = None
+
+
+def load_source(request: Request) -> Source:
+    """Returns the model that is asked for.
+
+    Raises:
+      ValueError: None is, or several are, or an option is not for this kind of model; or as `load_model`,
+        `read_config` and `model_sizes` do.
+    """
+    given = {"MODULE:FUNCTION": request.model, "--model": request.folder, "--params": request.params}
+    if len(found := [name for name, value in given.items() if value is not None]) != 1:
+        got = " and ".join(found) or "none"
+        raise ValueError(f"Pass one model, as MODULE:FUNCTION, `--model FOLDER` or `--params 7B`: got {got}.")
+    if request.model is not None:
+        return _of_user(request, request.model)
+    if request.folder is None:
+        assert request.params is not None
+        return _decoder(request, request.params, model_sizes(request.params, request.sizes))
+    if request.sizes:
+        _refuse(request.sizes, f"`config.json` in {request.folder} says the sizes", "`--params`")
+    return _decoder(request, pathlib.Path(request.folder).resolve().name, read_config(request.folder))
+
+
+def _of_user(request: Request, name: str) -> Source:
+    own = {"batch": request.batch, "seq": request.seq, "lora_rank": request.lora_rank or None, **request.sizes}
+    if refused := [x for x, value in own.items() if value is not None]:
+        _refuse(refused, f"{name} returns its own state and batch", "`--model` and `--params`")
+    if os.getcwd() not in sys.path:  # unlike `python -m`, scripts do not search it
+        sys.path.insert(0, os.getcwd())
+    model = load_model(name)
+    arrays = [f"{x.dtype}[{','.join(map(str, np.shape(x)))}]" for x in jax.tree.leaves(model.batch)]
+    return Source(model, name, f"{', '.join(arrays[:3])}{', ...' * (len(arrays) > 3)}")
+
+
+def _refuse(names: Any, why: str, those: str) -> None:
+    options = ", ".join(f"`{OPTIONS.get(name, '--' + name.replace('_', '-'))}`" for name in names)
+    raise ValueError(f"This model does not take {options}: {why}. They are for {those}.")
+
+
+def _decoder(request: Request, name: str, sizes: ModelConfig) -> Source:
+    batch, seq = request.sequences()
+    rank = request.lora_rank
+    if request.quantize != "none" and not rank:
+        raise ValueError(
+            f"`--quantize {request.quantize}` is for parameters that are not trained, and all are: pass `--lora-rank`, "
+            "too."
+        )
+    # What is not trained keeps the dtype that it has, which is what the loss computes in if it was published so.
+    base_dtype = request.config.policy.compute_dtype if rank else None
+    state = jax.eval_shape(make_state(sizes, rank=rank, base_dtype=base_dtype or "float32"), jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32)
+    model = UserModel(state, make_loss(sizes), tokens, ADAPTERS if rank else None)
+    return Source(model, f"{name}: {_words(sizes)}", f"{batch} x {seq}", sizes)
+
+
+def _words(sizes: ModelConfig) -> str:
+    heads = f"{sizes.num_heads} heads"
+    heads += f" ({sizes.num_kv_heads} of keys and values)" if sizes.num_kv_heads != sizes.num_heads else ""
+    return (
+        f"{sizes.num_layers} layers, d_model {sizes.d_model}, {heads}, d_hidden {sizes.d_hidden}, "
+        f"vocabulary {sizes.vocab_size}"
+    )
