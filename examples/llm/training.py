@@ -1,0 +1,173 @@
+"""What fine-tuning and pretraining share: loss, optimizer, loop.
+
+Shapes: B rows, S tokens.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jzero
+import jzero.data
+from decoder import Decoder
+
+Batch = Mapping[str, jax.Array]
+
+
+def start() -> None:
+    """Prepares jax: without accelerators, eight devices of the CPU."""
+    os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
+    jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
+
+
+def next_token_loss(model: Decoder) -> Callable[[Any, Batch], jzero.Weighted]:
+    """Returns the mean loss of the learned tokens, as a function of parameters and a batch.
+
+    A batch has tokens [B, S + 1] and the weights [B] of its rows, and may have positions, segments and learned.
+    """
+
+    def loss_fn(params: Any, batch: Batch) -> jzero.Weighted:
+        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]  # [B, S]
+        places = {name: batch[name][:, :-1] for name in ("positions", "segments") if name in batch}
+        logits = model.apply({"params": params}, tokens, **places)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        learned = batch["learned"][:, 1:] if "learned" in batch else jnp.ones_like(losses)
+        weights = learned * batch["weights"][:, None]
+        return jzero.Weighted((losses * weights).sum(), weights.sum())
+
+    return loss_fn
+
+
+def make_evaluate(model: Decoder) -> Callable[[Any, jzero.data.Loader], float]:
+    """Returns a function from a state and held-out data to the mean loss of all its learned tokens."""
+    loss_fn = next_token_loss(model)
+
+    def sums(params: Any, batch: Batch) -> jzero.Summed:
+        loss = loss_fn(params, batch)
+        return jzero.Summed((loss.sum, loss.weight))
+
+    eval_step = jzero.make_eval_step(sums)
+
+    def evaluate(state: Any, loader: jzero.data.Loader) -> float:
+        losses, weights = zip(*jax.device_get([eval_step(state, batch) for batch in loader]), strict=True)
+        return float(sum(losses) / sum(weights))
+
+    return evaluate
+
+
+def make_optimizer(lr: float, num_steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with a warm-up over the first 3 % of the steps and a cosine decay to a tenth."""
+    warmup = max(1, round(0.03 * num_steps))
+    schedule = optax.warmup_cosine_decay_schedule(lr / warmup, lr, warmup, max(num_steps, warmup + 1), lr / 10)
+    return optax.adamw(schedule, b2=0.95, weight_decay=0.01)
+
+
+def zero_config(args: argparse.Namespace, *, quantize: str = "none", persistent: str | None = None) -> jzero.ZeroConfig:
+    """Returns what is partitioned, and how.
+
+    Args:
+      args: The options.
+      quantize: How to store what is not trained.
+      persistent: Regular expression over the paths of parameters that each device keeps whole.
+    """
+    rules = {} if persistent is None else {persistent: jzero.LeafRule(persistent=True)}
+    if args.precision != "fp32":
+        rules[".*/scale"] = jzero.LeafRule(compute_dtype="float32")  # of norms: small, and worth all digits
+    quantization = jzero.Quantization(frozen=quantize)
+    return jzero.ZeroConfig(
+        stage=3,
+        precision=args.precision,
+        persistence_threshold=args.persistence_threshold,
+        quantization=quantization,
+        rules=rules,
+    )
+
+
+def train(  # noqa: PLR0913  # what a loop has
+    state: Any,
+    step: Callable[[Any, Batch], Any],
+    loader: jzero.data.Loader,
+    args: argparse.Namespace,
+    *,
+    begin: Callable[[Any], Any],
+    look: Callable[[Any], Mapping[str, float]],
+    sinks: Sequence[Callable[..., Any]] = (),
+) -> Any:
+    """Returns the state after `args.steps` steps, going on from the newest checkpoint if there is one.
+
+    Args:
+      state: A state of the right layout, whose values do not matter.
+      step: The training step.
+      loader: The data.
+      args: The options of `add_options`.
+      begin: Gives the state its first values.
+      look: Called every `args.eval_every` steps; returns numbers to log.
+      sinks: Sinks besides those of the options.
+    """
+    batches = iter(loader)
+    with contextlib.ExitStack() as stack:
+        manager, saved = None, {"step": 0}
+        if args.checkpoints is not None:
+            manager = jzero.CheckpointManager(args.checkpoints, max_to_keep=2, save_interval_steps=args.save_every)
+            stack.enter_context(manager)
+        if manager is not None and manager.latest_step() is not None:
+            state = manager.restore(state, data_iterator=batches, donate=True)
+            saved = manager.restore_extra()
+            print(f"going on from step {saved['step']}")
+        else:
+            state = begin(state)
+        tracker = make_tracker(args, saved.get("run"))
+        monitor = jzero.Monitor(
+            args.steps,
+            sinks=[*([] if tracker is None else [tracker]), *sinks],
+            tokens_per_step=args.batch * args.seq,
+            start_step=saved["step"],
+            show=("loss", "held_out"),
+            config={"options": vars(args), "plan": jzero.plan_of(state)},
+        )
+        stack.enter_context(monitor)
+        for number in range(saved["step"] + 1, args.steps + 1):
+            state, metrics = step(state, next(batches))
+            monitor.log(metrics)
+            if manager is not None:
+                extra = {"step": number, "run": getattr(tracker, "run_id", None) or ""}
+                manager.save(state, step=number, data_iterator=batches, extra=extra, force=number == args.steps)
+            if number % args.eval_every == 0 or number == args.steps:
+                with monitor.pause():
+                    monitor.write(look(state))
+    return state
+
+
+def make_tracker(args: argparse.Namespace, run_id: str | None) -> Any:
+    """Returns the sink of `--log`, which goes on with a run if it has an id; `None` without."""
+    kind, _, name = args.log.partition(":")
+    if not kind:
+        return None
+    if name and kind in ("wandb", "mlflow"):
+        return {"wandb": jzero.WandB, "mlflow": jzero.MLflow}[kind](name, run_id=run_id or None)
+    if kind.endswith((".csv", ".jsonl")):
+        return (jzero.Csv if kind.endswith(".csv") else jzero.JsonLines)(kind)
+    raise SystemExit(f"--log must be FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT: got {args.log!r}.")
+
+
+def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
+    """Adds the options of a run."""
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--batch", type=int, default=8, help="rows of a step, over all devices")
+    parser.add_argument("--steps", type=int, help="one epoch by default")
+    parser.add_argument("--lr", type=float, default=lr, help="the highest learning rate")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--persistence-threshold", type=int, default=100_000, help="elements kept whole")
+    parser.add_argument("--accumulate-steps", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
+    parser.add_argument("--log", default="", help="FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT")
+    parser.add_argument("--seed", type=int, default=0)

@@ -1,0 +1,61 @@
+"""A tokenizer whose tokens are bytes, with as much of transformers' interface as the examples use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+USER, ASSISTANT, END = 256, 257, 258
+NUM_TOKENS = 259
+HEADS = {"user": USER, "assistant": ASSISTANT}
+
+
+class ByteTokenizer:
+    """Bytes, and three more tokens: the heads of user and assistant, and the end.
+
+    Its chat template writes head, content, end; it marks content and end of the assistant, or does not.
+    """
+
+    eos_token_id = END
+
+    def __init__(self, *, marks: bool = False, template: bool = True, drops_old: bool = False) -> None:
+        mark = "{% generation %}" if marks else ""
+        self.chat_template = f"head {mark} content end" if template else None
+        self.marks, self.drops_old = marks, drops_old
+
+    def __len__(self) -> int:
+        return NUM_TOKENS
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, str]],
+        *,
+        tokenize: bool,
+        return_dict: bool,
+        add_generation_prompt: bool = False,
+        return_assistant_tokens_mask: bool = False,
+    ) -> dict[str, Any]:
+        assert tokenize
+        assert return_dict
+        tokens: list[int] = []
+        mask: list[int] = []
+        for number, message in enumerate(messages):
+            if message["role"] not in HEADS:
+                raise TypeError(f"no {message['role']} here")  # as a template may
+            is_old = self.drops_old and number < len(messages) - 1
+            content = [] if is_old and message["role"] == "assistant" else list(message["content"].encode())
+            tokens += [HEADS[message["role"]], *content, END]
+            mask += [0] + [int(message["role"] == "assistant")] * (len(content) + 1)
+        if add_generation_prompt:
+            tokens, mask = [*tokens, ASSISTANT], [*mask, 0]
+        masks = {"assistant_masks": mask} if return_assistant_tokens_mask else {}
+        return {"input_ids": tokens, **masks}
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(token for token in tokens if token < USER).decode(errors="replace")
