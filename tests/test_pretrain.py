@@ -1,0 +1,83 @@
+"""`examples/llm/pretrain.py`: rows of files of tokens, the operations of a model, the share of a peak."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+import jzero
+import jzero.hf
+from jzero.analysis.machines import machine
+from tests import hf_models
+from tests.example_runs import EXAMPLES
+
+sys.path.insert(0, str(EXAMPLES / "llm"))
+import decoder
+import pretrain
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with sizes of a model and two files of tokens, each 7 more than the last."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_models.fields("mistral", head_dim=6)))
+    for name, size in (("a", 900), ("b", 700)):
+        (np.arange(size) * 7 % 61).astype(np.uint16).tofile(tmp_path / f"{name}.bin")
+    return tmp_path
+
+
+def run(folder, monkeypatch, *more):
+    options = f"--config={folder} --seq=16 --batch=8 --steps=12 --lr=2e-2 --precision=fp32 --eval-every=12"
+    files = f"--data {folder}/b.bin {folder}/a.bin --held-out {folder}/a.bin"
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *options.split(), *files.split(), *more])
+    pretrain.main()
+
+
+def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
+    run(folder, monkeypatch, f"--log={folder}/log.csv", f"--checkpoints={folder}/run")
+    rows = (folder / "log.csv").read_text().splitlines()
+    losses = np.genfromtxt(rows, delimiter=",", names=True)["loss"]
+    assert len(rows) == 1 + 12 + 1, "a row of names, of each step, of the evaluation"
+    assert losses[11] < losses[0] - 1
+    assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) < losses[0] - 1
+    assert "no peak is known of 'cpu' devices" in capsys.readouterr().out
+    assert (folder / "run" / "12").is_dir(), "the last step, whatever the interval"
+
+
+def test_rows_are_all_tokens_in_order(folder):
+    file = pretrain.TokenFile(folder / "a.bin", dtype="uint16", seq=16, vocab_size=61)
+    assert len(file) == 899 // 16
+    inputs = np.concatenate([file[row]["tokens"][:-1] for row in range(len(file))])
+    targets = np.concatenate([file[row]["tokens"][1:] for row in range(len(file))])
+    np.testing.assert_array_equal(inputs, np.arange(896) * 7 % 61)
+    np.testing.assert_array_equal(targets, np.arange(1, 897) * 7 % 61)
+    assert inputs.dtype == np.int32
+
+
+def test_tokens_of_another_width_are_refused(folder, monkeypatch):
+    with pytest.raises(ValueError, match=r"a token \d+, but the model has 61: is --token-dtype right"):
+        run(folder, monkeypatch, "--token-dtype=uint32")
+
+
+def test_operations_are_those_of_the_products():
+    """By hand, for 3 layers: q, o, k and v, three of the MLP; and the head. Two layers have windows of 4 tokens."""
+    config = jzero.hf.ModelConfig(
+        model_type="x", vocab_size=61, d_model=36, d_hidden=56, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=10,
+        eps=1e-5, tied=True, gelu=False, qkv_bias=True, qk_norm=True, unit_norm=False, post_norms=True, embed_scale=1.0,
+        attn_scale=1.0, attn_softcap=None, final_softcap=None, inverse_frequencies=((1.0,) * 5,) * 3,
+        windows=(4, 4, None), dtype="float32",
+    )  # fmt: skip
+    kernels = 3 * (2 * 36 * 60 + 2 * 36 * 20 + 3 * 36 * 56) + 61 * 36
+    scores = 2 * (4 + 4 + 64 / 2) * 60
+    assert pretrain.flops_per_token(decoder.Decoder(config), 64) == 6 * (kernels + scores)
+
+
+def test_the_share_is_of_the_published_peak(folder, monkeypatch, capsys):
+    monkeypatch.setattr(pretrain, "this_machine", lambda devices: machine("h100:8"))
+    model = decoder.Decoder(jzero.hf.read_config(folder))
+    args = pretrain.parse_args([f"--config={folder}", "--data", "a.bin", "--seq=16"])
+    tell = pretrain.peak_share(model, args)
+    half = 0.5 * 8 * 989.4e12 / pretrain.flops_per_token(model, 16)
+    tell(10, {"loss": 1.0, "perf/tokens_per_second": half})
+    tell(11, {"loss": 1.0})
+    assert capsys.readouterr().out == f"step 10: {half:,.0f} tokens/s, 50.0% of the peak, 7.92 Pflop/s\n"
