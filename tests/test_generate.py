@@ -1,0 +1,139 @@
+"""Generation: the tokens of `transformers` in every layout of the weights, ragged prompts, samples by key."""
+
+import functools
+import itertools
+import json
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jzero
+from tests import hf_models
+from tests.example_runs import EXAMPLES
+from tests.tiers import default_for
+
+sys.path.insert(0, str(EXAMPLES / "llm"))
+import decoder
+import generate as program
+import generation
+from generation import Sampling, generate, left_padded
+
+TOKENS = pathlib.Path(__file__).parent / "data" / "hf_tokens.json"
+PROMPTS = [[5, 9, 3], [7, 2, 8, 1, 40, 33, 2], [11], [3, 4, 50, 6, 27, 8, 9, 10, 11, 12], [60, 0, 0, 60]]
+WANT = json.loads(TOKENS.read_text())
+NUM_TOKENS = 12
+
+
+@functools.cache
+def loaded(family, folder):
+    """Returns a state with the weights of a family, and the decoder."""
+    model = decoder.Decoder(hf_models.write_folder(folder, family))
+
+    def make_state(key):
+        params = model.init(key, np.zeros((1, 4), np.int32))["params"]
+        return jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=config, zeros=".*")
+    return jzero.load_params(state, folder, mapping="auto", donate=True), model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return functools.cache(tmp_path_factory.mktemp)
+
+
+def run(state, model, layout, sampling, *, key=0, prompts=PROMPTS):
+    """Returns the new tokens [B, N] of prompts, with the weights in a layout."""
+    batch = left_padded(prompts, jax.random.key(key), num_rows=8)
+    if layout == "eval step":
+        step = jzero.make_eval_step(lambda params, batch: jzero.PerExample(generate(model, params, batch, sampling)))
+        return np.asarray(step(state, batch))[: len(prompts)]
+    sizes = {"num_rows": len(prompts), "num_places": 30, "dtype": "float32"}
+    mesh = program.choose_mesh(model, **sizes, divide_by={"whole": 1, "tensor 2": 2, "tensor 4": 4}[layout])
+    shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
+    params = jzero.gather_params(state, shardings=program.shardings(shapes, mesh))
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+    new = jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch)
+    return np.asarray(new)[: len(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    default_for(
+        [("llama", "whole"), ("llama", "tensor 2"), ("llama", "eval step"), ("mistral", "whole")],
+        itertools.product(WANT, ("whole", "tensor 2", "tensor 4", "eval step")),
+    ),
+)
+def test_tokens_are_those_of_transformers(family, layout, folders):
+    state, model = loaded(family, folders(family))
+    assert run(state, model, layout, Sampling(num_tokens=NUM_TOKENS)).tolist() == WANT[family]
+
+
+@pytest.mark.parametrize("layout", default_for(["eval step"], ["whole", "tensor 2", "eval step"]))
+def test_rows_end_at_their_own_stop_tokens(layout, folders):
+    """Devices whose rows have ended wait for the others, or do not."""
+    state, model = loaded("llama", folders("llama"))
+    stop = (14, 24)
+    new = run(state, model, layout, Sampling(num_tokens=NUM_TOKENS, stop=stop))
+    for row, whole in zip(new, WANT["llama"], strict=True):
+        end = min(number for number, token in enumerate(whole) if token in stop) + 1
+        assert row.tolist() == whole[:end] + [-1] * (NUM_TOKENS - end)
+
+
+def test_a_key_repeats_its_sample_in_every_layout(folders):
+    state, model = loaded("llama", folders("llama"))
+    sampling = Sampling(num_tokens=5, temperature=1.5, top_k=30, top_p=0.95)
+    first = run(state, model, "eval step", sampling, key=1)
+    np.testing.assert_array_equal(run(state, model, "whole", sampling, key=1), first)
+    assert (run(state, model, "whole", sampling, key=2) != first).any()
+    alone = run(state, model, "whole", sampling, key=1, prompts=PROMPTS[:1])
+    np.testing.assert_array_equal(alone, first[:1], "a row's key depends on its number only")
+    assert first[0].tolist() != WANT["llama"][0][:5]
+
+
+def test_top_k_and_top_p_choose_among_the_likeliest():
+    shares = np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)
+    logits = np.log(shares)[[4, 0, 3, 1, 2]][None].repeat(400, 0)  # so that the order is not that of the tokens
+    keys = jax.random.split(jax.random.key(0), 400)
+
+    def drawn(**options):
+        tokens = generation.choose_token(logits, keys, Sampling(num_tokens=1, **options))
+        return np.bincount(np.asarray(tokens), minlength=5)[[1, 3, 4, 2, 0]] / 400
+
+    np.testing.assert_allclose(drawn(temperature=1.0), shares, atol=0.08)
+    np.testing.assert_allclose(drawn(temperature=1.0, top_k=2), np.array([4, 3, 0, 0, 0]) / 7, atol=0.08)
+    np.testing.assert_allclose(drawn(temperature=1.0, top_p=0.75), np.array([40, 30, 15, 0, 0]) / 85, atol=0.08)
+    np.testing.assert_allclose(drawn(temperature=1.0, top_p=0.39), [1, 0, 0, 0, 0], err_msg="at least one")
+    np.testing.assert_allclose(drawn(temperature=0.0), [1, 0, 0, 0, 0])
+    cold = shares**4 / (shares**4).sum()
+    np.testing.assert_allclose(drawn(temperature=0.25), cold, atol=0.08)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_places", "says"),
+    [
+        (None, 10, "whole on each of 8 devices"),
+        (10**9, 10, "whole on each of 8 devices"),
+        (100_000, 10, "tensor, divided by 2, on 8 devices"),
+        (42_000, 10, "tensor, divided by 4, on 8 devices"),
+        (150_000, 100, "tensor, divided by 2, on 8 devices"),
+    ],
+)
+def test_weights_are_divided_by_as_little_as_fits(limit, num_places, says, monkeypatch, capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(hf_models.fields("llama")))
+    model = decoder.Decoder(jzero.hf.read_config(config))
+    monkeypatch.setattr(program, "memory_limit", lambda: limit)
+    sizes = {"num_rows": 8, "dtype": "float32", "divide_by": None}
+    program.choose_mesh(model, num_places=num_places, **sizes)
+    assert says in capsys.readouterr().out
+    if limit is not None:
+        with pytest.raises(SystemExit, match=r"GiB of weights and .* of cache do not fit"):
+            program.choose_mesh(model, num_places=10**7, **sizes)
