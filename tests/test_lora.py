@@ -1,0 +1,129 @@
+"""Adapters in `examples/llm/decoder.py`: their numbers, what they train, what travels, what a checkpoint keeps."""
+
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jzero
+import jzero.hf
+from tests import hf_models
+from tests.compiled import analyze
+from tests.example_runs import EXAMPLES
+from tests.tiers import default_for
+
+sys.path.insert(0, str(EXAMPLES / "llm"))
+import decoder
+import training
+
+ADAPTERS = r"layers/.*/lora_[ab]"
+LORA = decoder.Lora(rank=3, alpha=6.0, modules="q|v|down")
+SIZES = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 96, "num_key_value_heads": 6}
+"""What 8 devices and 3 divide: then both cut the same dimension, along which integers have their scales."""
+TOKENS = np.random.default_rng(0).integers(0, 61, (24, 18)).astype(np.int32)  # rows for 8 and for 3 devices
+BATCH = {"tokens": TOKENS, "weights": np.ones(24, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    file = tmp_path_factory.mktemp("qwen2") / "config.json"
+    file.write_text(json.dumps(hf_models.fields("qwen2", **SIZES)))
+    return jzero.hf.read_config(file)
+
+
+def born(config, *, precision="fp32", frozen="none", num_devices=8, lora=LORA):
+    """Returns a state of a model with adapters, and the model."""
+    model = decoder.Decoder(config, lora)
+
+    def make_state(key):
+        params = model.init(key, jnp.zeros((1, 4), jnp.int32))["params"]
+        return jzero.TrainState.create(params=params, tx=optax.adamw(3e-2))
+
+    zero = jzero.ZeroConfig(
+        stage=3,
+        precision=precision,
+        persistence_threshold=0,
+        quantization=jzero.Quantization(frozen=frozen),
+        rules={ADAPTERS: jzero.LeafRule(persistent=True)},
+    )
+    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
+    state = jzero.init_train_state(make_state, jax.random.key(0), config=zero, mesh=mesh, trainable=ADAPTERS)
+    return state, model
+
+
+def paths_of(params):
+    return {"/".join(key.key for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def logits(model, params):
+    return np.asarray(jax.jit(lambda params: model.apply({"params": params}, TOKENS))(params))
+
+
+def test_adapters_are_products_beside_the_chosen_kernels(config):
+    shapes = jax.eval_shape(decoder.Decoder(config, LORA).init, jax.random.key(0), TOKENS)["params"]
+    found = {path: x.shape for path, x in paths_of(shapes).items() if "lora" in path}
+    sides = {"q": (48, 48), "v": (48, 48), "down": (96, 48)}
+    want = {f"layers/{name}/lora_a": (3, rows, 3) for name, (rows, _) in sides.items()}
+    assert found == want | {f"layers/{name}/lora_b": (3, 3, columns) for name, (_, columns) in sides.items()}
+
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 4, shapes)
+    adapted = logits(decoder.Decoder(config, LORA), params)
+    for layer in map(params["layers"].__getitem__, sides):
+        a, b = layer.pop("lora_a"), layer.pop("lora_b")
+        layer["kernel"] = layer["kernel"] + 6.0 / 3 * np.einsum("lir,lro->lio", a, b)
+    np.testing.assert_allclose(adapted, logits(decoder.Decoder(config), params), atol=2e-5)
+
+
+def test_untrained_adapters_change_nothing(config):
+    state, model = born(config)
+    params = jax.device_get(jzero.gather_params(state))
+    bound, a = 48**-0.5, params["layers"]["q"]["lora_a"]
+    assert -bound <= a.min() < -0.8 * bound, "drawn as PEFT does"
+    assert 0.8 * bound < a.max() <= bound
+    adapted = logits(model, params)
+    for name in ("q", "v", "down"):
+        assert not params["layers"][name].pop("lora_b").any()
+        del params["layers"][name]["lora_a"]
+    np.testing.assert_array_equal(adapted, logits(decoder.Decoder(config), params))
+
+
+@pytest.mark.parametrize(
+    ("precision", "frozen"),
+    default_for([("bf16", "int8")], [(p, f) for p in ("fp32", "bf16") for f in ("none", "int8")]),
+)
+@pytest.mark.smoke
+def test_only_adapters_change_and_the_base_travels_as_it_is_stored(precision, frozen, config, tmp_path):
+    state, model = born(config, precision=precision, frozen=frozen)
+    step = jzero.make_train_step(training.next_token_loss(model))
+    report = analyze(step, state, BATCH)
+    report.verify()
+    shapes = paths_of(jax.eval_shape(model.init, jax.random.key(0), TOKENS))
+    base = sum(x.size for name, x in shapes.items() if "kernel" in name or "embedding" in name)
+    gathers = [row for row in report.collectives if row.kind == "all-gather"]
+    kind = {"int8": "s8", "none": "f32"}[frozen]  # the compiler for CPUs widens bf16; `verify` knows
+    moved = sum(row.elements for row in gathers if row.dtype == kind)
+    wider = sum(row.elements for row in gathers if row.dtype != kind)
+    assert moved >= base
+    assert wider < base / 5, "of biases, norms, adapters"
+
+    before = paths_of(jax.device_get(jzero.gather_params(state)))
+    losses = []
+    for _ in range(6):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
+    after = paths_of(jax.device_get(jzero.gather_params(state)))
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed == {name for name in before if re.fullmatch(ADAPTERS, name)}
+
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    other, _ = born(config, precision=precision, frozen=frozen, num_devices=3)
+    back = jzero.restore_checkpoint(tmp_path / "saved", other)
+    for name, x in paths_of(jax.device_get(jzero.gather_params(back))).items():
+        np.testing.assert_array_equal(x, after[name], name)
