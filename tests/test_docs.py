@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import jzero
 import jzero.data
 import jzero.hf
+import jzero.lora
 from jzero.cli.commands import app
 from tests.tiers import default_for
 
@@ -209,7 +210,7 @@ def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
 def test_every_public_name_is_in_the_reference_once():
     reference = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
     found = re.findall(r"^::: jzero\.([\w.]+)$", reference, re.MULTILINE)
-    others = [f"{room.__name__[6:]}.{name}" for room in (jzero.data, jzero.hf) for name in room.__all__]
+    others = [f"{room.__name__[6:]}.{name}" for room in (jzero.data, jzero.hf, jzero.lora) for name in room.__all__]
     assert sorted(found) == sorted([*jzero.__all__, *others])
     assert reference.count("::: ") == len(found), "nothing in another form"
 

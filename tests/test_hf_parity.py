@@ -16,15 +16,16 @@ from tests import hf_models
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
 import decoder
 
+ADAMW = optax.adamw(1e-3)
 LOGITS = np.load(hf_models.LOGITS)
 
 
-def born(config, num_devices=8, lora=None, trainable=None, **options):
+def born(config, num_devices=8, lora=None, trainable=None, tx=ADAMW, **options):
     """Returns a state of the decoder, its parameters numbers that are in no file, and the decoder."""
     model = decoder.Decoder(config, lora)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     params = jax.tree.map(lambda x: jnp.full(x.shape, 7, x.dtype), shapes)
-    plain = jzero.TrainState.create(params=params, tx=optax.adamw(1e-3))
+    plain = jzero.TrainState.create(params=params, tx=tx)
     zero = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
     return jzero.shard_train_state(plain, config=zero, mesh=mesh, trainable=trainable), model

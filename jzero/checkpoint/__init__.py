@@ -2,6 +2,6 @@
 
 Read `leaves` (a state on disk), `saving` and `restoring`, `manager` with `writer`, `retention`, `lock` and
 `preemption`. Then `uninterrupted` (Ctrl-C), `sharing` (several processes), `contents`, `matching`, `checksum` and
-`damage` (reading and checking), `extras`, `orbax_io` (Orbax's handlers), `exporting` and `loading` with
-`safetensors_files`, and `inspecting`.
+`damage` (reading and checking), `extras`, `orbax_io` (Orbax's handlers), `loading` with `mapped` and
+`pieces`, `exporting` with `draft`, `outline` and `layers`, `peft`, `safetensors_files`, and `inspecting`.
 """

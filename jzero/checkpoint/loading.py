@@ -26,7 +26,7 @@ from jzero.plan.layout import Cut
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
-__all__ = ["is_chosen", "load_params", "name_of"]
+__all__ = ["is_chosen", "load_params", "name_of", "path_of"]
 
 
 def load_params(
@@ -100,9 +100,14 @@ def name_of(keys: Keys) -> str:
     return ".".join(keys[1:])
 
 
+def path_of(keys: Keys) -> str:
+    """Returns the path of a parameter, as `paths` and mappings have it."""
+    return "/".join(keys[1:])
+
+
 def is_chosen(keys: Keys, paths: str | None) -> bool:
     """Whether `paths` matches the path of a parameter."""
-    return paths is None or re.fullmatch(paths, "/".join(keys[1:])) is not None
+    return paths is None or re.fullmatch(paths, path_of(keys)) is not None
 
 
 def _names(target: Target, choice: Choice) -> dict[str, WantedLeaf]:
@@ -118,7 +123,7 @@ def _over_whole_paths(paths: str, names: Mapping[str, WantedLeaf]) -> str:
     except re.error as error:
         raise ValueError(f"`paths` {paths!r} is not a regular expression: {error}.") from error
     if not any(is_chosen(leaf.keys, paths) for leaf in names.values()):
-        some = ", ".join(repr("/".join(leaf.keys[1:])) for leaf in list(names.values())[:5])
+        some = ", ".join(repr(path_of(leaf.keys)) for leaf in list(names.values())[:5])
         raise ValueError(
             f"`paths` {paths!r} matches no parameter: it must match a whole key path. The first are {some}."
         )
@@ -147,7 +152,7 @@ class _Found:
           chosen: The keys of the parameters to load.
           strict: Whether missing parameters and unexpected tensors are errors.
         """
-        asked = {"/".join(keys[1:]) if self.is_mapped else name_of(keys) for keys in chosen}
+        asked = {path_of(keys) if self.is_mapped else name_of(keys) for keys in chosen}
         bad = Problems({name: text for name, text in self.problems.shapes.items() if name in asked})
         if strict:
             bad.missing = {name: text for name, text in self.problems.missing.items() if name in asked}
@@ -186,8 +191,8 @@ def _find(
     resolved = resolve_mapping(mapping, given if given.is_dir() else given.parent)
     tensors, notes = find_tensors(path)
     if resolved is not None:
-        keys = {"/".join(leaf.keys[1:]): leaf.keys for leaf in names.values()}
-        shapes = {"/".join(leaf.keys[1:]): leaf.leaf.shape for leaf in names.values()}
+        keys = {path_of(leaf.keys): leaf.keys for leaf in names.values()}
+        shapes = {path_of(leaf.keys): leaf.leaf.shape for leaf in names.values()}
         slashed = {name.replace(".", "/"): [x.replace(".", "/") for x in others] for name, others in ties.items()}
         mapped, problems = map_tensors(resolved, shapes, slashed, tensors)
         return _Found({keys[name]: [*found] for name, found in mapped.items()}, problems, True)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.checkpoint.pieces import Index, Piece, copy_into, unfit
-from jzero.checkpoint.safetensors_files import TensorFile
+from jzero.checkpoint.safetensors_files import TensorFile, TensorSpec
 from jzero.hf.mapping import From, Sources
 from jzero.hf.mapping import Mapping as NameMapping
 
-__all__ = ["MappedTensor", "Problems", "map_tensors"]
+__all__ = ["MappedTensor", "Problems", "map_tensors", "misfit"]
 
 MAX_LINES = 20
 
@@ -114,7 +114,7 @@ def map_tensors(
     chosen, used = _choose(mapping, wanted, ties, tensors, problems)
     for path, sources in chosen.items():
         for x in sources:
-            if why := _misfit(x, wanted[path], tensors):
+            if why := misfit(x, wanted[path], tensors):
                 problems.shapes[path] = f"{list(wanted[path])} in the state, but {why}"
             else:
                 found.setdefault(path, []).append(_mapped(x, wanted[path], tensors))
@@ -160,15 +160,14 @@ def _names(source: From, shape: Sequence[int]) -> list[str]:
 
 
 def _mapped(sources: Sources, shape: tuple[int, ...], tensors: Mapping[str, TensorFile]) -> MappedTensor:
-    layers = np.ndindex(*shape[: sources[0].num_stacked])
-    return MappedTensor(shape, {at: [_part(source, tensors[source.at(at)]) for source in sources] for at in layers})
+    parts: dict[tuple[int, ...], list[_Part]] = {}
+    for at in np.ndindex(*shape[: sources[0].num_stacked]):
+        layer = [(source, tensors[source.at(at)]) for source in sources]
+        parts[at] = [_Part(tensor, Piece(source, tensor.shape)) for source, tensor in layer]
+    return MappedTensor(shape, parts)
 
 
-def _part(source: From, tensor: TensorFile) -> _Part:
-    return _Part(tensor, Piece(source, tensor.shape))
-
-
-def _misfit(sources: Sources, shape: tuple[int, ...], tensors: Mapping[str, TensorFile]) -> str:
+def misfit(sources: Sources, shape: tuple[int, ...], tensors: Mapping[str, TensorFile | TensorSpec]) -> str:
     """Returns why tensors do not make a parameter of a shape; an empty string if they do."""
     num, axis = sources[0].num_stacked, sources[0].axis
     for at in np.ndindex(*shape[:num]):
@@ -176,7 +175,7 @@ def _misfit(sources: Sources, shape: tuple[int, ...], tensors: Mapping[str, Tens
         for source, tensor in layer:
             if why := unfit(source, tensor.shape):
                 return f"{why} of {tensor.name}: {list(tensor.shape)}"
-        shapes = [_part(*pair).piece.shape for pair in layer]
+        shapes = [Piece(source, tensor.shape).shape for source, tensor in layer]
         beside = {(*x[:axis], *x[axis + 1 :]) for x in shapes}
         total = sum(x[axis] for x in shapes if axis < len(x))
         made = shapes[0] if len(shapes) == 1 else (*shapes[0][:axis], total, *shapes[0][axis + 1 :])

@@ -86,6 +86,14 @@ def export(
         str | None,
         typer.Option(help="Regular expression that must match whole paths, e.g. `decoder/.*`. Default: all."),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Write what `transformers` loads, as the published model in this folder."),
+    ] = None,
+    mapping: Annotated[
+        str,
+        typer.Option(help="With `--like`: the family whose tensors parameters make. Default: as its config says."),
+    ] = "auto",
     max_file_bytes: Annotated[
         float, typer.Option(help="Split a larger export into several files with an index.")
     ] = 5e9,
@@ -96,7 +104,13 @@ def export(
     with messages(traceback):
         use_cpu(None)
         exported = jzero.export_checkpoint(
-            checkpoint, output, dtype=dtype, paths=paths, max_file_bytes=int(max_file_bytes)
+            checkpoint,
+            output,
+            dtype=dtype,
+            paths=paths,
+            mapping=None if like is None else mapping,
+            like=like,
+            max_file_bytes=int(max_file_bytes),
         )
     show(exported, as_json)
 

@@ -76,7 +76,8 @@ Sources = tuple[From, ...]
 class Mapping:
     r"""How the tensors of a file make the parameters of a state, and how those make a file again.
 
-    It holds no functions, so the way back follows from it.
+    It holds no functions, so the way back follows from it: `export_params` writes with the mapping that `load_params`
+    read with.
 
     Attributes:
       sources: By regular expressions over whole paths of parameters, such as `r"layers/(\d+)/q/kernel"`: a `From`, or
@@ -85,10 +86,10 @@ class Mapping:
       same: Names of tensors that may repeat another one, with the name of that one: a tied head.
 
     Example:
-      >>> _ = jzero.export_params(state, f"{tmp}/transposed")
-      >>> mapping = jzero.Mapping({"w": jzero.From("w", permute=(1, 0))})
-      >>> loaded = jzero.load_params(state, f"{tmp}/transposed", mapping=mapping)
-      >>> bool((jzero.get_full_param(loaded, "w") == jzero.get_full_param(state, "w").T).all())
+      >>> mapping = jzero.Mapping({"w": jzero.From("linear.weight", permute=(1, 0))})
+      >>> _ = jzero.export_params(state, f"{tmp}/mapped", mapping=mapping)
+      >>> loaded = jzero.load_params(state, f"{tmp}/mapped", mapping=mapping)
+      >>> bool((jzero.get_full_param(loaded, "w") == jzero.get_full_param(state, "w")).all())
       True
     """
 

@@ -1,0 +1,235 @@
+"""An export before anything is written: its tensors, what makes them, and the files beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from etils import epath
+
+from jzero.arrays.misfits import describe_misfit
+from jzero.checkpoint.damage import CheckpointError
+from jzero.checkpoint.layers import Layers
+from jzero.checkpoint.leaves import Keys
+from jzero.checkpoint.loading import name_of, path_of
+from jzero.checkpoint.outline import Outline, as_they_are, outline_tensors
+from jzero.checkpoint.safetensors_files import (
+    FOUR_BITS,
+    INDEX_SUFFIX,
+    METADATA,
+    SUFFIX,
+    ExportReport,
+    TensorSpec,
+    as_dtype,
+    find_tensors,
+    is_known,
+    write_tensors,
+)
+from jzero.hf.folder import companions, known_shapes
+from jzero.hf.mapping import Mapping as NameMapping
+from jzero.hf.presets import resolve_mapping
+
+__all__ = ["Decode", "Draft", "Form", "draft_export", "fitted", "shapes_there"]
+
+Decode: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The arguments of an export that say what is written, see `export_params`."""
+
+    dtype: Any = None
+    paths: str | None = None
+    mapping: NameMapping | str | None = None
+    like: Any = None
+    decode: Decode | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("like", "decode"):
+            if self.mapping is None and getattr(self, name) is not None:
+                raise ValueError(f"`{name}` needs a `mapping`, which says what the tensors of that model are made of.")
+        if self.mapping == "auto" and self.like is None:
+            raise ValueError(
+                "`mapping='auto'` goes by the `config.json` of a published model: pass its folder as `like`."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What an export will write.
+
+    Attributes:
+      outlines: Its tensors, and what makes them.
+      specs: The same tensors as they are written.
+      beside: By path of a parameter, the parameters beside it that `decode` gets, too.
+      decode: See `export_params`.
+      notes: What the files note.
+      files: Other files of the export, by name.
+    """
+
+    outlines: Sequence[Outline]
+    specs: Sequence[TensorSpec]
+    beside: Mapping[str, Sequence[str]]
+    decode: Decode | None
+    notes: Mapping[str, str]
+    files: Mapping[str, bytes]
+
+    @property
+    def num_stacked(self) -> dict[str, int]:
+        """The number of leading dimensions of each parameter that are taken one index at a time."""
+        found = {part.path: len(part.at) for outline in self.outlines for part in outline.parts}
+        return found | {x: found[path] for path, others in self.beside.items() for x in others}
+
+    def tensors(self, layers: Layers) -> Iterator[list[np.ndarray]]:
+        """Yields each tensor, made of layers of parameters."""
+        for outline, spec in zip(self.outlines, self.specs, strict=True):
+            paths = [part.path for part in outline.parts]
+            layers.keep([*paths, *(x for path in paths for x in self.beside.get(path, ()))])
+            held = [self._decoded(layers, part.path, part.at) for part in outline.parts]
+            yield [outline.fill([fitted(x, spec) for x in held])]
+
+    def _decoded(self, layers: Layers, path: str, at: tuple[int, ...]) -> np.ndarray:
+        found = layers.get(path, at)
+        if self.decode is None:
+            return found
+        beside = {other.rsplit("/", 1)[-1]: layers.get(other, at) for other in self.beside.get(path, ())}
+        made = np.asarray(self.decode(path, {**beside, path.rsplit("/", 1)[-1]: found}))
+        if made.shape != found.shape:
+            raise ValueError(
+                f"`decode` must keep the shape of {path}, {list(found.shape)}: it made {list(made.shape)}."
+            )
+        return made
+
+    def write(
+        self, path: epath.Path, tensors: Iterable[Iterable[np.ndarray]] | None, max_file_bytes: int
+    ) -> ExportReport:
+        """Writes the tensors, and the other files before them; `None` in a process that writes nothing."""
+        if not self.files or tensors is None:
+            return write_tensors(path, self.specs, tensors, max_file_bytes, self.notes)
+        if path.name.endswith(SUFFIX) or (path.exists() and any(path.iterdir())):
+            raise ValueError(f"An export with `like` makes a folder, but {path} is a file or holds some: name another.")
+        with contextlib.ExitStack() as undo:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                for name, content in self.files.items():
+                    undo.callback((path / name).unlink, missing_ok=True)
+                    (path / name).write_bytes(content)
+            except OSError as error:
+                raise CheckpointError(f"The parameters could not be written to {path} ({error}).") from error
+            report = write_tensors(path, self.specs, tensors, max_file_bytes, self.notes)
+            undo.pop_all()
+        return report
+
+
+def fitted(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Returns an array in the dtype of a tensor; raises if that cannot hold its numbers."""
+    if why := describe_misfit(x, spec.dtype):
+        raise ValueError(f"{spec.name} cannot be exported: it holds {why}. Pass a wider `dtype`.")
+    return x.astype(spec.dtype, copy=False)
+
+
+def draft_export(found: Mapping[Keys, tuple[tuple[int, ...], Any]], form: Form, ties: Mapping[str, str]) -> Draft:
+    """Returns what an export will write; raises if it cannot.
+
+    Args:
+      found: The shapes and dtypes of the parameters, by their keys.
+      form: What is asked for.
+      ties: Other names of tied parameters, with the name of each.
+    """
+    if not found:
+        what = f"`paths` {form.paths!r} matches no parameter"
+        raise ValueError(f"{'There are no parameters to export' if form.paths is None else what}.")
+    dtype = None if form.dtype is None else as_dtype(form.dtype)
+    leaves = {path_of(keys): TensorSpec(name_of(keys), shape, x) for keys, (shape, x) in found.items()}
+    mapping = resolve_mapping(form.mapping, form.like)
+    if mapping is None:
+        specs, renamed = _specs(as_they_are(leaves), dtype)
+        names = {spec.name for spec in specs}
+        notes = {other: name for other, name in ties.items() if name in names} | renamed
+        return Draft(as_they_are(leaves), specs, {}, None, {"format": "flax", **notes}, {})
+    outlines, beside = _mapped(mapping, leaves, ties, form)
+    specs, _ = _specs(outlines, dtype)
+    dtypes = {str(spec.dtype) for spec in specs if jax.numpy.issubdtype(spec.dtype, np.floating)}
+    files = {} if form.like is None else companions(form.like, dtypes.pop() if len(dtypes) == 1 else None)
+    return Draft(outlines, specs, beside, form.decode, {"format": "pt"}, files)
+
+
+def _mapped(
+    mapping: NameMapping, leaves: Mapping[str, TensorSpec], ties: Mapping[str, str], form: Form
+) -> tuple[list[Outline], dict[str, list[str]]]:
+    """Returns the tensors of an export by a mapping, and the parameters beside those that make them."""
+    known = None if form.like is None else shapes_there(form.like)
+    names = {path: [path, *(x.replace(".", "/") for x, y in ties.items() if y == leaves[path].name)] for path in leaves}
+    outlines, problems = outline_tensors(mapping, leaves, names, known)
+    stacks = {part.path: leaves[part.path].shape[: len(part.at)] for outline in outlines for part in outline.parts}
+    beside: dict[str, list[str]] = {}
+    for path, spec in leaves.items():
+        if path in stacks or path in problems.shapes:
+            continue
+        home = path.rpartition("/")[0]
+        heads = [x for x, stack in stacks.items() if x.rpartition("/")[0] == home and spec.shape[: len(stack)] == stack]
+        for head in heads if form.decode is not None else ():
+            beside.setdefault(head, []).append(path)
+        if form.decode is None or not heads:
+            problems.missing[path] = "no key of the mapping matches it"
+    if problems.shapes or problems.missing or problems.unexpected:
+        model = "" if form.like is None else f", as those of {form.like} are"
+        raise ValueError(
+            f"The parameters do not make tensors by `mapping`{model}:\n{problems}\nCorrect the names there; leave "
+            "parameters out with `paths`, or merge adapters with `decode=jzero.lora.merged(...)`."
+        )
+    return outlines, beside
+
+
+def shapes_there(like: Any) -> dict[str, tuple[int, ...]] | None:
+    """Returns the shapes of a published model's tensors: from its files, or else by its `config.json`."""
+    folder = epath.Path(like).expanduser()
+    if folder.is_dir() and any(path.name.endswith((SUFFIX, INDEX_SUFFIX)) for path in folder.iterdir()):
+        return {name: tensor.shape for name, tensor in find_tensors(folder)[0].items()}
+    return known_shapes(folder)
+
+
+def _specs(outlines: Sequence[Outline], dtype: np.dtype[Any] | None) -> tuple[list[TensorSpec], dict[str, str]]:
+    """Returns the tensors to write, and the replacements of names that the format does not allow."""
+    specs: list[TensorSpec] = []
+    bad: list[str] = []
+    names = {outline.name for outline in outlines}
+    renamed: dict[str, str] = {}
+    for outline in outlines:
+        name, shape, given = outline.name, outline.shape, outline.dtype
+        is_float = jax.numpy.issubdtype(given, np.floating)
+        wanted = dtype if dtype is not None and is_float else given
+        if name == METADATA:
+            renamed[name] = name = next(x for i in itertools.count(1) if (x := METADATA + "_" * i) not in names)
+        if is_known(wanted) and np.dtype(wanted) == FOUR_BITS and math.prod(shape) % 2:
+            bad.append(
+                f"  {name}: shape {tuple(shape)}, an odd number of {wanted}, of which safetensors packs two in a byte"
+            )
+        elif not is_known(wanted):
+            bad.append(f"  {name}: {wanted}, which safetensors does not have")
+        elif not _is_text(name):
+            bad.append(f"  {name!r}: a name that is no valid Unicode")
+        else:
+            specs.append(TensorSpec(name, tuple(shape), np.dtype(wanted)))
+    if bad:
+        raise ValueError(
+            "These parameters cannot be exported:\n"
+            + "\n".join(bad)
+            + "\nLeave them out with `paths`, or cast or rename "
+            "them before. `dtype=` casts floating-point parameters alone."
+        )
+    return specs, renamed
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,127 @@
+"""Adapters as a folder of PEFT."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+
+from jzero.checkpoint.contents import absolute
+from jzero.checkpoint.draft import shapes_there
+from jzero.checkpoint.exporting import export_params
+from jzero.checkpoint.extras import everywhere
+from jzero.checkpoint.safetensors_files import ExportReport
+from jzero.hf.mapping import From, Mapping
+from jzero.hf.presets import resolve_mapping
+from jzero.state.train_state import plan_of
+
+__all__ = ["export_peft"]
+
+ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+ONE_FILE = 2**63
+
+
+def export_peft(
+    state: Any,
+    path: Any,
+    *,
+    like: Any,
+    rank: int,
+    alpha: float,
+    mapping: Mapping | str = "auto",
+) -> ExportReport:
+    """Writes adapters as a folder that PEFT loads over the published model: no weights of the model itself.
+
+    Adapters are parameters `lora_a` and `lora_b` beside a `kernel`, as for `jzero.lora.merged`.
+
+    Args:
+      state: A sharded train state.
+      path: A new folder.
+      like: The folder of the published model, which the adapters are compared with before anything is written.
+      rank: The rank of the adapters: the columns of `lora_a`.
+      alpha: As the model has it.
+      mapping: Of the kernels, as for `export_params`.
+
+    Returns:
+      The file with the adapters.
+
+    Raises:
+      ValueError: There are no adapters, they have another rank, or are not of that model; or the folder holds files.
+      TypeError: The state was not sharded by jzero.
+      CheckpointError: The files could not be written.
+
+    Example:
+      >>> import json
+      >>> import jzero.hf
+      >>> sizes = dict(vocab_size=61, hidden_size=36, intermediate_size=56, num_hidden_layers=3, num_attention_heads=6)
+      >>> _ = (tmp / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+      >>> adapters = {"kernel": jnp.ones((3, 36, 36)), "lora_a": jnp.ones((3, 36, 2)), "lora_b": jnp.ones((3, 2, 36))}
+      >>> lora = jzero.TrainState.create(params={"layers": {"q": adapters}}, tx=optax.adam(1e-3))
+      >>> lora = jzero.shard_train_state(lora, stage=3)
+      >>> jzero.hf.export_peft(lora, f"{tmp}/adapter", like=tmp, rank=2, alpha=4).num_tensors
+      6
+    """
+    params = {leaf.path: leaf.param.shape for leaf in plan_of(state).leaves}
+    leaves = {path: shape for path, shape in params.items() if path.rpartition("/")[2] in ADAPTERS}
+    if not leaves:
+        raise ValueError("There are no adapters to export: no parameter is called `lora_a` or `lora_b`.")
+    ranks = {shape[-1 if path.endswith("a") else -2] for path, shape in leaves.items()}
+    if ranks != {rank}:
+        raise ValueError(f"`rank` must be that of the adapters, {', '.join(map(str, sorted(ranks)))}: got {rank}.")
+    kernels = resolve_mapping(mapping, like)
+    assert kernels is not None
+    ours = _of_adapters(kernels)
+    modules = everywhere(lambda: _modules(kernels, leaves, like))
+    folder = absolute(path)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"An export never replaces files, and {folder} holds some: name a new folder.")
+    file = folder / "adapter_model.safetensors"
+    report = export_params(state, file, mapping=ours, paths=r".*/lora_[ab]", max_file_bytes=ONE_FILE)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(like),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": modules,
+    }
+    if jax.process_index() == 0:
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return report
+
+
+def _of_adapters(kernels: Mapping) -> Mapping:
+    """Returns the mapping of the adapters beside kernels."""
+    sources = {}
+    for key, source in kernels.sources.items():
+        if key.endswith("/kernel") and isinstance(source, From) and source.name.endswith(".weight"):
+            for ours, theirs in ADAPTERS.items():
+                name = f"base_model.model.{source.name.removesuffix('.weight')}.{theirs}.weight"
+                sources[f"{key.removesuffix('kernel')}{ours}"] = From(name, (1, 0))
+    return Mapping(sources)
+
+
+def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: Any) -> list[str]:
+    """Returns the modules with adapters as PEFT names them; raises if adapters are not those of the model."""
+    there = shapes_there(like) or {}
+    found: set[str] = set()
+    for path, shape in leaves.items():
+        home, _, last = path.rpartition("/")
+        for source in kernels.of(f"{home}/kernel"):
+            names = [source.at((i,) * source.num_stacked) for i in range(shape[0] if source.num_stacked else 1)]
+            found.update(name.removesuffix(".weight") for name in names)
+            size, dim = (shape[-2], 1) if last == "lora_a" else (shape[-1], 0)
+            bad = [name for name in names if name not in there or there[name][dim] != size]
+            if there and bad:
+                raise ValueError(
+                    f"{path}, of shape {list(shape)}, is no adapter of {bad[0]} in {like}, "
+                    f"{list(there.get(bad[0], []))}: pass the model's own folder as `like`."
+                )
+    short = {name.rpartition(".")[2] for name in found}
+    others = {name.removesuffix(".weight") for name in there} - found
+    return sorted(found if any(name.rpartition(".")[2] in short for name in others) else short)

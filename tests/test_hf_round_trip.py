@@ -1,0 +1,337 @@
+"""Published models loaded and written again: equal files; with torch, what `transformers` and PEFT make of them."""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+import jzero
+import jzero.hf
+import jzero.lora
+from jzero import From
+from jzero.checkpoint import layers
+from jzero.cli import commands
+from tests import hf_models
+from tests.test_hf_parity import born, decoder, logits
+from tests.test_mapping import full, make_state, numbers
+
+LORA = decoder.Lora(rank=2, alpha=3.0)
+NO_ADAPTERS = r"(?!.*/lora_[ab]).*"
+
+
+def tensors_in(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        assert safe_open(file, "np").metadata()["format"] == "pt"
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+@pytest.mark.parametrize(("stage", "num_devices"), [(3, 8), pytest.param(3, 3, marks=pytest.mark.smoke), (1, 8)])
+def test_what_was_loaded_is_written_again(family, stage, num_devices, tmp_path):
+    config = hf_models.write_folder(tmp_path / "like", family, "old")
+    (tmp_path / "like/tokenizer.json").write_text("{}")
+    (tmp_path / "like/chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "like/README.md").write_text("not ours to give away")
+    state, _ = born(config, num_devices, stage=stage)
+    state = jzero.load_params(state, tmp_path / "like", mapping="auto")
+    report = jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like", max_file_bytes=30_000)
+    assert report.files[-1].endswith("model.safetensors.index.json")
+    there, ours = hf_models.tensors(config), tensors_in(tmp_path / "out")
+    assert {name: x.tobytes() for name, x in ours.items()} == {name: x.tobytes() for name, x in there.items()}
+    assert {name: x.shape for name, x in ours.items()} == {name: x.shape for name, x in there.items()}
+    beside = {path.name for path in (tmp_path / "out").iterdir() if ".safetensors" not in path.name}
+    assert beside == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert jzero.hf.read_config(tmp_path / "out") == config
+
+
+def test_16_bits_are_written_as_they_were(tmp_path):
+    config = hf_models.write_folder(tmp_path / "like", "llama3")
+    there = {name: x.astype(ml_dtypes.bfloat16) for name, x in hf_models.tensors(config).items()}
+    hf_models.write_tensors(tmp_path / "like", there)
+    for precision, dtype in (("fp32", "bfloat16"), ("bf16", "bfloat16"), ("bf16", None)):
+        out = tmp_path / f"{precision}-{dtype}"
+        state = jzero.load_params(born(config, precision=precision)[0], tmp_path / "like", mapping="llama")
+        jzero.export_params(state, out, mapping="llama", like=tmp_path / "like", dtype=dtype)
+        wanted = there if dtype else {name: x.astype(np.float32) for name, x in there.items()}
+        assert {name: x.tobytes() for name, x in tensors_in(out).items()} == {n: x.tobytes() for n, x in wanted.items()}
+        assert json.loads((out / "config.json").read_text())["dtype"] == (dtype or "float32")
+
+
+def test_a_checkpoint_is_written_as_its_state_is(tmp_path, monkeypatch):
+    config = hf_models.write_folder(tmp_path / "like", "gemma2")
+    state = jzero.load_params(born(config)[0], tmp_path / "like", mapping="auto")
+    jzero.save_checkpoint(tmp_path / "checkpoint", state)
+    jzero.export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", mapping="auto", like=tmp_path / "like")
+    ours, there = tensors_in(tmp_path / "out"), hf_models.tensors(config)
+    assert {name: x.tobytes() for name, x in ours.items()} == {name: x.tobytes() for name, x in there.items()}
+    command = f"export {tmp_path / 'checkpoint'} {tmp_path / 'short'} --like {tmp_path / 'like'} --dtype bfloat16"
+    monkeypatch.setattr(commands, "_use_cpu", lambda count: None)  # jax runs already
+    result = CliRunner().invoke(commands.app, command.split())
+    assert result.exit_code == 0, result.output
+    short = {name: x.astype(ml_dtypes.bfloat16).tobytes() for name, x in there.items()}
+    assert {name: x.tobytes() for name, x in tensors_in(tmp_path / "short").items()} == short
+    assert json.loads((tmp_path / "short/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_damage_is_noticed_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    config = hf_models.write_folder(tmp_path / "like", "llama3")
+    jzero.save_checkpoint(
+        tmp_path / "checkpoint", jzero.load_params(born(config)[0], tmp_path / "like", mapping="auto")
+    )
+    monkeypatch.setattr(layers, "host_checksum", lambda x, first: first)
+    with pytest.raises(jzero.CheckpointError, match="embed/embedding"):
+        jzero.export_checkpoint(tmp_path / "checkpoint", tmp_path / "out", mapping="llama")
+    assert not list((tmp_path / "out").iterdir())
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@st.composite
+def reshapes(draw, sizes):
+    """Draws a shape with as many elements as another one."""
+    left, found = math.prod(sizes), []
+    while left > 1:
+        factor = draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0]))
+        found.append(factor)
+        left //= factor
+    return tuple(found) or (1,)
+
+
+@st.composite
+def cases(draw):
+    """Draws a file and a mapping of all of it: fused tensors, stacks, orders, shapes."""
+    tensors, sources, paths, known = {}, {}, {}, 0
+    for number in range(draw(st.integers(1, 3))):
+        sizes = draw(shapes)
+        stack = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+        name = f"t{number}" + ".*" * len(stack)
+        dim = draw(st.integers(0, len(sizes) - 1))
+        cuts = sorted({0, sizes[dim], *draw(st.lists(st.integers(0, sizes[dim]), max_size=2))})
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            section = [*sizes[:dim], stop - start, *sizes[dim + 1 :]]
+            permute = tuple(draw(st.permutations(range(len(sizes)))))
+            ordered = tuple(section[d] for d in permute)
+            shape = draw(st.none() | reshapes(ordered))
+            sources[f"p{number}_{i}"] = From(
+                name, permute, shape, (dim, start, stop - start) if len(cuts) > 2 else None
+            )
+            paths[f"p{number}_{i}"] = (*stack, *(shape or ordered))
+        for at in np.ndindex(*stack):
+            known += math.prod(sizes)
+            tensors[From(name).at(at)] = numbers(*sizes, start=known)
+    if draw(st.booleans()):  # two tensors that make one parameter
+        sizes, axis = draw(shapes), draw(st.integers(0, 2))
+        axis = min(axis, len(sizes) - 1)
+        tensors |= {x: numbers(*sizes, start=known) for x in ("left", "right")}
+        sources["joined"] = (From("left", axis=axis), From("right", axis=axis))
+        paths["joined"] = (*sizes[:axis], 2 * sizes[axis], *sizes[axis + 1 :])
+    return tensors, sources, paths
+
+
+@given(cases())
+@settings(max_examples=20, deadline=None)
+def test_any_mapping_is_undone_by_its_export(tmp_path_factory, case):
+    tensors, sources, paths = case
+    folder = tmp_path_factory.mktemp("case")
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "of nobody"}))
+    mapping = jzero.Mapping(sources)
+    state = jzero.load_params(make_state(paths, num_devices=3), folder, mapping=mapping)
+    jzero.export_params(state, folder / "out", mapping=mapping, like=folder)
+    ours = load_file(folder / "out/model.safetensors")
+    assert {name: x.tolist() for name, x in ours.items()} == {name: x.tolist() for name, x in tensors.items()}
+
+
+def test_what_cannot_be_written_is_said_before(tmp_path):
+    config = hf_models.write_folder(tmp_path / "like", "llama")
+    state, _ = born(config)
+    other = tmp_path / "other"
+    hf_models.write_folder(other, "llama", intermediate_size=64, num_hidden_layers=2)
+    listed = r"as those of .*other are:(?s:.*)layers/down/kernel: makes model\.layers\.2\..*, but that model has none"
+    with pytest.raises(ValueError, match=listed):
+        jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
+    hf_models.write_folder(other, "llama", intermediate_size=64)
+    with pytest.raises(
+        ValueError, match=r"\(3\):\n    layers/down/kernel: \[3, 56, 36\] in the state, but \[3, 64, 36\]"
+    ):
+        jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
+    for file in other.glob("model*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"\(3\):\n    layers/down/kernel: .* from model\.layers\.0"):
+        jzero.export_params(state, tmp_path / "out", mapping="auto", like=other)
+    wide = hf_models.write_folder(other, "llama", num_hidden_layers=4) and other
+    with pytest.raises(ValueError, match=r"tensors without parameters \(9\):\n    model\.layers\.3\.input_layernorm"):
+        jzero.export_params(state, tmp_path / "out", mapping="auto", like=wide)
+    with pytest.raises(ValueError, match=r"`mapping='auto'` goes by .*`like`"):
+        jzero.export_params(state, tmp_path / "out", mapping="auto")
+    with pytest.raises(ValueError, match="`like` needs a `mapping`"):
+        jzero.export_params(state, tmp_path / "out", like=tmp_path / "like")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=r"An export with `like` makes a folder, but .*like is a file or holds some"):
+        jzero.export_params(state, tmp_path / "like", mapping="auto", like=tmp_path / "like")
+    adapted, _ = born(config, lora=LORA)
+    with pytest.raises(ValueError, match="`rank` must be that of the adapters, 2: got 3"):
+        jzero.hf.export_peft(adapted, tmp_path / "out", like=tmp_path / "like", rank=3, alpha=1)
+    with pytest.raises(ValueError, match=r"layers/\w+/lora_a, .* is no adapter of model\.layers\.2"):
+        jzero.hf.export_peft(
+            adapted,
+            tmp_path / "out",
+            like=hf_models.write_folder(other, "llama", num_hidden_layers=2) and other,
+            rank=2,
+            alpha=1,
+        )
+    with pytest.raises(ValueError, match="There are no adapters to export"):
+        jzero.hf.export_peft(state, tmp_path / "out", like=tmp_path / "like", rank=3, alpha=1)
+    with pytest.raises(ValueError, match=r"(?s)layers/q/lora_a: no key of the mapping.*jzero\.lora\.merged"):
+        jzero.export_params(adapted, tmp_path / "out", mapping="auto", like=tmp_path / "like")
+
+
+def test_mappings_that_have_no_way_back(tmp_path):
+    state = make_state({"q": (4, 8), "k": (4, 8), "both": (6, 8)})
+    fused = lambda start, size: From("qk", section=(0, start, size))
+    for sources, message in (
+        ({"q": fused(0, 4), "k": fused(5, 4), "both": From("b")}, r"makes qk of \[9, 8\], but sections .*leave a gap"),
+        ({"q": From("w"), "k": From("w"), "both": From("b")}, r"k: makes w of \[4, 8\], but q makes it, too"),
+        ({"q": From("q", shape=(4, 8)), "k": From("k"), "both": From("b")}, r"q: makes q, but its shape .*pass `like`"),
+        ({"q": From("q"), "k": From("k"), "both": (From("a"), From("b"))}, r"both: makes a, but its shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.export_params(state, tmp_path / "out", mapping=jzero.Mapping(sources))
+    mapping = jzero.Mapping({"q": fused(0, 4), "k": fused(4, 4), "both": From("b", (1, 0))})
+    jzero.export_params(state, tmp_path / "out", mapping=mapping)
+    assert load_file(tmp_path / "out/model.safetensors")["qk"].shape == (8, 8)
+
+
+def lora_state(folder, **options):
+    """Returns a model with adapters that are not zero, over the weights of a folder."""
+    state, model = born(jzero.hf.read_config(folder), lora=LORA, trainable=r".*/lora_[ab]", **options)
+    state = jzero.load_params(state, folder, mapping="auto", paths=NO_ADAPTERS)
+    for i, leaf in enumerate(jzero.plan_of(state).leaves):
+        if "lora" in leaf.path:
+            x = 0.1 * jax.random.normal(jax.random.key(i), leaf.param.shape)
+            state = jzero.set_full_param(state, leaf.path, value=x)
+    return state, model
+
+
+def test_merged_adapters_are_those_of_the_model(tmp_path):
+    hf_models.write_folder(tmp_path / "like", "mistral")
+    state, model = lora_state(tmp_path / "like")
+    merge = jzero.lora.merged(LORA.rank, LORA.alpha)
+    jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like", decode=merge)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    before = load_file(tmp_path / "like/model-00001-of-00002.safetensors").get(name)
+    before = load_file(tmp_path / "like/model-00002-of-00002.safetensors")[name] if before is None else before
+    added = LORA.alpha / LORA.rank * full(state, "layers/q/lora_a")[1] @ full(state, "layers/q/lora_b")[1]
+    np.testing.assert_allclose(tensors_in(tmp_path / "out")[name], before + added.T, rtol=0, atol=1e-6)
+    plain = jzero.load_params(born(jzero.hf.read_config(tmp_path / "out"))[0], tmp_path / "out", mapping="auto")
+    wanted, found = logits(state, model), logits(plain, decoder.Decoder(jzero.hf.read_config(tmp_path / "out")))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert np.abs(wanted - np.load(hf_models.LOGITS)["mistral"]).max() > 0.1, "the adapters do something"
+    with pytest.raises(ValueError, match=r"`rank` must be that of the adapters beside layers/.*/kernel, 2: got 4"):
+        jzero.export_params(
+            state, tmp_path / "x", mapping="auto", like=tmp_path / "like", decode=jzero.lora.merged(4, 1)
+        )
+    assert not list((tmp_path / "x").iterdir()), "nothing is left"
+
+
+def test_adapters_as_peft_names_them(tmp_path):
+    hf_models.write_folder(tmp_path / "like", "qwen3")
+    state, _ = lora_state(tmp_path / "like", quantization=jzero.Quantization(frozen="int8"))
+    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
+    found = tensors_in(tmp_path / "adapter")
+    assert len(found) == 2 * 7 * 3
+    a = found["base_model.model.model.layers.2.mlp.down_proj.lora_A.weight"]
+    np.testing.assert_array_equal(a, full(state, "layers/down/lora_a")[2].T)
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
+    assert config["target_modules"] == [f"{x}_proj" for x in ("down", "gate", "k", "o", "q", "up", "v")]
+
+
+def reference(folder):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    how = {"attn_implementation": "eager", "output_loading_info": True, "dtype": "auto"}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+    assert not any(info.values()), info
+    return torch, model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", hf_models.FAMILIES)
+def test_transformers_reads_what_was_written(family, tmp_path):
+    torch, there = reference(hf_models.write_folder(tmp_path / "like", family) and tmp_path / "like")
+    state, model = born(jzero.hf.read_config(tmp_path / "like"))
+    state = jzero.load_params(state, tmp_path / "like", mapping="auto")
+    jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like")
+    _, ours = reference(tmp_path / "out")
+    tokens = torch.tensor(hf_models.TOKENS)
+    with torch.no_grad():
+        expected, found = there.eval()(tokens).logits, ours.eval()(tokens).logits
+    assert torch.equal(expected, found)
+    np.testing.assert_allclose(logits(state, model), found.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "stage", "num_devices"), [("qwen3", 3, 8), ("gemma2", 2, 3), ("llama3", 3, 3)])
+def test_four_steps_are_those_of_torch(family, stage, num_devices, tmp_path):
+    torch, there = reference(hf_models.write_folder(tmp_path / "like", family) and tmp_path / "like")
+    config = jzero.hf.read_config(tmp_path / "like")
+    state, model = born(config, num_devices, stage=stage, tx=optax.adamw(1e-3, eps=1e-6, weight_decay=0.1))
+    state = jzero.load_params(state, tmp_path / "like", mapping="auto", donate=True)
+    data = np.random.default_rng(0).integers(1, 61, (4, 24, 17))  # torch does not train the row of padding, Gemma's 0
+
+    def loss(params, batch):
+        logits = model.apply({"params": params}, batch[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+    step = jzero.make_train_step(loss, clip_norm=1.0)
+    optimizer = torch.optim.AdamW(there.train().parameters(), lr=1e-3, eps=1e-6, weight_decay=0.1)
+    for batch in data:
+        state, metrics = step(state, jnp.asarray(batch))
+        tokens = torch.tensor(batch)
+        found = there(tokens[:, :-1]).logits
+        value = torch.nn.functional.cross_entropy(found.reshape(-1, 61), tokens[:, 1:].reshape(-1))
+        optimizer.zero_grad()
+        value.backward()
+        norm = torch.nn.utils.clip_grad_norm_(there.parameters(), 1.0)
+        optimizer.step()
+        np.testing.assert_allclose(float(metrics["loss"]), value.item(), rtol=1e-5)
+        assert float(norm) > 1, "it is clipped"
+    jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like")
+    ours = tensors_in(tmp_path / "out")
+    for name, x in there.state_dict().items():
+        if name in ours:
+            np.testing.assert_allclose(ours[name], x.numpy(), rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_peft_reads_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+    torch, there = reference(hf_models.write_folder(tmp_path / "like", "mistral") and tmp_path / "like")
+    state, model = lora_state(tmp_path / "like")
+    jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
+    adapted = peft.PeftModel.from_pretrained(there, tmp_path / "adapter").eval()
+    tokens = torch.tensor(hf_models.TOKENS)
+    with torch.no_grad():
+        found = adapted(tokens).logits.numpy()
+        merged = adapted.merge_and_unload()
+    np.testing.assert_allclose(logits(state, model), found, rtol=0, atol=1e-5)
+    merge = jzero.lora.merged(LORA.rank, LORA.alpha)
+    jzero.export_params(state, tmp_path / "out", mapping="auto", like=tmp_path / "like", decode=merge)
+    ours = tensors_in(tmp_path / "out")
+    for name, x in merged.state_dict().items():
+        np.testing.assert_allclose(ours[name], x.numpy(), rtol=0, atol=1e-6, err_msg=name)
