@@ -288,6 +288,18 @@ def test_deepspeed_ends_with_1_if_a_key_is_refused(run, folder):
     assert refused == ["gradient_allreduce_op"]
 
 
+def test_deepspeed_ends_with_1_if_a_key_is_left_open(run, folder):
+    """Unless `--auto` decides it."""
+    config = {**DS_CONFIG, "bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    (folder / "ds_config.json").write_text(json.dumps(config))
+    result = run("deepspeed ds_config.json --json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["open"] == ["bf16.enabled", "optimizer.params.lr"]
+    found = data_of(run("deepspeed ds_config.json --auto learning_rate=2e-4 --auto bf16=true --json"))
+    assert (found["open"], found["has_optimizer"]) == ([], True)
+    assert "NAME=VALUE" in message_of(run("deepspeed ds_config.json --auto bf16"))
+
+
 def test_deepspeed_says_what_it_cannot_read(run, folder):
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stag": 2}}))
     assert "Did you mean `stage`?" in message_of(run("deepspeed ds_config.json"))

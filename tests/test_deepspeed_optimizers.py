@@ -248,6 +248,7 @@ def test_parameters_that_jzero_would_get_wrong(name, params):
     assert report.optimizer is None
 
 
+@pytest.mark.filterwarnings("ignore:Nothing decides")
 def test_auto_leaves_to_the_trainer_what_only_it_knows():
     usual = {"betas": "auto", "eps": "auto", "weight_decay": "auto"}
     assert report_of({"type": "AdamW", "params": {"lr": 1e-3, **usual}}).optimizer is not None

@@ -6,8 +6,9 @@ Every command exits with 0 on success, 1 if a check failed, and 2 if it could no
 
 from __future__ import annotations
 
+import json
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -59,17 +60,37 @@ def deepspeed(
     num_devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices that share the batch; it determines the batch sizes.")
     ] = None,
+    auto: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help='What a trainer would fill in for "auto": a key, or a name of Hugging Face\'s trainer, such as '
+            "`learning_rate=2e-5` or `bf16=true`. Repeatable.",
+        ),
+    ] = None,
     as_json: Json = False,
     traceback: Traceback = False,
 ) -> None:
-    """Prints a verdict on each key of a DeepSpeed configuration; exits with 1 if jzero refuses any key."""
+    """Prints a verdict on each key of a DeepSpeed configuration; exits with 1 if any is refused, or left open."""
     with messages(traceback), warnings.catch_warnings():
         use_cpu(None)
-        warnings.simplefilter("ignore", UserWarning)  # about refused keys, which the report lists
-        _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=num_devices)
+        warnings.simplefilter("ignore", UserWarning)  # about refused and open keys, which the report lists
+        values = dict(map(_named_value, auto or []))
+        _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=num_devices, auto=values or None)
     show(report, as_json)
-    if report.refused:
+    if report.refused or report.open:
         raise typer.Exit(1)
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    """Returns the name and the value of `NAME=VALUE`; the value is JSON, or else text."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"`--auto` takes NAME=VALUE, such as `learning_rate=2e-5`: got {text!r}.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @app.command()

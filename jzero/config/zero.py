@@ -288,8 +288,9 @@ class ZeroConfig:
 
         The report holds batch sizes, clipping, optimizer and schedule: pass `step_arguments()` to `make_train_step`,
         and `optimizer` to the train state. If jzero cannot honour a value, it drops it and warns with its key.
-        Arguments decide the values that are "auto", which a trainer of another library would fill in; the report lists
-        the others at its head, as `report.undecided`.
+        Arguments decide the values that are "auto", which a trainer of another library would fill in. The others are in
+        `report.undecided`. Those that change the numbers of a run are *open*: a warning names them, the report lists
+        them at its head, and `report.verify()` raises.
 
         Args:
           source: A path to JSON (or to Hjson, if the package `hjson` is installed), or the dictionary itself.
@@ -298,11 +299,15 @@ class ZeroConfig:
           batch_size: Rows of a step, if `train_batch_size` is "auto" or missing.
           optimizer: An optax transformation that replaces the file's optimizer and schedule.
           precision: As for `ZeroConfig`, if `bf16.enabled` and `fp16.enabled` are "auto" or missing.
-          auto: Values by key, such as `{"gradient_clipping": 1.0}`, for anything that is "auto".
+          auto: Values for what is "auto": by key, such as `{"gradient_clipping": 1.0}`, or by the name that Hugging
+            Face's trainer has for them, such as `{"learning_rate": 2e-4, "bf16": True}`: also `weight_decay`,
+            `adam_beta1`, `adam_beta2`, `adam_epsilon`, `max_grad_norm`, `max_steps`, `warmup_steps`, `warmup_ratio`,
+            `per_device_train_batch_size`, `gradient_accumulation_steps`, `fp16`, and the model's `hidden_size`. They
+            decide what they do there: `learning_rate` also the rates of a warm-up, for example.
 
         Returns:
-          `(config, report)`. The report has a verdict on each key (honoured, left to the compiler, ignored or refused),
-          with the reason. `report.verify()` raises if anything is refused.
+          `(config, report)`. The report has a verdict on each key (honoured, left to the compiler, ignored, open or
+          refused), with the reason. `report.verify()` raises if anything is refused or open.
 
         Raises:
           ValueError: The file cannot be read: a key of `zero_optimization`, `fp16`, `bf16`, or of the parameters of an
@@ -331,6 +336,12 @@ class ZeroConfig:
             warnings.warn(
                 f"jzero does not honour {', '.join(f'`{row.key}`' for row in report.refused)} of this DeepSpeed "
                 "configuration. `print(report)` tells why, and what to do instead.",
+                stacklevel=2,
+            )
+        if report.open:
+            warnings.warn(
+                f"Nothing decides {', '.join(f'`{row.key}`' for row in report.open)} of this DeepSpeed configuration, "
+                'which are "auto" for a trainer to fill in: pass `auto={...}`.',
                 stacklevel=2,
             )
         return cls(**fields.config, offload=Offload(**fields.offload)), report

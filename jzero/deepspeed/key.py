@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["PARAMS_ON_NVME", "REQUIRED", "Key", "Kind", "Verdict"]
+__all__ = ["PARAMS_ON_NVME", "REQUIRED", "USUAL", "Key", "Kind", "Verdict"]
 
-Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "refused"]
+Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "open", "refused"]
 Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "rate", "block", "any"]
 
 REQUIRED = "required"
 """The default of a key that has none."""
+
+USUAL = frozenset({"betas", "eps", "weight_decay", "warmup_min_lr", "warmup_type", "gradient_clipping"})
+"""Where it is "auto", a trainer fills in DeepSpeed's default unless it is told otherwise."""
 
 PARAMS_ON_NVME = "for parameters on NVMe, which jzero keeps in the files of optimizer state"
 

@@ -7,13 +7,10 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from jzero.deepspeed.key import REQUIRED, Key
+from jzero.deepspeed.key import REQUIRED, USUAL, Key
 from jzero.deepspeed.settings import Settings
 
 __all__ = ["Params", "read_params"]
-
-USUAL = frozenset({"betas", "eps", "weight_decay", "warmup_min_lr", "warmup_type"})
-"""Where it is "auto", a trainer fills in DeepSpeed's default unless it is told otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,14 +17,18 @@ __all__ = ["NOT_SET", "DeepSpeedReport", "KeyVerdict"]
 NOT_SET = "(not set)"
 """The value of a key that the file does not have, but whose default in DeepSpeed changes the numbers."""
 
-ORDER: tuple[Verdict, ...] = ("refused", "honoured", "compiler", "ignored")
+ORDER: tuple[Verdict, ...] = ("open", "refused", "honoured", "compiler", "ignored")
 IN_WORDS = {
+    "open": "open",
     "refused": "refused",
     "honoured": "honoured",
     "compiler": "left to the compiler",
     "ignored": "ignored",
 }
-UNDECIDED = "undecided"
+WAY_OUT = (
+    "Decide it as a trainer does, `from_deepspeed(..., auto={'learning_rate': 2e-5, 'bf16': True})`, or by key, or by "
+    "`batch_size=`, `optimizer=`, `precision=`"
+)
 WIDTH = 24
 """Characters of a value that the table shows."""
 
@@ -36,8 +40,8 @@ class KeyVerdict:
     Attributes:
       key: The names that lead to it, as the file has them, joined by dots.
       value: Its value.
-      verdict: "honoured", "compiler" (left to XLA), "ignored" (means nothing here) or "refused" (jzero lacks it, or
-        does other numbers).
+      verdict: "honoured", "compiler" (left to XLA), "ignored" (means nothing here), "open" ("auto", and the numbers of
+        a run depend on what a trainer would fill in) or "refused" (jzero lacks it, or does other numbers).
       note: Which field or argument took it; or why it means nothing; or what to do instead.
       is_undecided: Whether it is "auto", and nothing here decides it.
     """
@@ -90,15 +94,28 @@ class DeepSpeedReport(Report):
         return tuple(row for row in self.rows if row.verdict == "refused")
 
     @property
+    def open(self) -> tuple[KeyVerdict, ...]:
+        """The rows of what is undecided and changes the numbers of a run."""
+        return tuple(row for row in self.rows if row.verdict == "open")
+
+    @property
     def undecided(self) -> tuple[KeyVerdict, ...]:
-        """The rows of what is "auto", which neither an argument of `from_deepspeed` nor another key decides."""
+        """The rows of what is "auto", which neither an argument of `from_deepspeed` nor another key decides.
+
+        Those that are not open have DeepSpeed's default, which trainers fill in as well, or change no numbers.
+        """
         return tuple(row for row in self.rows if row.is_undecided)
 
     def verify(self) -> None:
-        """Raises a `ValueError` that lists what is refused, if anything is."""
+        """Raises a `ValueError` that lists what is refused or open, if anything is."""
         if self.refused:
-            listed = "\n".join(f"  `{row.key}` = {_short(row.value)}: {row.note}" for row in self.refused)
-            raise ValueError(f"jzero does not do all that this DeepSpeed configuration asks for:\n{listed}")
+            raise ValueError(
+                f"jzero does not do all that this DeepSpeed configuration asks for:\n{_listed(self.refused)}"
+            )
+        if self.open:
+            raise ValueError(
+                f'Nothing decides what is "auto" in this DeepSpeed configuration:\n{_listed(self.open)}\n{WAY_OUT}.'
+            )
 
     def step_arguments(self) -> dict[str, Any]:
         """Returns what the file says about a step, for `make_train_step(loss_fn, **report.step_arguments())`.
@@ -119,35 +136,39 @@ class DeepSpeedReport(Report):
         names = ("num_devices", "train_batch_size", "micro_batch_size", "accumulate_steps", "clip_norm")
         data = {name: getattr(self, name) for name in names}
         data["has_optimizer"], data["has_schedule"] = self.optimizer is not None, self.schedule is not None
+        data["open"] = [row.key for row in self.open]
         data["undecided"] = [row.key for row in self.undecided]
         data["rows"] = [dataclasses.asdict(row) for row in self.rows]
         return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
     def __str__(self) -> str:
-        words = [UNDECIDED if row.is_undecided else IN_WORDS[row.verdict] for row in self.rows]
+        words = [IN_WORDS[row.verdict] for row in self.rows]
         counts = collections.Counter(words)
-        order = [*([UNDECIDED] if self.undecided else []), *(IN_WORDS[verdict] for verdict in ORDER)]
-        head = ", ".join(f"{counts[word]} {word}" for word in order)
-        ordered = sorted(zip(self.rows, words, strict=True), key=lambda pair: order.index(pair[1]))
+        head = ", ".join(
+            f"{counts[word]} {word}" for word in map(IN_WORDS.__getitem__, ORDER) if word != "open" or self.open
+        )
+        ordered = sorted(zip(self.rows, words, strict=True), key=lambda pair: ORDER.index(pair[0].verdict))
         table = [("key", "value", "verdict", "what becomes of it")]
         table += [(row.key, _short(row.value), word, row.note) for row, word in ordered]
         return "\n".join(
-            [f"DeepSpeed configuration: {head}", *self._open(), *self._facts(), "", *format_rows(table, left=4)]
+            [f"DeepSpeed configuration: {head}", *self._left_open(), *self._facts(), "", *format_rows(table, left=4)]
         )
 
-    def _open(self) -> list[str]:
+    def _left_open(self) -> list[str]:
         """What nobody has decided, before anything else."""
-        if not self.undecided:
+        if not self.open:
             return []
-        names = ", ".join(row.key for row in self.undecided)
-        text = f'undecided, since "auto" is for a trainer to fill in: {names}'
-        way_out = "decide it with `from_deepspeed(..., batch_size=, optimizer=, precision=, auto={key: value})`"
-        return [*textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False), f"  {way_out}"]
+        names = ", ".join(row.key for row in self.open)
+        text = f'open, since "auto" is for a trainer to fill in: {names}'
+        return [
+            *textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False),
+            *textwrap.wrap(WAY_OUT, 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False),
+        ]
 
-    def _mark_undecided(self, prefix: str, text: str) -> str:
+    def _mark_open(self, prefix: str, text: str) -> str:
         """A fact, unless an "auto" leaves it open."""
-        is_open = any(row.key.startswith(prefix) for row in self.undecided)
-        return f"{text} (undecided)" if is_open else text
+        is_open = any(row.key.startswith(prefix) for row in self.open)
+        return f"{text} (open)" if is_open else text
 
     def _facts(self) -> list[str]:
         sizes = (self.train_batch_size, self.micro_batch_size, self.accumulate_steps, self.num_devices)
@@ -155,7 +176,7 @@ class DeepSpeedReport(Report):
         made = {"gradient_clipping": "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"}
         made |= {"optimizer": "none" if self.optimizer is None else "yes"}
         made |= {"scheduler": "none" if self.schedule is None else "yes"}
-        clipping, optimizer, schedule = (self._mark_undecided(key, text) for key, text in made.items())
+        clipping, optimizer, schedule = (self._mark_open(key, text) for key, text in made.items())
         return [
             f"batch: {total} rows a step = {micro} in a micro-batch x {steps} micro-batches x {devices} devices",
             f"clipping: {clipping}; optimizer: {optimizer}; schedule: {schedule}",
@@ -166,3 +187,7 @@ def _short(value: Any) -> str:
     value = int(value) if isinstance(value, float) and value.is_integer() else value
     text = value if value == NOT_SET else json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+
+
+def _listed(rows: tuple[KeyVerdict, ...]) -> str:
+    return "\n".join(f"  `{row.key}` = {_short(row.value)}: {row.note}" for row in rows)

@@ -37,6 +37,10 @@ def _steps(name: str, default: Any = 1000, least: float = 1) -> Key:
     return Key(name, "int", default, "honoured", "`report.schedule`", least=least)
 
 
+_WARMUP_STEPS = _steps("warmup_num_steps", least=0)
+"""DeepSpeed makes 2 of 0 and 1; 0 is what trainers fill in by default."""
+
+
 def _rate(name: str, default: Any) -> Key:
     return Key(name, "rate", default, "honoured", "`report.schedule`")
 
@@ -170,7 +174,7 @@ def _warmup_share(params: Params, last: jax.Array, after: Any) -> jax.Array:
 
 SCHEDULES = {
     "WarmupLR": ScheduleKind(
-        (_rate("warmup_min_lr", 0.0), _rate("warmup_max_lr", None), _steps("warmup_num_steps"), _WARMUP_TYPE, _LAST),
+        (_rate("warmup_min_lr", 0.0), _rate("warmup_max_lr", None), _WARMUP_STEPS, _WARMUP_TYPE, _LAST),
         _warmup_lr,
     ),
     "WarmupDecayLR": ScheduleKind(
@@ -178,7 +182,7 @@ SCHEDULES = {
             _steps("total_num_steps", REQUIRED),
             _rate("warmup_min_lr", 0.0),
             _rate("warmup_max_lr", 0.001),
-            _steps("warmup_num_steps"),
+            _WARMUP_STEPS,
             _WARMUP_TYPE,
             _LAST,
         ),
@@ -188,7 +192,7 @@ SCHEDULES = {
         (
             _steps("total_num_steps", REQUIRED),
             _number("warmup_min_ratio", 0.0),
-            _steps("warmup_num_steps"),
+            _WARMUP_STEPS,
             _number("cos_min_ratio", 0.0001),
             _WARMUP_TYPE,
             _LAST,

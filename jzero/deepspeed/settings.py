@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jzero.deepspeed.auto_values import AUTO
-from jzero.deepspeed.key import REQUIRED, Key, Verdict
+from jzero.deepspeed.key import REQUIRED, USUAL, Key, Verdict
 from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
@@ -107,7 +107,9 @@ class Settings:
             self.autos.add(path)
             default = "not known" if key.default in (None, AUTO, REQUIRED) else f"DeepSpeed's default, {key.default}"
             note = f"{AUTO_NOTE}; here: {default}"
-            self.rows[path] = KeyVerdict(written, value, "ignored", note, is_undecided=key.verdict == "honoured")
+            is_undecided = key.verdict == "honoured"
+            verdict: Verdict = "open" if is_undecided and _changes_numbers(path) else "ignored"
+            self.rows[path] = KeyVerdict(written, value, verdict, note, is_undecided=is_undecided)
         elif value is None and key.default is None:
             self._add(path, written, value, "ignored", "null, as by default")
         else:
@@ -189,6 +191,11 @@ def _names(prefix: str) -> list[str]:
     """The names that a block may have, old ones included."""
     paths = [path for path in (*KEYS, *LOOKED_INTO, *PARAMS, *OLD_NAMES) if path.startswith(prefix)]
     return [path[len(prefix) :] for path in paths if "." not in path[len(prefix) :]]
+
+
+def _changes_numbers(path: str) -> bool:
+    """Whether a run has other numbers if a trainer fills in what trainers do."""
+    return not path.startswith("zero_optimization.") and path.rpartition(".")[2] not in USUAL
 
 
 def _problem(key: Key, value: Any) -> str | None:
