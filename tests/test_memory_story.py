@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import shlex
+import sys
 
 import jax
 import numpy as np
@@ -12,12 +13,16 @@ import pytest
 from typer.testing import CliRunner
 
 import jzero
+import jzero.hf
 from jzero.analysis.ledger import Ledger
 from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.sizes import count, model_sizes, parse_count
 from jzero.plan.plan import BytesPerDevice
 from tests import cli_models
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))
+import decoder
 
 GIB = 2**30
 STATES = BytesPerDevice(3 * GIB, GIB, 8 * GIB)
@@ -253,6 +258,44 @@ def test_a_folder_has_the_parameters_that_transformers_counts(ask, tmp_path, fam
     found = ask("plan --model model --devices 3")
     assert found["num_params"] == COUNTS[family]["parameters"]
     assert found["sizes"]["model_type"] == COUNTS[family]["config"]["model_type"]
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_what_is_reckoned_with_has_the_leaves_of_the_decoder_that_trains(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps(COUNTS[family]["config"]))
+    sizes = jzero.hf.read_config(tmp_path)
+    trains = decoder.Decoder(sizes, decoder.Lora(rank=2, alpha=4))
+    wanted = jax.eval_shape(trains.init, jax.random.key(0), np.zeros((1, 3), np.int32))["params"]
+    found = jax.eval_shape(make_state(sizes, rank=2, base_dtype="float32"), jax.random.key(0)).params
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert jax.tree.map(lambda x: x.shape, found) == jax.tree.map(lambda x: x.shape, wanted)
+
+
+def test_a_step_is_reckoned_to_take_what_one_of_the_decoder_that_trains_does():
+    sizes = model_sizes("350M", {})
+    trains, tokens = decoder.Decoder(sizes), jax.ShapeDtypeStruct((8, 1025), np.int32)
+
+    def make_trained(key):
+        params = trains.init(key, np.zeros((1, 3), np.int32))["params"]
+        return jzero.TrainState.create(params=params, tx=optax.adamw(3e-4))
+
+    def trained_loss(params, tokens):
+        logits = trains.apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    made = make_state(sizes, rank=0, base_dtype="float32")
+    ours, theirs = (
+        jzero.estimate_step_memory(
+            jzero.make_train_step(loss_fn),
+            jax.eval_shape(make, jax.random.key(0)),
+            tokens,
+            topology="h100:8",
+            config=jzero.ZeroConfig(stage=3, precision="bf16"),
+        )
+        for make, loss_fn in ((made, make_loss(sizes)), (make_trained, trained_loss))
+    )
+    assert ours.states == theirs.states
+    assert ours.peak == pytest.approx(theirs.peak, rel=0.05)
 
 
 def test_a_folder_says_its_sizes_itself(tmp_path, monkeypatch):
