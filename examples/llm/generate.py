@@ -12,6 +12,7 @@ import functools
 import json
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ import jzero.hf
 from chat_data import load_tokenizer
 from decoder import Decoder
 from generation import Sampling, generate, left_padded
+from training import start
 
 MEMORY_SHARE = 0.9  # of a device for weights and cache; the rest is for activations
 GIB = 2**30
@@ -41,6 +43,7 @@ TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behin
 def main() -> None:
     """Prints the continuation of each prompt."""
     args = parse_args()
+    start()
     tokenizer = load_tokenizer(args.model)
     for prompt, text in zip(args.prompt, complete(args, tokenizer), strict=True):
         print(f"--- {prompt}\n{text}")
@@ -49,8 +52,13 @@ def main() -> None:
 def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
     """Returns the continuation of each prompt."""
     prompts = [encode(tokenizer, text, raw=args.raw) for text in args.prompt]
-    stop = stop_tokens(args.model, tokenizer)
-    sampling = Sampling(args.num_tokens, args.temperature, args.top_k, args.top_p, stop)
+    sampling = Sampling(
+        num_tokens=args.num_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop=stop_tokens(args.model, tokenizer),
+    )
     model = Decoder(jzero.hf.read_config(args.model))
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
@@ -143,7 +151,7 @@ def shardings(shapes: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, shapes)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Continue prompts with a published or fine-tuned model.")
     parser.add_argument("--model", type=pathlib.Path, required=True, help="folder with config.json and safetensors")
@@ -156,7 +164,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--divide-by", type=int, help="devices that share the weights; 1: whole on each")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,161 @@
+"""Fine-tunes a published model on chats: all of its parameters, or adapters beside a base in 16 or 8 bits.
+
+    python examples/llm/finetune.py --model Llama-3.1-8B --data chats.jsonl --seq 4096 --batch 16 \
+        --lora-rank 8 --quantize int8 --checkpoints run1 --out tuned  # again: goes on where it was
+
+The folder of the model, as Hugging Face publishes it, is read in shards, so that no process ever holds all of it. At
+the end the folder `--out` has the tuned model, or the adapters for PEFT.
+"""
+
+import argparse
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jzero
+import jzero.data
+import jzero.hf
+import jzero.lora
+from chat_data import load_tokenizer, read_examples
+from decoder import PROJECTIONS, Decoder, Lora
+from generate import decode, encode, stop_tokens
+from generation import Sampling, generate, left_padded
+from packing import PackedRows
+from training import add_options, make_evaluate, make_optimizer, next_token_loss, start, train, zero_config
+
+ADAPTERS = r"layers/.*/lora_[ab]"
+BASE = rf"(?!{ADAPTERS}$).*"
+HOLD_OUT_EVERY = 20  # without --held-out, every so many-th example is kept for evaluation
+
+
+def main() -> None:
+    """Reads the command line, and fine-tunes."""
+    args = parse_args()
+    start()
+    finetune(args, load_tokenizer(args.model))
+
+
+def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
+    """Fine-tunes and exports; returns the last state."""
+    model = Decoder(jzero.hf.read_config(args.model), make_lora(args))
+    check_vocabulary(model, tokenizer)
+    train_data, held_out = load_data(args, tokenizer)
+    args.steps = args.steps or train_data.batches_per_epoch
+    tx = make_optimizer(args.lr, args.steps)
+
+    def make_state(key: jax.Array) -> jzero.TrainState:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return jzero.TrainState.create(params=params, tx=tx)
+
+    trainable = None if model.lora is None else ADAPTERS
+    # Adapters are whole on each device: small, and each step begins with them.
+    config = zero_config(args, quantize=args.quantize, persistent=trainable)
+    key = jax.random.key(args.seed)
+    state = jzero.init_train_state(make_state, key, config=config, trainable=trainable, zeros=BASE)
+    print(jzero.plan_of(state))
+    step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
+    state = train(
+        state,
+        step,
+        train_data,
+        args,
+        begin=functools.partial(jzero.load_params, path=args.model, mapping="auto", paths=BASE, donate=True),
+        look=make_look(model, held_out, tokenizer, args),
+    )
+    if args.out is not None:
+        export(state, model, args)
+    return state
+
+
+def make_lora(args: argparse.Namespace) -> Lora | None:
+    """Returns the adapters; `None` for the training of all parameters."""
+    if args.lora_rank:
+        return Lora(rank=args.lora_rank, alpha=args.lora_alpha, modules=args.lora_modules)
+    if args.quantize != "none":
+        raise SystemExit(f"--quantize {args.quantize} stores what is not trained: it needs --lora-rank.")
+    return None
+
+
+def check_vocabulary(model: Decoder, tokenizer: Any) -> None:
+    """Raises unless the embedding has a row for each token."""
+    if len(tokenizer) > model.config.vocab_size:
+        raise SystemExit(
+            f"The tokenizer has {len(tokenizer)} tokens, but the embedding {model.config.vocab_size} rows: take the "
+            "tokenizer of this model, or add rows with transformers' `resize_token_embeddings` first."
+        )
+
+
+def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Loader, jzero.data.Loader | None]:
+    """Returns loaders of the data to train on and of the data held out, if there is enough."""
+    read = functools.partial(read_examples, tokenizer=tokenizer, max_tokens=args.seq + 1, skip_bad=args.skip_bad)
+    examples, counts = read(args.data)
+    if args.held_out is not None:
+        held_out, _ = read([args.held_out])
+    else:
+        held_out = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
+        examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
+    rows = PackedRows(examples, args.seq + 1)
+    print(f"{counts}; {rows}, {len(held_out)} examples held out")
+    loader = jzero.data.make_loader(rows, batch_size=args.batch, num_epochs=None, shuffle=True, seed=args.seed)
+    if not held_out:
+        return loader, None
+    return loader, jzero.data.make_loader(PackedRows(held_out, args.seq + 1), batch_size=args.batch)
+
+
+def make_look(
+    model: Decoder, held_out: jzero.data.Loader | None, tokenizer: Any, args: argparse.Namespace
+) -> Callable[[Any], dict[str, float]]:
+    """Returns a function that prints a sample and returns the held-out loss; it takes a state."""
+    evaluate = make_evaluate(model)
+    sampling = Sampling(num_tokens=args.sample_tokens, stop=stop_tokens(args.model, tokenizer))
+    sample = jzero.make_eval_step(lambda params, prompts: jzero.PerExample(generate(model, params, prompts, sampling)))
+
+    def look(state: Any) -> dict[str, float]:
+        if args.sample is not None:
+            prompt = encode(tokenizer, args.sample, raw=False)
+            rows = left_padded([prompt], jax.random.key(args.seed), num_rows=jax.device_count())
+            print(f"sample: {decode(tokenizer, np.asarray(sample(state, rows))[0])!r}")
+        return {} if held_out is None else {"held_out": evaluate(state, held_out)}
+
+    return look
+
+
+def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
+    """Writes the tuned model as a folder like the one it came from, or its adapters as PEFT does."""
+    if model.lora is not None and not args.merge:
+        print(jzero.hf.export_peft(state, args.out, like=args.model, rank=model.lora.rank, alpha=model.lora.alpha))
+        return
+    merged = None if model.lora is None else jzero.lora.merged(model.lora.rank, model.lora.alpha)
+    dtype = model.config.dtype
+    print(jzero.export_params(state, args.out, mapping="auto", like=args.model, dtype=dtype, decode=merged))
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Fine-tune a published model on chats.")
+    parser.add_argument("--model", type=pathlib.Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--data", type=pathlib.Path, nargs="+", required=True, help="JSONL files, see chat_data.py")
+    parser.add_argument("--held-out", type=pathlib.Path, help="JSONL file; by default every 20th example")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out lines that are no examples, and count them")
+    parser.add_argument("--lora-rank", type=int, default=8, help="of the adapters; 0 to train all parameters")
+    parser.add_argument("--lora-alpha", type=float, default=16.0, help="adapters are multiplied by alpha / rank")
+    parser.add_argument("--lora-modules", default=".*", help=f"regular expression over {', '.join(PROJECTIONS)}")
+    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help="store the frozen base so")
+    parser.add_argument("--sample", help="prompt to answer at each evaluation")
+    parser.add_argument("--sample-tokens", type=int, default=64)
+    parser.add_argument("--out", type=pathlib.Path, help="folder to write")
+    parser.add_argument("--merge", action="store_true", help="write the whole model, not only the adapters")
+    add_options(parser, lr=2e-4)
+    args = parser.parse_args(argv)
+    if args.out is not None and args.out.exists():
+        parser.error(f"--out {args.out} exists: name a new folder.")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The road from a published folder to a tuned one, as a user goes it: `examples/llm/finetune.py`."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jzero
+from tests import finetune_run, hf_models
+from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer
+from tests.example_runs import ROOT, environment
+
+import generate  # isort: skip  # of the examples, which `finetune_run` puts on the path
+
+STEPS = 30
+
+
+def options(tmp_path, *more):
+    """Writes a model and chats, if they are not there; returns the options that they are."""
+    model, data = tmp_path / "model", tmp_path / "chats.jsonl"
+    if not data.exists():
+        hf_models.write_folder(model, "llama", vocab_size=NUM_TOKENS)
+        sums = [(x % 7, x % 5) for x in range(200)]
+        chats = [[("user", f"{a}+{b}"), ("assistant", f"is {a + b}.")] for a, b in sums]
+        named = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+        data.write_text("\n".join(map(json.dumps, named)))
+    options = f"--model={model} --data={data} --seq=32 --batch=8 --steps={STEPS} --lr=2e-2 --eval-every={STEPS}"
+    return [*options.split(), "--precision=fp32", "--persistence-threshold=100", *map(str, more)]
+
+
+def logged(path):
+    """Returns the loss of each step, and the last one of held-out data."""
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return losses, [line["held_out"] for line in lines if "held_out" in line][-1]
+
+
+def test_adapters_on_integers_halve_the_loss_and_are_merged(tmp_path, capsys):
+    out, log = tmp_path / "tuned", tmp_path / "log.jsonl"
+    adapters = ("--quantize=int8", "--lora-rank=8", "--sample=3+4", "--sample-tokens=8")
+    finetune_run.main(*options(tmp_path, *adapters, f"--log={log}", f"--out={out}", "--merge"))
+    output = capsys.readouterr().out
+    assert "200 examples (0 of them cut), 0 dropped, 0 bad lines skipped" in output
+    assert re.search(r"^layers/up/kernel .*int8", output, re.MULTILINE)
+    losses, held_out = logged(log)
+    assert len(losses) == STEPS
+    assert losses[STEPS] < losses[1] / 2
+    assert held_out < losses[1] / 2
+    assert re.search(r"^sample: '.*is ", output, re.MULTILINE)
+
+    assert jzero.hf.read_config(out) == jzero.hf.read_config(tmp_path / "model")
+    asked = f"--model={out} --prompt=3+4 --prompt=66+1 --num-tokens=8 --dtype=float32"
+    answer, _ = generate.complete(generate.parse_args(asked.split()), ByteTokenizer())
+    assert f"sample: {answer!r}" in output, "the tuned folder answers as the run did"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["--quantize=int8", "--lora-rank=0"])
+def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
+    saving = (kind, "--save-every=5", "--steps=60", "--eval-every=60")
+
+    def start(name):
+        folders = (f"--checkpoints={tmp_path / name}", f"--out={tmp_path / name}_out")
+        command = [sys.executable, "-m", "tests.finetune_run", *options(tmp_path, *saving, *folders)]
+        return subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+
+    whole = start("whole")
+    whole.communicate(timeout=300)
+    assert whole.returncode == 0
+    killed = start("killed")
+    while not (tmp_path / "killed" / "15").exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate(timeout=60)
+    assert killed.returncode == -9, "not at its end"
+    again = start("killed")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0
+    assert re.search(r"going on from step (15|20|25|30|35|40|45|50|55)\n", output)
+    files = sorted(file.name for file in (tmp_path / "whole_out").glob("*.safetensors"))
+    assert files
+    for file in files:
+        first, second = (load_file(tmp_path / f"{name}_out" / file) for name in ("whole", "killed"))
+        assert first.keys() == second.keys()
+        jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("--lora-modules=query", "`modules` 'query' matches none of the projections q, k, v, o, gate, up, down"),
+        ("--lora-rank=-1", "`rank` must be at least 1: got -1"),
+        ("--lora-rank=0 --quantize=int8", "--quantize int8 stores what is not trained: it needs --lora-rank"),
+        ("--out=.", "--out . exists: name a new folder"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, capsys):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        finetune_run.main(*options(tmp_path), *bad.split())
+    assert says in str(error.value) + capsys.readouterr().err
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    hf_models.write_folder(tmp_path / "small", "llama", vocab_size=100)
+    with pytest.raises(SystemExit, match="The tokenizer has 259 tokens, but the embedding 100 rows"):
+        finetune_run.main(*options(tmp_path), f"--model={tmp_path / 'small'}")
