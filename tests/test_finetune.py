@@ -61,6 +61,19 @@ def test_adapters_on_integers_halve_the_loss_and_are_merged(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_adapters_alone_answer_as_the_run_did(tmp_path, capsys):
+    out = tmp_path / "adapter"
+    asked = ("--lora-modules=q|down", "--sample=3+4", "--sample-tokens=8")
+    finetune_run.main(*options(tmp_path, *asked, f"--out={out}"))
+    output = capsys.readouterr().out
+    asked = f"--model={tmp_path / 'model'} --adapter={out} --prompt=3+4 --num-tokens=8 --dtype=float32 --divide-by=2"
+    (answer,) = generate.complete(generate.parse_args(asked.split()), ByteTokenizer())
+    assert f"sample: {answer!r}" in output
+    without = re.sub("--adapter=[^ ]+ ", "", asked)
+    assert generate.complete(generate.parse_args(without.split()), ByteTokenizer()) != [answer]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["--quantize=int8", "--lora-rank=0"])
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
     saving = (kind, "--save-every=5", "--steps=60", "--eval-every=60")

@@ -20,8 +20,8 @@ from tests.tiers import default_for
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
 import decoder
-import generate as program
 import generation
+import layouts
 from generation import Sampling, generate, left_padded
 
 TOKENS = pathlib.Path(__file__).parent / "data" / "hf_tokens.json"
@@ -56,9 +56,9 @@ def run(state, model, layout, sampling, *, key=0, prompts=PROMPTS):
         step = jzero.make_eval_step(lambda params, batch: jzero.PerExample(generate(model, params, batch, sampling)))
         return np.asarray(step(state, batch))[: len(prompts)]
     sizes = {"num_rows": len(prompts), "num_places": 30, "dtype": "float32"}
-    mesh = program.choose_mesh(model, **sizes, divide_by={"whole": 1, "tensor 2": 2, "tensor 4": 4}[layout])
+    mesh = layouts.choose_mesh(model, **sizes, divide_by={"whole": 1, "tensor 2": 2, "tensor 4": 4}[layout])
     shapes = jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, 1), np.int32))["params"]
-    params = jzero.gather_params(state, shardings=program.shardings(shapes, mesh))
+    params = jzero.gather_params(state, shardings=layouts.shardings(shapes, mesh))
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     new = jax.jit(functools.partial(generate, model, sampling=sampling))(params, batch)
     return np.asarray(new)[: len(prompts)]
@@ -130,10 +130,12 @@ def test_weights_are_divided_by_as_little_as_fits(limit, num_places, says, monke
     config = tmp_path / "config.json"
     config.write_text(json.dumps(hf_models.fields("llama")))
     model = decoder.Decoder(jzero.hf.read_config(config))
-    monkeypatch.setattr(program, "memory_limit", lambda: limit)
+    monkeypatch.setattr(layouts, "memory_limit", lambda: limit)
     sizes = {"num_rows": 8, "dtype": "float32", "divide_by": None}
-    program.choose_mesh(model, num_places=num_places, **sizes)
+    layouts.choose_mesh(model, num_places=num_places, **sizes)
     assert says in capsys.readouterr().out
     if limit is not None:
         with pytest.raises(SystemExit, match=r"GiB of weights and .* of cache do not fit"):
-            program.choose_mesh(model, num_places=10**7, **sizes)
+            layouts.choose_mesh(model, num_places=10**7, **sizes)
+    with pytest.raises(SystemExit, match="--divide-by must divide the 8 devices: got 3"):
+        layouts.choose_mesh(model, num_places=num_places, **{**sizes, "divide_by": 3})

@@ -25,19 +25,13 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import jzero.hf
 from chat_data import load_tokenizer
-from decoder import Decoder
+from decoder import PROJECTIONS, Decoder, Lora
 from generation import Sampling, generate, left_padded
+from layouts import choose_mesh, shardings
 from training import start
 
-MEMORY_SHARE = 0.9  # of a device for weights and cache; the rest is for activations
-GIB = 2**30
-TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behind `o` and behind `down`
-    r"embed/embedding": P("model"),
-    r"head/kernel": P(None, "model"),
-    r"layers/(q|k|v|gate|up)/kernel": P(None, None, "model"),
-    r"layers/(q|k|v)/bias": P(None, "model"),
-    r"layers/(o|down)/kernel": P(None, "model"),
-}
+LORA = ("lora_a", "lora_A"), ("lora_b", "lora_B")  # our names and PEFT's
+ADAPTERS = r"layers/.*/lora_[ab]"
 
 
 def main() -> None:
@@ -59,10 +53,11 @@ def complete(args: argparse.Namespace, tokenizer: Any) -> list[str]:
         top_p=args.top_p,
         stop=stop_tokens(args.model, tokenizer),
     )
-    model = Decoder(jzero.hf.read_config(args.model))
+    lora = None if args.adapter is None else read_lora(args.adapter)
+    model = Decoder(jzero.hf.read_config(args.model), lora)
     num_places = max(map(len, prompts)) + args.num_tokens
     mesh = choose_mesh(model, num_rows=len(prompts), num_places=num_places, dtype=args.dtype, divide_by=args.divide_by)
-    params = load(model, args.model, mesh, args.dtype)
+    params = load(model, args, mesh)
     num_rows = -(-len(prompts) // mesh.shape["data"]) * mesh.shape["data"]
     batch = left_padded(prompts, jax.random.key(args.seed), num_rows=num_rows)
     batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
@@ -95,66 +90,45 @@ def stop_tokens(folder: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({token for token in found if token is not None}))
 
 
-def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, divide_by: int | None) -> Mesh:
-    """Returns a mesh `data` x `model`, whose second axis divides the weights by as little as fits; prints it."""
-    config, num_devices, itemsize = model.config, jax.device_count(), jnp.dtype(dtype).itemsize
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    weights = itemsize * sum(x.size for x in jax.tree.leaves(shapes))
-    cache_row = itemsize * 2 * config.num_layers * num_places * config.num_kv_heads * config.head_dim
-    limit = memory_limit()
-    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
-    for size in sizes if divide_by is None else [divide_by]:
-        cache = -(-num_rows * size // num_devices) * cache_row
-        needed = (weights + cache) / size
-        if divide_by is not None or limit is None or needed <= MEMORY_SHARE * limit:
-            break
-    else:
-        raise SystemExit(
-            f"{weights / GIB:.2f} GiB of weights and {cache / GIB:.2f} of cache do not fit {num_devices} devices of "
-            f"{limit / GIB:.2f} GiB: take more devices, fewer prompts at once, or fewer tokens."
-        )
-    how = "whole on each of" if size == 1 else f"tensor, divided by {size}, on"
-    known = "their memory is unknown" if limit is None else f"of {limit / GIB:.2f} GiB"
-    print(f"weights: {how} {num_devices} devices; with the cache {needed / GIB:.2f} GiB on each; {known}")
-    types = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((num_devices // size, size), ("data", "model"), axis_types=types)
+def read_lora(folder: pathlib.Path) -> Lora:
+    """Returns what PEFT's `adapter_config.json` says about adapters."""
+    said = json.loads((folder / "adapter_config.json").read_text())
+    names = {module.rpartition(".")[2].removesuffix("_proj") for module in said["target_modules"]}
+    return Lora(rank=said["r"], alpha=said["lora_alpha"], modules="|".join(sorted(names)))
 
 
-def memory_limit() -> int | None:
-    """Returns the bytes of a device that programs can use; `None` if it does not say, as CPUs do not."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+def adapter_mapping(lora: Lora) -> jzero.Mapping:
+    """Returns where the adapters are in PEFT's file."""
+    sources = {}
+    for name in filter(re.compile(lora.modules).fullmatch, PROJECTIONS):
+        home = f"base_model.model.model.layers.*.{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj"
+        for ours, theirs in LORA:
+            sources[f"layers/{name}/{ours}"] = jzero.From(f"{home}.{theirs}.weight", (1, 0))
+    return jzero.Mapping(sources)
 
 
-def load(model: Decoder, folder: Any, mesh: Mesh, dtype: Any) -> Any:
-    """Returns the parameters of a folder, laid out on a mesh."""
+def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
+    """Returns the parameters of a folder, and of adapters if there are some, laid out on a mesh."""
 
     def make_state(key: jax.Array) -> jzero.TrainState:
         params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        params = jax.tree.map(lambda x: x.astype(args.dtype), params)
         return jzero.TrainState.create(params=params, tx=optax.set_to_zero())
 
     state = jzero.init_train_state(make_state, jax.random.key(0), stage=3, zeros=".*")
-    state = jzero.load_params(state, folder, mapping="auto", donate=True)
+    state = jzero.load_params(state, args.model, mapping="auto", paths=rf"(?!{ADAPTERS}$).*", donate=True)
+    if model.lora is not None:
+        options = {"mapping": adapter_mapping(model.lora), "paths": ADAPTERS}
+        state = jzero.load_params(state, args.adapter / "adapter_model.safetensors", donate=True, **options)
     shapes = jax.eval_shape(make_state, jax.random.key(0)).params
     return jzero.gather_params(state, shardings=shardings(shapes, mesh))
-
-
-def shardings(shapes: Any, mesh: Mesh) -> Any:
-    """Returns the layout of each parameter; one that the devices cannot divide evenly is whole on each."""
-
-    def sharding(path: Any, x: Any) -> NamedSharding:
-        name = "/".join(key.key for key in path)
-        spec = next((spec for pattern, spec in TENSOR_SPECS.items() if re.fullmatch(pattern, name)), P())
-        fits = all(size % mesh.shape[axis] == 0 for size, axis in zip(x.shape, spec, strict=False) if axis is not None)
-        return NamedSharding(mesh, spec if fits else P())
-
-    return jax.tree_util.tree_map_with_path(sharding, shapes)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Continue prompts with a published or fine-tuned model.")
     parser.add_argument("--model", type=pathlib.Path, required=True, help="folder with config.json and safetensors")
+    parser.add_argument("--adapter", type=pathlib.Path, help="folder of adapters, as finetune.py and PEFT write it")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
     parser.add_argument("--raw", action="store_true", help="continue the prompt itself, without the chat template")
     parser.add_argument("--num-tokens", type=int, default=256, help="most new tokens")

@@ -1,0 +1,68 @@
+"""Where weights are while a model generates: whole on each device, or divided between some.
+
+A mesh `data` x `model` says both: prompts are divided over `data`, weights over `model`.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from decoder import Decoder
+
+MEMORY_SHARE = 0.9  # of a device for weights and cache; the rest is for activations
+GIB = 2**30
+TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behind `o` and behind `down`
+    r"embed/embedding": P("model"),
+    r"head/kernel": P(None, "model"),
+    r"layers/(q|k|v|gate|up)/kernel": P(None, None, "model"),
+    r"layers/(q|k|v)/bias": P(None, "model"),
+    r"layers/(o|down)/kernel": P(None, "model"),
+}
+
+
+def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, divide_by: int | None) -> Mesh:
+    """Returns a mesh `data` x `model`, whose second axis divides the weights by as little as fits; prints it."""
+    config, num_devices, itemsize = model.config, jax.device_count(), jnp.dtype(dtype).itemsize
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    weights = itemsize * sum(x.size for x in jax.tree.leaves(shapes))
+    cache_row = itemsize * 2 * config.num_layers * num_places * config.num_kv_heads * config.head_dim
+    limit = memory_limit()
+    sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+    if divide_by is not None and divide_by not in sizes:
+        raise SystemExit(f"--divide-by must divide the {num_devices} devices: got {divide_by}.")
+    for size in sizes if divide_by is None else [divide_by]:
+        cache = -(-num_rows * size // num_devices) * cache_row
+        needed = (weights + cache) / size
+        if divide_by is not None or limit is None or needed <= MEMORY_SHARE * limit:
+            break
+    else:
+        raise SystemExit(
+            f"{weights / GIB:.2f} GiB of weights and {cache / GIB:.2f} of cache do not fit {num_devices} devices of "
+            f"{limit / GIB:.2f} GiB: take more devices, fewer prompts at once, or fewer tokens."
+        )
+    how = "whole on each of" if size == 1 else f"tensor, divided by {size}, on"
+    known = "their memory is unknown" if limit is None else f"of {limit / GIB:.2f} GiB"
+    print(f"weights: {how} {num_devices} devices; with the cache {needed / GIB:.2f} GiB on each; {known}")
+    types = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((num_devices // size, size), ("data", "model"), axis_types=types)
+
+
+def memory_limit() -> int | None:
+    """Returns the bytes of a device that programs can use; `None` if it does not say, as CPUs do not."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def shardings(shapes: Any, mesh: Mesh) -> Any:
+    """Returns the layout of each parameter; one that the devices cannot divide evenly is whole on each."""
+
+    def sharding(path: Any, x: Any) -> NamedSharding:
+        name = "/".join(key.key for key in path)
+        spec = next((spec for pattern, spec in TENSOR_SPECS.items() if re.fullmatch(pattern, name)), P())
+        fits = all(size % mesh.shape[axis] == 0 for size, axis in zip(x.shape, spec, strict=False) if axis is not None)
+        return NamedSharding(mesh, spec if fits else P())
+
+    return jax.tree_util.tree_map_with_path(sharding, shapes)
