@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 import jzero
 from jzero.arrays import processes as _processes
-from jzero.checkpoint import sharing
+from jzero.checkpoint import safetensors_files, sharing
 from jzero.disk.files import DiskError
 from jzero.state.disk import files_of
 from tests import models
@@ -227,6 +227,40 @@ def checkpoints() -> dict[str, Any]:
             results["went back to"] = int(manager.restore(like).step)
         results["warning"] = str(caught[0].message)
     return {**results, **saved_wrongly(directory, state)}
+
+
+MAPPING = jzero.Mapping(
+    {
+        "layers/w": jzero.From("h.*.w", (1, 0)),
+        "layers/v": jzero.From("h.*.uv", (1, 0), section=(0, 40, 24)),
+        "layers/u": jzero.From("h.*.uv", section=(0, 0, 40)),
+        "odd": jzero.From("odd", (1, 0)),
+    }
+)
+MAPPED = {"layers/w": (3, 64, 40), "layers/v": (3, 32, 24), "layers/u": (3, 40, 32), "odd": (19, 5)}
+
+
+def published() -> dict[str, Any]:
+    """Loads transposed and stacked tensors, a half of the rows in each process, and writes them again."""
+    directory = pathlib.Path(sys.argv[4])
+    params: dict[str, Any] = {"layers": {}}
+    for path, shape in MAPPED.items():
+        *outer, last = path.split("/")
+        (params[outer[0]] if outer else params)[last] = jnp.zeros(shape)
+    plain = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    rows: dict[str, int] = {}
+    view = safetensors_files.TensorFile.view
+
+    def counted(self: Any, index: Any) -> np.ndarray:
+        found = view(self, index)
+        rows[self.name] = rows.get(self.name, 0) + found.shape[0]
+        return found
+
+    safetensors_files.TensorFile.view = counted  # type: ignore[method-assign]
+    state = jzero.load_params(state, directory, mapping=MAPPING, donate=True)
+    jzero.export_params(state, directory / "again", mapping=MAPPING)
+    return {"params": whole(state), "rows": rows}
 
 
 def saved_wrongly(directory: pathlib.Path, state: Any) -> dict[str, Any]:
@@ -486,7 +520,8 @@ def scanned_loss(params: Any, batch: Any) -> jax.Array:
 
 
 SCENARIOS = {
-    f.__name__: f for f in (train, disagree, checkpoints, disk_checkpoints, records, rows, one_dies, preempted, watched)
+    f.__name__: f
+    for f in (train, disagree, checkpoints, disk_checkpoints, published, records, rows, one_dies, preempted, watched)
 }
 
 

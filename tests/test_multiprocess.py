@@ -10,8 +10,9 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import jzero
 from tests import multiprocess_worker
@@ -189,6 +190,30 @@ def test_checkpoints_of_two_processes_and_of_one(tmp_path):
     for name, x in load_file(tmp_path / "whole.safetensors").items():
         assert exported[name].tobytes() == x.astype(exported[name].dtype).tobytes()
         assert hashlib.sha256(x.tobytes()).hexdigest() == found[0]["trained"][name.replace(".", "/")]
+
+
+def test_two_processes_read_half_of_a_published_model_each(tmp_path):
+    rng = np.random.default_rng(0)
+    shapes = {**{f"h.{i}.w": (40, 64) for i in range(3)}, **{f"h.{i}.uv": (64, 32) for i in range(3)}, "odd": (5, 19)}
+    tensors = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stacks = {x: np.stack([tensors[f"h.{i}.{x}"] for i in range(3)]) for x in ("w", "uv")}
+    expected = {
+        "layers/w": stacks["w"].transpose(0, 2, 1),
+        "layers/v": stacks["uv"][:, 40:].transpose(0, 2, 1),
+        "layers/u": stacks["uv"][:, :40],
+        "odd": tensors["odd"].T,
+    }
+    for status, output, errors in run_processes("published", tmp_path):
+        assert status == 0, errors
+        found = json.loads(output.splitlines()[-1])
+        digests = {path: hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest() for path, x in expected.items()}
+        assert {path: found["params"][path] for path in digests} == digests
+        assert {name: found["rows"][name] for name in tensors if name != "odd"} == {
+            name: shape[0] // 2 for name, shape in shapes.items() if name != "odd"
+        }, "rows, each once, though the parameters are cut along the other dimension"
+    again = load_file(tmp_path / "again/model.safetensors")
+    assert {name: x.tobytes() for name, x in again.items()} == {name: x.tobytes() for name, x in tensors.items()}
 
 
 def test_a_process_that_dies_while_saving_loses_no_checkpoint(tmp_path):

@@ -23,6 +23,7 @@ from jzero.checkpoint.shards import placed
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.presets import resolve_mapping
 from jzero.plan.layout import Cut
+from jzero.plan.plan import ZeroPlan
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
@@ -87,6 +88,9 @@ def load_params(
     matched, report = everywhere(lambda: target.match(found.contents(path), dataclasses.replace(choice, strict=False)))
     target.check_kept(matched)
     target = Target(adapt_sharded(apply_pending(state, donate=donate)))  # a later step would change what was loaded
+    if jax.process_count() > 1:
+        for i, leaf in matched.items():
+            target.wanted[i] = _in_long_runs(found.sources[leaf.keys][0], target.wanted[i], target.plan)
     if donate:
         target.free(matched)
     read = everywhere(lambda: {i: _place(found.sources[leaf.keys], target.wanted[i]) for i, leaf in matched.items()})
@@ -217,6 +221,23 @@ def _same_names(ties: Mapping[str, Sequence[str]], notes: Mapping[str, str]) -> 
     here = {other: name for name, others in ties.items() for other in others}
     there = {name: other for other, name in notes.items()}
     return {**there, **{other: here.get(name, name) for name, other in there.items()}, **here}
+
+
+def _in_long_runs(tensor: TensorFile | MappedTensor, wanted: WantedLeaf, plan: ZeroPlan) -> WantedLeaf:
+    """Returns how to cut a leaf while it is read, so that each process reads its own part of the file's pages.
+
+    If the parts of a process were columns of the tensor, it would touch every page, and so would all others. So each
+    takes rows; devices exchange them for what they keep when the state is filled (`stored_from`).
+    """
+    leaf = wanted.leaf
+    dim = tensor.slowest if isinstance(tensor, MappedTensor) else None
+    if dim is None or leaf.cut is None or (wanted.cut or leaf.cut).dim == dim:
+        return wanted
+    if dim < len(leaf.base) and leaf.base[dim] is not None:
+        return wanted
+    cut = Cut(dim, leaf.shape, leaf.cut.num_shards)
+    sharding = plan.sharding(dataclasses.replace(leaf, cut=cut))
+    return WantedLeaf(wanted.keys, leaf, None if cut.is_stored_naturally else cut, sharding)
 
 
 def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> jax.Array:

@@ -61,6 +61,12 @@ class MappedTensor:
         dtypes = {part.tensor.dtype for layer in parts.values() for part in layer}
         self.dtype = np.dtype(functools.reduce(jnp.promote_types, sorted(dtypes, key=str)))
 
+    @property
+    def slowest(self) -> int | None:
+        """The dimension whose slices are consecutive bytes of each tensor; `None` if none is."""
+        dim = self._parts[(0,) * self._num_stacked][0].piece.slowest
+        return None if dim is None else self._num_stacked + dim
+
     def read(self, index: Index) -> np.ndarray:
         """Returns one slice."""
         index = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, self.shape, strict=True))

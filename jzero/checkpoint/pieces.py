@@ -44,6 +44,12 @@ class Piece:
         self.shape = self.ordered if source.shape is None else source.shape
         self._groups = _groups(self.ordered, self.shape)
 
+    @property
+    def slowest(self) -> int | None:
+        """The dimension of the part that is cut where the file is cut into consecutive bytes; `None` if none is."""
+        first = {dim: new[0] for dims, new in self._groups for dim in dims[:1] if new}
+        return next((first[dim] for dim in np.argsort(self._permute).tolist() if dim in first), None)
+
     def read(self, tensor: TensorFile, index: Index) -> np.ndarray:
         """Returns an index of the part, with bounds; a view of the file where that is possible."""
         box, shape, inside = self._box(index)
