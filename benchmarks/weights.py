@@ -130,18 +130,19 @@ def run(directory: str, what: str, kind: str = "plain", process: str = "0", port
     read = count_pages()
     shards = sum(s.data.nbytes for x in jax.tree.leaves(state.params) for s in x.addressable_shards)
     with Peak() as peak:
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         if what == "load":
             state = jzero.load_params(state, folder / kind, mapping=mapping, donate=True)
             jax.block_until_ready(state)
         else:
             jzero.export_params(state, folder / "again", mapping=mapping, like=folder / kind)
-        seconds = time.perf_counter() - begin
+        seconds, used = time.perf_counter() - begin, time.process_time() - used
     total = sum(file.stat().st_size for file in (folder / kind).glob("*.safetensors"))
     return {
         "run": f"{what} {kind}",
         "process": int(process),
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(used, 2),
         "file_gib": round(total / 2**30, 3),
         "pages": round(sum(read) / total, 3),
         "peak_mib": round(peak.bytes / 2**20),
