@@ -355,6 +355,17 @@ def test_single_leaf_of_many_dimensions_may_be_a_stack(shape):
     assert scan_dims(params) == {"w": 0, "b": None}
 
 
+@pytest.mark.parametrize("names", [("layers_0", "layers_1"), ("0", "1", "2"), ("block1", "block2")])
+def test_layers_of_a_loop_are_no_stacks(names):
+    """Nor are their projections by heads and convolutions. A scanned stack beside them is one."""
+    layer = {"o_proj": {"w": (8, 8, 64)}, "conv": {"kernel": (3, 3, 64, 64)}}
+    found = scan_dims(shapes({"model": dict.fromkeys(names, layer), "scanned": {"w": (8, 8, 64)}}))
+    assert {path for path, dim in found.items() if dim == 0} == {"scanned/w"}
+    assert set(scan_dims(shapes({"b": (64,), "w1": (6, 64, 64), "w2": (6, 64, 64)})).values()) == {None, 0}
+    lists = scan_dims(shapes({"layers": [{"w": (6, 64, 64), "scale": (6, 64)}] * 2}))
+    assert set(lists.values()) == {0}, "two scanned stages"
+
+
 @pytest.mark.parametrize("num_shards", [2, 4, 8])
 @pytest.mark.parametrize("name", NEGATIVES)
 def test_dense_leaf_taken_for_a_stack_costs_nothing(name, num_shards):

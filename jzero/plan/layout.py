@@ -19,15 +19,19 @@ A scan slices its inputs on one dimension. If that is cut, each iteration needs 
 gathers the whole stack. Trees do not say which leaves are stacks, so either of two signs counts, and
 `LeafRule(scan_dim=...)` overrides both: (1) all leaves below one node have two or more dimensions, one of them has
 three or more, and they share a leading size that is not larger than every other; (2) a leaf has three or more
-dimensions and its leading one is not its largest. Mistaking a dense leaf for a stack costs little (it is cut on another
-dimension). The engine, which sees the loops, warns about a stack that was missed.
+dimensions, its leading one is not its largest, and no other leaf has its shape and its path but for a number before the
+last name: `layers_0/out/kernel` and `layers_1/out/kernel` are layers that no scan runs over. What remains are models of
+one layer. Mistaking a dense leaf for a stack costs little (it is cut on another dimension). The engine, which sees the
+loops, warns about a stack that was missed.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -306,14 +310,21 @@ def find_scan_dims(
         for depth in range(len(path)):
             groups.setdefault(path[:depth], []).append(shape)
     stacks = {prefix for prefix, members in groups.items() if _is_stack(members)}
+    copies = collections.Counter(zip(map(_unnumbered, paths), shapes, strict=True))
 
     def scan_dim(path: tuple[Any, ...], shape: tuple[int, ...], rule: LeafRule) -> int | None:
         if rule.scan_dim is not None:
             return None if rule.scan_dim == -1 else rule.scan_dim
         in_stack = any(path[:depth] in stacks for depth in range(len(path)))
-        return 0 if in_stack or _is_stack([shape, shape]) else None
+        is_single = copies[_unnumbered(path), shape] == 1
+        return 0 if in_stack or (is_single and _is_stack([shape, shape])) else None
 
     return [scan_dim(*leaf) for leaf in zip(paths, shapes, rules, strict=True)]
+
+
+def _unnumbered(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns a path without the numbers in the names of its nodes; the last name keeps its own."""
+    return (*(re.sub(r"\d+", "#", str(name)) for name in path[:-1]), *map(str, path[-1:]))
 
 
 def _is_stack(shapes: Sequence[tuple[int, ...]]) -> bool:
