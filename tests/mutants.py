@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "padded_parameters_created_as_stored",
         "state/train_state.py",
-        "params = jax.tree.map(gather_padded, params, is_leaf=is_padded)",
+        "params, extra = jax.tree.map(gather_padded, (params, extra), is_leaf=is_padded)",
         "pass",
         "test_padded.py::test_a_second_optimizer_over_padded_parameters",
         "jzero",
@@ -1083,8 +1083,8 @@ MUTANTS = [
     Mutant(
         "topology_of_any_kind",
         "analysis/machines.py",
-        'name.partition(":") if isinstance(name, str) else ("", "", "")',
-        'name.partition(":")',
+        'name.lower() if isinstance(name, str) else ""',
+        "name.lower()",
         "test_settings.py::test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes",
     ),
     # Fit.
