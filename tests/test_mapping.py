@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import save_file
+from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import jzero
 from jzero import From
@@ -169,3 +170,23 @@ def test_what_an_argument_names(tmp_path):
     with pytest.raises(ValueError, match=r"`mapping` names every tensor, so `rename=.*` contradicts it"):
         jzero.load_params(state, tmp_path, mapping=mapping, rename={"w": "v"})
     np.testing.assert_array_equal(full(jzero.load_params(state, tmp_path, mapping=mapping), "w"), numbers(8, 4))
+
+
+class Tied(nnx.Module):
+    def __init__(self):
+        self.first = self.second = nnx.Param(jnp.zeros((8, 4)))
+
+
+def test_a_tied_parameter_is_known_by_each_of_its_names(tmp_path):
+    model = Tied()
+    pair = jzero.shard_train_state((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)), stage=3)
+    save_file({"w": numbers(4, 8), "again": numbers(8, 4)}, tmp_path / "model.safetensors")
+    for sources in ({"second": From("w", (1, 0))}, {"first": From("w", (1, 0))}):
+        loaded = jzero.load_params(pair, tmp_path, mapping=jzero.Mapping(sources, ignore=("again",)))
+        np.testing.assert_array_equal(full(loaded, "first"), numbers(4, 8).T)
+        out = tmp_path / next(iter(sources))
+        jzero.export_params(loaded, out, mapping=jzero.Mapping(sources))
+        np.testing.assert_array_equal(load_file(out / "model.safetensors")["w"], numbers(4, 8))
+    both = jzero.Mapping({"first": From("w", (1, 0)), "second": From("again")})
+    with pytest.raises(ValueError, match=r"'w' and 'again' are one parameter of the state, .*, but not the same"):
+        jzero.load_params(pair, tmp_path, mapping=both)
