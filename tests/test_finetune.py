@@ -74,9 +74,9 @@ def test_adapters_alone_answer_as_the_run_did(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["--quantize=int8", "--lora-rank=0"])
+@pytest.mark.parametrize("kind", ["--quantize=int8 --precision=bf16", "--lora-rank=0"])
 def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
-    saving = (kind, "--save-every=5", "--steps=60", "--eval-every=60")
+    saving = (*kind.split(), "--save-every=5", "--steps=60", "--eval-every=60")
 
     def start(name):
         folders = (f"--checkpoints={tmp_path / name}", f"--out={tmp_path / name}_out")

@@ -46,17 +46,7 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     check_vocabulary(model, tokenizer)
     train_data, held_out = load_data(args, tokenizer)
     args.steps = args.steps or train_data.batches_per_epoch
-    tx = make_optimizer(args.lr, args.steps)
-
-    def make_state(key: jax.Array) -> jzero.TrainState:
-        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-        return jzero.TrainState.create(params=params, tx=tx)
-
-    trainable = None if model.lora is None else ADAPTERS
-    # Adapters are whole on each device: small, and each step begins with them.
-    config = zero_config(args, quantize=args.quantize, persistent=trainable)
-    key = jax.random.key(args.seed)
-    state = jzero.init_train_state(make_state, key, config=config, trainable=trainable, zeros=BASE)
+    state = make_sharded_state(model, args)
     print(jzero.plan_of(state))
     step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
     state = train(
@@ -70,6 +60,26 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     if args.out is not None:
         export(state, model, args)
     return state
+
+
+def make_sharded_state(model: Decoder, args: argparse.Namespace) -> jzero.TrainState:
+    """Returns a state in shards: zeros, which the published weights replace, and adapters if there are any."""
+    tx = make_optimizer(args.lr, args.steps)
+    trainable = None if model.lora is None else ADAPTERS
+    # What is not trained has no masters, so it need not be wider than it is multiplied.
+    base_dtype = jnp.bfloat16 if trainable and args.precision == "bf16" else jnp.float32
+
+    def make_state(key: jax.Array) -> jzero.TrainState:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, x: x if path[-1].key in ("lora_a", "lora_b") else x.astype(base_dtype), params
+        )
+        return jzero.TrainState.create(params=params, tx=tx)
+
+    # Adapters are whole on each device: they are small, and each layer would gather two more for each kernel.
+    config = zero_config(args, quantize=args.quantize, persistent=trainable)
+    key = jax.random.key(args.seed)
+    return jzero.init_train_state(make_state, key, config=config, trainable=trainable, zeros=BASE)
 
 
 def make_lora(args: argparse.Namespace) -> Lora | None:
