@@ -115,6 +115,8 @@ def test_packing_loses_no_token():
     assert sorted(found) == sorted((*x.tokens, *x.learned) for x in examples)
     used = sum(len(x.tokens) for x in examples)
     assert used > 0.9 * 31 * len(rows), "rows are full"
+    one = chat_data.Example(np.arange(4, dtype=np.int32), np.array([False, True, False, False]))
+    assert str(packing.PackedRows([one], 8)) == "1 rows of 8 tokens, 50% full, 12% learned"
     assert packing.PackedRows(examples, 31).fingerprint == rows.fingerprint
     assert packing.PackedRows(examples[1:], 31).fingerprint != rows.fingerprint
 

@@ -110,7 +110,7 @@ def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Load
         held_out = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
         examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
     rows = PackedRows(examples, args.seq + 1)
-    print(f"{counts}; {rows}, {len(held_out)} examples held out")
+    print(f"{counts}; {rows}; {len(held_out)} examples held out")
     loader = jzero.data.make_loader(rows, batch_size=args.batch, num_epochs=None, shuffle=True, seed=args.seed)
     if not held_out:
         return loader, None

@@ -46,6 +46,12 @@ class PackedRows(Sequence[dict[str, np.ndarray]]):
                 digest.update(example.tokens.tobytes() + example.learned.tobytes())
         return digest.hexdigest()[:16]
 
+    def __str__(self) -> str:
+        examples = [example for row in self._rows for example in row]
+        used, learned = sum(len(x.tokens) for x in examples), sum(int(x.learned.sum()) for x in examples)
+        places = len(self) * self.row_tokens
+        return f"{len(self)} rows of {self.row_tokens} tokens, {used / places:.0%} full, {learned / places:.0%} learned"
+
     def __len__(self) -> int:
         return len(self._rows)
 
