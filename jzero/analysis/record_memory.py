@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jzero.analysis.buffers import Kind
 from jzero.analysis.footprint import regathered_bytes
-from jzero.plan.leaves import itemsize
+from jzero.jaxpr.sizes import itemsize
 from jzero.plan.plan import ZeroPlan
 
 __all__ = ["update_at_peak"]

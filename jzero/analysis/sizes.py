@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jzero.plan.leaves import itemsize
+from jzero.jaxpr.sizes import array_bytes
 
 __all__ = ["bytes_of", "dims_are_adjacent", "product_flops", "size_of"]
 
@@ -18,7 +18,7 @@ def bytes_of(aval: Any) -> int:
         return 0
     if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
         return 0
-    return math.prod(aval.shape) * itemsize(aval.dtype)
+    return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
 def size_of(aval: Any) -> int:

@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jzero.analysis.memory import Memory, memory_of
 from jzero.analysis.relocation import plan_of_argument
-from jzero.plan.leaves import itemsize
+from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.mesh import HOST_MEMORY, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle
@@ -248,4 +248,4 @@ class _Stages:
 def _num_bytes(tree: Any) -> int:
     """Returns the bytes of arrays on one device, given as shapes with shardings."""
     near = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * itemsize(x.dtype) for x in near)
+    return sum(array_bytes(math.prod(x.sharding.shard_shape(x.shape)), x.dtype) for x in near)

@@ -4,7 +4,8 @@
 A checkpoint has the tree of a plain Flax and optax program. It does not show stage, padding, world size or precision,
 so any layout can restore any other's checkpoint, and so can plain Orbax. Each process writes its parts of a padded leaf
 without the padding. The parts of a flattened leaf are not slices of its natural shape, so the leaf is first cut along
-one dimension instead (`along_one_dim`); reading does the reverse.
+one dimension instead (`along_one_dim`); reading does the reverse. Orbax writes no `uint4`, which is `uint8` on disk; a
+state that wants 4 bits makes them of bytes that fit.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import numpy as np
 from jzero._text import Report
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
+from jzero.checkpoint.orbax_io import dtype_on_disk
 from jzero.plan.leaves import StateLeaf
 
 __all__ = ["RestoreReport", "match", "renamed_paths"]
@@ -126,7 +127,8 @@ def match(
         cast=tuple(
             (wanted[i].path, str(leaf.dtype), str(wanted[i].leaf.dtype))
             for i, leaf in found.items()
-            if not _is_key(wanted[i].leaf) and leaf.dtype != wanted[i].leaf.dtype
+            if not _is_key(wanted[i].leaf)
+            and leaf.dtype not in (wanted[i].leaf.dtype, dtype_on_disk(wanted[i].leaf.dtype))
         ),
     )
     return found, report

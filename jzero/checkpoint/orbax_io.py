@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -33,6 +34,7 @@ __all__ = [
     "CutArray",
     "Opened",
     "can_store",
+    "dtype_on_disk",
     "handler_registry",
     "state_handler",
 ]
@@ -48,31 +50,35 @@ NOTES = "jzero"
 
 @dataclasses.dataclass(frozen=True)
 class CutArray:
-    """A padded array, written without its padding. A leaf of the tree for Orbax.
+    """An array that Orbax does not write as it is: padded, or of a dtype that `dtype_on_disk` changes.
+
+    A leaf of the tree for Orbax.
 
     Attributes:
       array: The array as stored.
-      cut: How it is padded; not flattened.
+      cut: How it is padded, not flattened; `None` if it has its natural shape.
     """
 
     array: jax.Array
-    cut: Cut
+    cut: Cut | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape on disk."""
-        return self.cut.shape
+        return tuple(self.array.shape) if self.cut is None else self.cut.shape
 
     @property
     def dtype(self) -> Any:
-        """Its dtype."""
-        return self.array.dtype
+        """Its dtype on disk."""
+        return dtype_on_disk(self.array.dtype)
 
     def parts(self) -> list[tuple[tuple[slice, ...], np.ndarray]]:
         """Returns the parts for this process to write, on the host, each with its place in the natural array."""
         shards = [shard for shard in self.array.addressable_shards if shard.replica_id == 0]
         for shard in shards:
             shard.data.copy_to_host_async()
+        if self.cut is None:
+            return [(shard.index, np.asarray(shard.data).astype(self.dtype)) for shard in shards]
         parts = []
         for shard in shards:
             start, stop, _ = shard.index[self.cut.dim].indices(self.cut.stored_size)
@@ -82,8 +88,15 @@ class CutArray:
                 inside[self.cut.dim] = slice(0, size)
                 place = list(shard.index)
                 place[self.cut.dim] = slice(start, start + size)
-                parts.append((tuple(place), np.asarray(shard.data)[tuple(inside)]))
+                parts.append((tuple(place), np.asarray(shard.data)[tuple(inside)].astype(self.dtype, copy=False)))
         return parts
+
+
+def dtype_on_disk(dtype: Any) -> Any:
+    """Returns the dtype of numbers on disk: bytes, for whole numbers of fewer bits that Orbax cannot write."""
+    if can_store(dtype) or not jnp.issubdtype(dtype, jnp.integer):
+        return dtype
+    return np.dtype("uint8" if jnp.issubdtype(dtype, jnp.unsignedinteger) else "int8")
 
 
 def can_store(dtype: Any) -> bool:
@@ -117,7 +130,7 @@ class _CutArrayHandler(ocp.type_handlers.ArrayHandler):
 
 async def _write(x: CutArray, parts: Any, info: Any, arg: Any) -> None:
     # No two processes share a chunk.
-    opened = await _create(x, x.array.sharding.shard_shape(x.cut.stored_shape), info, arg)
+    opened = await _create(x, x.array.sharding.shard_shape(x.array.shape), info, arg)
     # The host's copy does not change: a step that is given the array for donation finds it in use.
     writing = (opened[place].write(part, can_reference_source_data_indefinitely=True) for place, part in parts)
     await asyncio.gather(*writing)

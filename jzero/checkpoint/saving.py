@@ -23,7 +23,17 @@ from jzero.checkpoint.disk_places import is_streamed
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.checkpoint.extras import encode, everywhere, iterator_position, positions_of_all
 from jzero.checkpoint.leaves import WantedLeaf, natural_state
-from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, NOTES, STATE, CutArray, can_store, handler_registry
+from jzero.checkpoint.orbax_io import (
+    EXTRA,
+    EXTRA_ARRAYS,
+    ITERATOR,
+    NOTES,
+    STATE,
+    CutArray,
+    can_store,
+    dtype_on_disk,
+    handler_registry,
+)
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.plan.on_disk import ChangedFiles, OnDisk
@@ -253,7 +263,8 @@ def _to_write(x: Any, leaf: WantedLeaf, snapshot: Snapshot | None) -> Any:
     if isinstance(x, OnDisk):
         assert snapshot is not None
         return DiskArray(snapshot, *snapshot.files.place_of(x.path))
-    return x if leaf.cut is None else CutArray(x, leaf.cut)
+    is_plain = leaf.cut is None and can_store(leaf.leaf.dtype)
+    return x if is_plain else CutArray(x, leaf.cut)
 
 
 def _check_storable(leaves: Sequence[WantedLeaf]) -> None:
@@ -261,7 +272,7 @@ def _check_storable(leaves: Sequence[WantedLeaf]) -> None:
     empty = [leaf.path for leaf in leaves if not leaf.leaf.size]
     if empty:
         raise ValueError(f"Orbax writes no arrays without elements: {empty[:5]}. Leave them out of the state.")
-    bad = [f"  {leaf.path}: {leaf.leaf.dtype}" for leaf in leaves if not can_store(leaf.leaf.dtype)]
+    bad = [f"  {leaf.path}: {leaf.leaf.dtype}" for leaf in leaves if not can_store(dtype_on_disk(leaf.leaf.dtype))]
     if bad:
         raise ValueError(
             "Orbax cannot write leaves of these dtypes:\n" + "\n".join(bad) + "\nKeep them in another one."

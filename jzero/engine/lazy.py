@@ -28,6 +28,7 @@ from jzero import _compat
 from jzero.arrays.placement import on_device
 from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
+from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.comm import Comm
 from jzero.plan.layout import Cut
 from jzero.plan.padded import pack_shard
@@ -230,7 +231,7 @@ def num_bytes(values: Iterable[Any]) -> int:
     def dtype(x: Any) -> Any:
         return jnp.dtype(x.wire_dtype if isinstance(x, Lazy) else x.dtype)
 
-    return sum(math.prod(x.shape) * dtype(x).itemsize for x in values)
+    return sum(array_bytes(math.prod(x.shape), dtype(x)) for x in values)
 
 
 def defer(eqn: JaxprEqn, inputs: Sequence[Any]) -> Deferred | None:

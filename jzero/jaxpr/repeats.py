@@ -30,6 +30,7 @@ import numpy as np
 
 from jzero import _compat
 from jzero.jaxpr.primitives import LIGHT
+from jzero.jaxpr.sizes import array_bytes
 
 __all__ = ["Part", "aval_bytes", "keeps_heavy", "split_into_parts"]
 
@@ -89,7 +90,7 @@ def _is_thin(avals: Sequence[Any], *, dimension_numbers: Any, preferred_element_
 
 def aval_bytes(aval: Any) -> int:
     """Returns the bytes of a value of a type."""
-    return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 4))
+    return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
 def split_into_parts(jaxpr: Any) -> list[Part]:

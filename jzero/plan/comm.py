@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_float8
 from jzero.config.zero import ZeroConfig
+from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
@@ -69,7 +70,7 @@ class Hop(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the same array."""
-        return self.num_elements * int(jnp.dtype(self.dtype).itemsize)
+        return array_bytes(self.num_elements, self.dtype)
 
     @property
     def sent_bytes(self) -> float:

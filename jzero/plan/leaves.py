@@ -9,12 +9,13 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.comm import Comm, shard_spec
 from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
 
-__all__ = ["LeafPlan", "Memory", "StateLeaf", "itemsize"]
+__all__ = ["LeafPlan", "Memory", "StateLeaf"]
 
 PyTree = Any
 Memory = Literal["device", "host", "ram", "disk"]
@@ -107,7 +108,7 @@ class StateLeaf:
         if len(self.base):  # only the sizes of the axes count, so the mesh may be abstract
             names = jax.tree.leaves(tuple(self.spec(comm)))
             parts = math.prod(int(mesh.shape[name]) for name in names)
-        return math.prod(self.stored_shape) // parts * itemsize(self.stored_dtype)
+        return array_bytes(math.prod(self.stored_shape) // parts, self.stored_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +146,3 @@ class LeafPlan:
     def updated(self) -> StateLeaf:
         """The leaf that the optimizer updates: the master copy, or the parameter itself."""
         return self.param if self.master is None else self.master
-
-
-def itemsize(dtype: Any) -> int:
-    """Bytes of one element, extended dtypes (PRNG keys) included."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return math.prod(key.shape) * int(key.dtype.itemsize)
-    return int(dtype.itemsize)

@@ -15,10 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero._text import Report
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
+from jzero.jaxpr.sizes import array_bytes, itemsize
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.kept import Kept
-from jzero.plan.leaves import LeafPlan, Memory, StateLeaf, itemsize
+from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
 from jzero.plan.padded import Padded
 from jzero.plan.records import Rectangle, field_offsets, rectangles
@@ -382,7 +383,7 @@ class ZeroPlan(Report):
         """The same terms for replicated training (stage 0), for comparison."""
         return BytesPerDevice(
             *(
-                sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+                sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves)
                 for leaves in (
                     self._all_params,
                     [leaf.grad for leaf in self.leaves if leaf.trained],

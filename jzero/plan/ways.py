@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jzero.config.zero import LeafRule
+from jzero.jaxpr.sizes import itemsize
 from jzero.plan.blocks import LEAST
 from jzero.plan.comm import Comm, Hop
-from jzero.plan.leaves import StateLeaf, itemsize
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import AnyMesh
 
 __all__ = ["Way", "why_exact", "why_not_stored"]

@@ -18,7 +18,8 @@ from jzero.arrays.placement import place_array
 from jzero.config.settings import ONE_KEY, check, optional
 from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
-from jzero.plan.leaves import StateLeaf, itemsize
+from jzero.jaxpr.sizes import array_bytes
+from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
@@ -233,7 +234,7 @@ def warn_closed_over(traced: TracedLoss, plan: ZeroPlan) -> None:
     leaves = find_closed_over(traced, plan)
     if leaves:
         listed = "\n".join(f"  {leaf.path}: {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-        num_bytes = sum(leaf.size * itemsize(leaf.dtype) for leaf in leaves)
+        num_bytes = sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves)
         warnings.warn(
             f"The loss closes over arrays of {num_bytes} bytes in all, which every device holds whole:\n{listed}\nPass "
             "them as parameters (frozen if need be) or in the batch.",

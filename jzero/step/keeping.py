@@ -10,8 +10,8 @@ from jzero.config.keep import Keep
 from jzero.engine.gradients import MicroBatches, bytes_of_kept_blocks
 from jzero.engine.recompute import num_blocks
 from jzero.engine.trace import TracedLoss
+from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.kept import Kept
-from jzero.plan.leaves import itemsize
 from jzero.plan.plan import ZeroPlan
 
 __all__ = ["check_keep", "kept_by"]
@@ -48,7 +48,7 @@ def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches)
     return Kept(
         params=frozenset(leaf.path for leaf, _ in stay),
         of_params=len(cut),
-        param_bytes=sum(math.prod(leaf.shape) * itemsize(dtype) for leaf, dtype in stay),
+        param_bytes=sum(array_bytes(math.prod(leaf.shape), dtype) for leaf, dtype in stay),
         blocks=min(keep.blocks, total),
         of_blocks=total,
         block_bytes=bytes_of_kept_blocks(traced, plan, micro) if keep.blocks and total else 0,

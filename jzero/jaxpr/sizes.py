@@ -1,0 +1,32 @@
+"""Bytes of arrays by size and dtype; compilers keep numbers of 4 bits in pairs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["array_bytes", "itemsize"]
+
+
+def array_bytes(size: int, dtype: Any) -> int:
+    """Returns the bytes of so many numbers of a dtype, extended dtypes (PRNG keys) included."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return size * itemsize(dtype)
+    return -(-size * _bits(jnp.dtype(dtype)) // 8)
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element by itself, extended dtypes (PRNG keys) included."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return math.prod(key.shape) * int(key.dtype.itemsize)
+    return int(dtype.itemsize)
+
+
+def _bits(dtype: Any) -> int:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return int(jnp.iinfo(dtype).bits)
+    return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 8 * int(dtype.itemsize)

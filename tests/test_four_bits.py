@@ -1,0 +1,126 @@
+"""Frozen parameters of 4 bits: they train adapters, count by their bits, and come back from checkpoints."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import jzero
+from tests.compiled import analyze
+
+D, V, R, B = 36, 61, 4, 24
+"""On 8 devices `odd` is padded, `even` is not."""
+LR = 1e-2
+
+
+def make_params(dtype):
+    rng = np.random.default_rng(0)
+    low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    draw = lambda *shape: jnp.asarray(rng.integers(low, high + 1, shape), dtype)
+    return {
+        "odd": draw(V, D),
+        "even": draw(64, D),
+        "scale": jnp.full((D,), 0.05),
+        "lora_a": jnp.asarray(rng.normal(size=(V, R)), jnp.float32),
+        "lora_b": jnp.asarray(rng.normal(size=(R, D)) / 9, jnp.float32),
+    }
+
+
+def loss_fn(params, batch):
+    real = batch.dtype
+    w = params["odd"].astype(real) * params["scale"].astype(real)[None]
+    y = batch @ w + batch @ params["lora_a"].astype(real) @ params["lora_b"].astype(real)
+    return jnp.square(y @ params["even"].astype(real).T / 36).mean()
+
+
+def sharded(params, *, num_devices=8, stage=3, precision="fp32"):
+    config = jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=0)
+    plain = jzero.TrainState.create(params=params, tx=optax.adam(LR))
+    mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
+    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="lora_.")
+
+
+def batch_of(precision):
+    x = np.random.default_rng(1).normal(size=(B, V))
+    return jnp.asarray(x, "bfloat16" if precision == "bf16" else "float32")
+
+
+def whole(state):
+    return {path: np.asarray(x) for path, x in jzero.gather_params(state, masters=True).items()}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
+def test_adapters_train_and_the_base_keeps_its_bits(dtype, stage, precision):
+    """As one device trains them, in fp32; in bf16 the loss falls alike."""
+    params, batch = make_params(dtype), batch_of(precision)
+    state = sharded(params, stage=stage, precision=precision)
+    step = jzero.make_train_step(loss_fn)
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+
+    adapters, tx = {name: params[name] for name in ("lora_a", "lora_b")}, optax.adam(LR)
+    opt_state, want = tx.init(adapters), []
+    for _ in range(4):
+        loss = lambda adapters: loss_fn(params | adapters, batch_of("fp32"))
+        value, grads = jax.value_and_grad(loss)(adapters)
+        updates, opt_state = tx.update(grads, opt_state)
+        adapters = optax.apply_updates(adapters, updates)
+        want.append(float(value))
+    np.testing.assert_allclose(losses, want, rtol=1e-5 if precision == "fp32" else 0.03)
+    assert losses[-1] < losses[0]
+    found = whole(state)
+    for name in ("odd", "even"):
+        assert found[name].dtype == dtype
+        np.testing.assert_array_equal(found[name], np.asarray(params[name]))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_numbers_take_a_byte(dtype, stage):
+    """By hand, and by the compiler: what it reuses of the state is all of it."""
+    state = sharded(make_params(dtype), stage=stage)
+    plan = jzero.plan_of(state)
+    parts = [x.addressable_shards[0].data for x in jax.tree.leaves(state.params)]
+    assert plan.bytes_per_device.params == sum(x.size // 2 if x.dtype == dtype else 4 * x.size for x in parts)
+    report = analyze(jzero.make_train_step(loss_fn), state, batch_of("fp32"))
+    report.verify()
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_checkpoints_keep_every_bit(dtype, precision, tmp_path):
+    """From 8 devices at stage 3 to 3 at stage 1; plain Orbax reads the same numbers."""
+    params = make_params(dtype)
+    state = sharded(params, precision=precision)
+    with jzero.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(state, step=1)
+        manager.wait()
+        blank = jax.tree.map(jnp.zeros_like, params)
+        restored = manager.restore(sharded(blank, num_devices=3, stage=1, precision=precision))
+        assert not [path for path, *_ in manager.last_restore.cast if path in ("params/odd", "params/even")]
+    found = whole(restored)
+    for name, want in params.items():
+        assert found[name].dtype == want.dtype
+        np.testing.assert_array_equal(found[name], np.asarray(want))
+    with ocp.StandardCheckpointer() as plain:
+        there = plain.restore((tmp_path / "run" / "1" / "default").absolute())["params"]
+    for name in ("odd", "even"):
+        np.testing.assert_array_equal(np.asarray(there[name]).astype(int), np.asarray(params[name]).astype(int))
+
+
+def test_numbers_that_do_not_fit_are_refused(tmp_path):
+    """Bytes that were never of 4 bits."""
+    state = sharded(make_params("uint8"))
+    jzero.save_checkpoint(tmp_path / "bytes", state)
+    with pytest.raises(
+        ValueError, match=r"params/odd: uint8 numbers from 0 to 255, and uint4 holds those from 0 to 15"
+    ):
+        jzero.restore_checkpoint(tmp_path / "bytes", sharded(make_params("uint4")))
