@@ -56,7 +56,8 @@ class Account:
     def _why_other(self) -> str:
         if self.stage < 3:
             return f"{BYTES[self.stage]}, all trained"
-        ours = self.ledger.states_bytes * self.num_devices / self.num_params
+        held = self.ledger.states_bytes + self.ledger.host
+        ours = held * self.num_devices / self.num_params
         return f"{BYTES[3]}, not {ours:.3g}/N, and the largest layer whole"
 
     def to_json(self) -> str:
