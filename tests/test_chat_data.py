@@ -137,7 +137,7 @@ def test_the_loss_of_packed_rows_is_that_of_each_example_alone(family, tmp_path)
         alone.append(loss_fn(params, {**one, "weights": np.ones(1, np.float32)}))
     assert float(packed.weight) == sum(float(x.weight) for x in alone) == sum(x.learned.sum() for x in examples)
     mean = sum(float(x.sum) for x in alone) / float(packed.weight)
-    assert float(packed.sum) / float(packed.weight) == pytest.approx(mean, abs=1e-6)
+    assert float(packed.sum) / float(packed.weight) == pytest.approx(mean, rel=1e-6)
 
 
 def test_a_run_that_goes_on_sees_the_rows_that_it_would_have_seen():

@@ -112,6 +112,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
         ("--lora-rank=-1", "`rank` must be at least 1: got -1"),
         ("--lora-rank=0 --quantize=int8", "--quantize int8 stores what is not trained: it needs --lora-rank"),
         ("--out=.", "--out . exists: name a new folder"),
+        ("--log=log.txt", "--log: must be FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT: got 'log.txt'"),
+        ("--batch=9", "`batch_size` must be a multiple of the 8 parts"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_read(bad, says, tmp_path, capsys):

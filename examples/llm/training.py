@@ -20,6 +20,10 @@ from decoder import Decoder
 
 Batch = Mapping[str, jax.Array]
 
+LOG = "FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT"
+FILES = {".csv": jzero.Csv, ".jsonl": jzero.JsonLines}
+TRACKERS = {"wandb": jzero.WandB, "mlflow": jzero.MLflow}
+
 
 def start() -> None:
     """Prepares jax: without accelerators, eight devices of the CPU."""
@@ -147,14 +151,18 @@ def train(  # noqa: PLR0913  # what a loop has
 
 def make_tracker(args: argparse.Namespace, run_id: str | None) -> Any:
     """Returns the sink of `--log`, which goes on with a run if it has an id; `None` without."""
-    kind, _, name = args.log.partition(":")
-    if not kind:
+    if args.log is None:
         return None
-    if name and kind in ("wandb", "mlflow"):
-        return {"wandb": jzero.WandB, "mlflow": jzero.MLflow}[kind](name, run_id=run_id or None)
-    if kind.endswith((".csv", ".jsonl")):
-        return (jzero.Csv if kind.endswith(".csv") else jzero.JsonLines)(kind)
-    raise SystemExit(f"--log must be FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT: got {args.log!r}.")
+    kind, _, name = args.log.partition(":")
+    return TRACKERS[kind](name, run_id=run_id or None) if name else FILES[pathlib.Path(kind).suffix](kind)
+
+
+def log_target(text: str) -> str:
+    """Checks a value of `--log`."""
+    kind, _, name = text.partition(":")
+    if kind not in TRACKERS if name else pathlib.Path(kind).suffix not in FILES:
+        raise argparse.ArgumentTypeError(f"must be {LOG}: got {text!r}")
+    return text
 
 
 def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
@@ -169,5 +177,5 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--checkpoints", type=pathlib.Path, help="folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
-    parser.add_argument("--log", default="", help="FILE.csv, FILE.jsonl, wandb:PROJECT or mlflow:EXPERIMENT")
+    parser.add_argument("--log", type=log_target, help=LOG)
     parser.add_argument("--seed", type=int, default=0)
