@@ -75,11 +75,11 @@ def pretrained(model):
 # What a user writes ---------------------------------------------------------------------------------------------------
 
 
-def by_jzero(config, base, **fields):
+def by_jzero(config, base, frozen="int8", **fields):
     model = Decoder(config, Lora(rank=RANK, alpha=ALPHA))
     params = jax.jit(model.init)(jax.random.key(7), jnp.zeros((1, 4), jnp.int32))["params"]
     params = merge_trees(params, base)
-    zero = jzero.ZeroConfig(stage=3, quantization=jzero.Quantization(frozen="int8"), **fields)
+    zero = jzero.ZeroConfig(stage=3, quantization=jzero.Quantization(frozen=frozen), **fields)
     return model, params, zero
 
 
@@ -168,6 +168,7 @@ def main():
         ours = by_jzero(config, base, precision=precision, rules=scales | wide, **small)
         run("jzero", ours)
         run("jzero, embedding too", by_jzero(config, base, precision=precision, rules=scales, **small))
+        run("jzero, nf4", by_jzero(config, base, "nf4", precision=precision, rules=scales | wide, **small))
         decoder.Projection = lambda features, bias, lora, name: Dense(features, use_bias=bias, name=name)
         model, params, zero = by_qwix(config, base, precision=precision, rules=scales, **small)
         run("qwix", (model, begin_alike(params, ours[1]["layers"]), zero))

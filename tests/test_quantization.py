@@ -37,12 +37,27 @@ def short(x):
     return np.uint32(kept << 8).view(np.float32)
 
 
+# As published with QLoRA.
+NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
+    -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"""
+NF4 = np.array(NF4.split(), np.float32)
+MOST = {"int8": 127, "int4": 7, "nf4": 1}
+LARGEST_ERROR = {"int8": 1 / 254, "int4": 1 / 14, "nf4": 0.1520}  # nf4: half of the widest gap, (0.6962 - 1) / 2
+
+
+def nearest(z, kind):
+    if kind == "nf4":
+        return NF4[np.abs(z[:, None] - NF4[None]).argmin(1)]
+    return np.clip(np.round(z), -MOST[kind], MOST[kind]).astype(np.float32)
+
+
 def numpy_rounded(x, dim, kind="int8", num_stacked=0):
     """The blocks of the definition, in NumPy: every index of a stack and of the cut dimension by itself."""
-    top = {"int8": np.float32(127), "int4": np.float32(7)}[kind]
+    top = np.float32(MOST[kind])
     y = np.moveaxis(np.asarray(x, np.float32), dim, num_stacked)
     rows = y.reshape(int(np.prod(y.shape[: num_stacked + 1])), -1)
-    n = -(-rows.shape[1] // 256)
+    n = -(-rows.shape[1] // (64 if kind == "nf4" else 256))
     b = -(-rows.shape[1] // n)
     b += b % 2
     out = np.zeros_like(rows)
@@ -51,8 +66,7 @@ def numpy_rounded(x, dim, kind="int8", num_stacked=0):
             block = row[start : start + b]
             scale = short(np.max(np.abs(block)) * np.float32(1 / top))
             if np.max(np.abs(block)) > 1e-30:
-                z = np.clip(np.round(block * (np.float32(1) / scale)), -top, top)
-                new[start : start + b] = z.astype(np.float32) * scale
+                new[start : start + b] = nearest(block * (np.float32(1) / scale), kind) * scale
     return np.moveaxis(out.reshape(y.shape), num_stacked, dim)
 
 
@@ -80,7 +94,7 @@ def arrays(draw):
     return (x * rng.choice([0, 1, 1e-6], size=shape)).astype(np.float32), dim, num_stacked
 
 
-@drawn(arrays(), st.sampled_from(["int8", "int4"]))
+@drawn(arrays(), st.sampled_from(["int8", "int4", "nf4"]))
 def test_blocks_are_those_of_the_definition(given, kind):
     """Within one bit: XLA's reciprocal may differ from NumPy's by as much."""
     x, dim, num_stacked = given
@@ -94,7 +108,7 @@ def test_blocks_are_those_of_the_definition(given, kind):
     want = numpy_rounded(x, dim, kind, num_stacked)
     steps = np.abs(found - want) > 1e-6 * np.abs(want)
     assert steps.mean() < 0.01, "but for ties that one bit decides"
-    assert np.all(np.abs(found - x) <= np.abs(x).max() / {"int8": 127, "int4": 7}[kind] / 2 * 1.001)
+    assert np.all(np.abs(found - x) <= np.abs(x).max() * LARGEST_ERROR[kind] * 1.001)
 
 
 @drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
@@ -512,24 +526,27 @@ def lora_state(config, sizes=FLAT):
     sizes=[FLAT, {"data": 3}, TWO],
     precision=["fp32", "bf16"],
     kinds=[{}, {"gather": "int8", "reduce": "int8"}],
+    frozen=["int8", "nf4"],
 )
-def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds):
+def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, frozen):
     """As dense training on the rounded base; its bytes and gathers are those of integers."""
     fields = SECONDARY if "node" in sizes else {}
-    state = lora_state(config_of(frozen="int8", precision=precision, **kinds, **fields), sizes)
+    state = lora_state(config_of(frozen=frozen, precision=precision, **kinds, **fields), sizes)
     plan, step = jzero.plan_of(state), jzero.make_train_step(lora_loss)
     (leaf,) = [leaf.param for leaf in plan.leaves if leaf.path == "base/w"]
     assert str(leaf.stored_dtype) == "int8"
-    assert leaf.bytes_per_device(plan.mesh, plan.comm) == LAYERS * -(-WIDTH // plan.num_shards) * (62 + 4)
+    num_bytes = {"int8": 62 + 4, "nf4": 31 + 4}[frozen]  # of a row of 61: an even number of elements, and a scale
+    assert leaf.bytes_per_device(plan.mesh, plan.comm) == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
     base = jax.device_get(jzero.gather_params(state))["base"]["w"]
-    np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, num_stacked=1), rtol=1e-6)
+    np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, frozen, 1), rtol=1e-6)
     report = analyze(step, state, BATCH)
     report.verify()
     assert any(r.kind == "all-gather" and r.dtype == "s8" for r in report.collectives)
     shards = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
     rounded = lora_params()
     rounded["base"]["w"] = base
-    exact_config = config_of(precision=precision, **kinds, **fields)
+    as_it_is = {"base/.*": jzero.LeafRule(quantize=False)}  # levels of nf4 are none of int8
+    exact_config = config_of(precision=precision, rules=as_it_is, **kinds, **fields)
     plain = jzero.TrainState.create(params=rounded, tx=optax.adam(1e-2))
     exact = jzero.shard_train_state(plain, config=exact_config, mesh=plan.mesh, trainable="(?!base).*")
     for _ in range(5):
@@ -539,9 +556,10 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds):
     np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state.params["base"]["w"])[0]), shards)
 
 
-def test_an_integer_base_keeps_its_bits(tmp_path):
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
     """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
-    config = config_of(frozen="int8")
+    config = config_of(frozen=frozen)
     state = lora_state(config)
     bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
     natural = np.asarray(jzero.get_full_param(state, "base/w"))

@@ -155,7 +155,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lora-rank", type=int, default=8, help="of the adapters; 0 to train all parameters")
     parser.add_argument("--lora-alpha", type=float, default=16.0, help="adapters are multiplied by alpha / rank")
     parser.add_argument("--lora-modules", default=".*", help=f"regular expression over {', '.join(PROJECTIONS)}")
-    parser.add_argument("--quantize", choices=["none", "int8"], default="none", help="store the frozen base so")
+    parser.add_argument("--quantize", choices=["none", "int8", "nf4"], default="none", help="store the frozen base so")
     parser.add_argument("--sample", help="prompt to answer at each evaluation")
     parser.add_argument("--sample-tokens", type=int, default=64)
     parser.add_argument("--out", type=pathlib.Path, help="folder to write")

@@ -63,7 +63,7 @@ class Request:
         int, typer.Option(min=0, help="Train adapters of this rank beside each kernel of a layer, and nothing else.")
     ] = 0
     quantize: Annotated[
-        Literal["none", "int8"], typer.Option(help="How parameters that are not trained are stored.")
+        Literal["none", "int8", "nf4"], typer.Option(help="How parameters that are not trained are stored.")
     ] = "none"
     threshold: Annotated[
         int,

@@ -23,7 +23,8 @@ class Quantization:
         qwZ). Forward, backward and recomputation see the same rounded parameter; masters stay exact.
       reduce: "int8" or "int4": gradients are rounded before they cross nodes, and summed in fp32 (ZeRO++'s qgZ). Sums
         within a node are exact. Without `ZeroConfig.node_axis`, all devices exchange rounded gradients.
-      frozen: "int8": stage 3 stores parameters that are not trained so. A step gathers the integers.
+      frozen: "int8" or "nf4": stage 3 stores parameters that are not trained so. A step gathers the integers. nf4 has
+        16 levels, quantiles of a normal distribution, and blocks of 64 (QLoRA).
 
     Raises:
       ValueError: A field has an impossible value.
@@ -34,16 +35,17 @@ class Quantization:
 
     References:
       Wang et al., ZeRO++: Extremely Efficient Collective Communication for Giant Model Training, 2023.
+      Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023.
     """
 
     gather: Literal["none", "int8"] = "none"
     reduce: Literal["none", "int8", "int4"] = "none"
-    frozen: Literal["none", "int8"] = "none"
+    frozen: Literal["none", "int8", "nf4"] = "none"
 
     def __post_init__(self) -> None:
         allowed = {
             "gather": one_of("none", "int8"),
             "reduce": one_of("none", "int8", "int4"),
-            "frozen": one_of("none", "int8"),
+            "frozen": one_of("none", "int8", "nf4"),
         }
         check_fields(self, allowed, prefix="Quantization.")
