@@ -13,7 +13,7 @@ import training
 def main(*argv: str) -> None:
     """Does what the example does."""
     args = finetune.parse_args(argv)
-    training.start()
+    training.start(cluster=args.cluster)
     finetune.finetune(args, ByteTokenizer())
 
 

@@ -105,6 +105,25 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.slow
+def test_two_processes_end_as_one(tmp_path):
+    asked = ("--quantize=int8", "--merge", "--sample=3+4", "--sample-tokens=8")
+    launcher = "examples/multi_process/launch_local.py --processes 2 --devices 4 --script tests/finetune_run.py --"
+    commands = {1: ["-m", "tests.finetune_run"], 2: launcher.split()}
+    samples = []
+    for count, script in commands.items():
+        folders = (f"--checkpoints={tmp_path / f'run{count}'}", f"--out={tmp_path / f'out{count}'}")
+        command = [sys.executable, *script, *options(tmp_path, *asked, *folders)]
+        how = {"cwd": ROOT, "env": environment(), "capture_output": True, "text": True, "timeout": 500}
+        ended = subprocess.run(command, check=False, **how)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        samples += re.findall(r"^(?:\[0\] )?sample: (.*)$", ended.stdout, re.MULTILINE)
+    assert samples[0] == samples[1], "printed by the first process only"
+    assert len(samples) == 2
+    one, two = (load_file(tmp_path / f"out{count}" / "model.safetensors") for count in commands)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), one, two)
+
+
 @pytest.mark.parametrize(
     ("bad", "says"),
     [

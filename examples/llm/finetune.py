@@ -26,7 +26,7 @@ from decoder import PROJECTIONS, Decoder, Lora
 from generate import decode, encode, stop_tokens
 from generation import Sampling, generate, left_padded
 from packing import PackedRows
-from training import add_options, make_evaluate, make_optimizer, next_token_loss, start, train, zero_config
+from training import add_options, make_evaluate, make_optimizer, next_token_loss, say, start, train, zero_config
 
 ADAPTERS = r"layers/.*/lora_[ab]"
 BASE = rf"(?!{ADAPTERS}$).*"
@@ -36,7 +36,7 @@ HOLD_OUT_EVERY = 20  # without --held-out, every so many-th example is kept for 
 def main() -> None:
     """Reads the command line, and fine-tunes."""
     args = parse_args()
-    start()
+    start(cluster=args.cluster)
     finetune(args, load_tokenizer(args.model))
 
 
@@ -47,7 +47,7 @@ def finetune(args: argparse.Namespace, tokenizer: Any) -> Any:
     train_data, held_out = load_data(args, tokenizer)
     args.steps = args.steps or train_data.batches_per_epoch
     state = make_sharded_state(model, args)
-    print(jzero.plan_of(state))
+    say(jzero.plan_of(state))
     step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
     state = train(
         state,
@@ -110,7 +110,7 @@ def load_data(args: argparse.Namespace, tokenizer: Any) -> tuple[jzero.data.Load
         held_out = examples[HOLD_OUT_EVERY - 1 :: HOLD_OUT_EVERY]
         examples = [example for number, example in enumerate(examples, 1) if number % HOLD_OUT_EVERY]
     rows = PackedRows(examples, args.seq + 1)
-    print(f"{counts}; {rows}; {len(held_out)} examples held out")
+    say(f"{counts}; {rows}; {len(held_out)} examples held out")
     loader = jzero.data.make_loader(rows, batch_size=args.batch, num_epochs=None, shuffle=True, seed=args.seed)
     if not held_out:
         return loader, None
@@ -129,7 +129,8 @@ def make_look(
         if args.sample is not None:
             prompt = encode(tokenizer, args.sample, raw=False)
             rows = left_padded([prompt], jax.random.key(args.seed), num_rows=jax.device_count())
-            print(f"sample: {decode(tokenizer, np.asarray(sample(state, rows))[0])!r}")
+            (new, *_) = sample(state, rows).addressable_shards  # other processes have the others
+            say(f"sample: {decode(tokenizer, np.asarray(new.data)[0])!r}")
         return {} if held_out is None else {"held_out": evaluate(state, held_out)}
 
     return look
@@ -138,11 +139,11 @@ def make_look(
 def export(state: Any, model: Decoder, args: argparse.Namespace) -> None:
     """Writes the tuned model as a folder like the one it came from, or its adapters as PEFT does."""
     if model.lora is not None and not args.merge:
-        print(jzero.hf.export_peft(state, args.out, like=args.model, rank=model.lora.rank, alpha=model.lora.alpha))
+        say(jzero.hf.export_peft(state, args.out, like=args.model, rank=model.lora.rank, alpha=model.lora.alpha))
         return
     merged = None if model.lora is None else jzero.lora.merged(model.lora.rank, model.lora.alpha)
     dtype = model.config.dtype
-    print(jzero.export_params(state, args.out, mapping="auto", like=args.model, dtype=dtype, decode=merged))
+    say(jzero.export_params(state, args.out, mapping="auto", like=args.model, dtype=dtype, decode=merged))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

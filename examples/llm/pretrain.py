@@ -22,7 +22,7 @@ import jzero.data
 import jzero.hf
 from decoder import Decoder
 from jzero.analysis.limits import this_machine
-from training import add_options, make_evaluate, make_optimizer, next_token_loss, start, train, zero_config
+from training import add_options, make_evaluate, make_optimizer, next_token_loss, say, start, train, zero_config
 
 
 class TokenFile:
@@ -47,7 +47,7 @@ class TokenFile:
 def main() -> None:
     """Trains."""
     args = parse_args()
-    start()
+    start(cluster=args.cluster)
     model = Decoder(jzero.hf.read_config(args.config))
     loader, held_out = (load_data(paths, model, args) for paths in (args.data, args.held_out))
     args.steps = args.steps or loader.batches_per_epoch
@@ -58,7 +58,7 @@ def main() -> None:
         return jzero.TrainState.create(params=params, tx=tx)
 
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=zero_config(args))
-    print(jzero.plan_of(state))
+    say(jzero.plan_of(state))
     step = jzero.make_train_step(next_token_loss(model), clip_norm=1.0, accumulate_steps=args.accumulate_steps)
     evaluate = make_evaluate(model)
     train(
@@ -98,7 +98,7 @@ def peak_share(model: Decoder, args: argparse.Namespace) -> Callable[[int, Mappi
     """Returns a sink that prints the speed of a step, and which share of the devices' published peak it is."""
     machine, kind = this_machine(jax.devices()), jax.devices()[0].device_kind
     if machine is None:
-        print(f"no peak is known of {kind!r} devices, so the share of it is not told")
+        say(f"no peak is known of {kind!r} devices, so the share of it is not told")
         return lambda step, values: None
     name = {"bf16": "bf16", "fp32": "tf32" if machine.kind == "gpu" else "bf16"}[args.precision]
     peak, flops = machine.flops[name] * jax.device_count(), flops_per_token(model, args.seq)

@@ -25,10 +25,22 @@ FILES = {".csv": jzero.Csv, ".jsonl": jzero.JsonLines}
 TRACKERS = {"wandb": jzero.WandB, "mlflow": jzero.MLflow}
 
 
-def start() -> None:
-    """Prepares jax: without accelerators, eight devices of the CPU."""
-    os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
-    jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
+def start(*, cluster: bool = False) -> None:
+    """Connects this process with the others, if there are any; alone and without accelerators it gets eight devices."""
+    if cluster:
+        jax.distributed.initialize()
+    elif "JAX_PROCESS_ID" in os.environ:  # from ../multi_process/launch_local.py
+        count, index = (int(os.environ[f"JAX_{name}"]) for name in ("NUM_PROCESSES", "PROCESS_ID"))
+        jax.distributed.initialize(num_processes=count, process_id=index, cluster_detection_method="deactivate")
+    else:
+        os.environ.setdefault("PJRT_NPROC", "32")  # threads for two steps at once; see ../cpu_devices.py
+        jax.config.update("jax_num_cpu_devices", 8)  # has no effect on accelerators
+
+
+def say(text: Any) -> None:
+    """Prints, in the first process."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 def next_token_loss(model: Decoder) -> Callable[[Any, Batch], jzero.Weighted]:
@@ -124,7 +136,7 @@ def train(  # noqa: PLR0913  # what a loop has
         if manager is not None and manager.latest_step() is not None:
             state = manager.restore(state, data_iterator=batches, donate=True)
             saved = manager.restore_extra()
-            print(f"going on from step {saved['step']}")
+            say(f"going on from step {saved['step']}")
         else:
             state = begin(state)
         tracker = make_tracker(args, saved.get("run"))
@@ -179,3 +191,6 @@ def add_options(parser: argparse.ArgumentParser, *, lr: float) -> None:
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations")
     parser.add_argument("--log", type=log_target, help=LOG)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cluster", action="store_true", help="one of many processes, which SLURM or Kubernetes started"
+    )
