@@ -106,6 +106,50 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # by PEFT, of transformers
+def test_transformers_and_peft_continue_as_generate_does(tmp_path):
+    """With a tokenizer of theirs, from its folder to theirs."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch, tokenizers = pytest.importorskip("torch"), pytest.importorskip("tokenizers")
+    finetune_run.main(*options(tmp_path, "--steps=1"))  # writes the model and the chats
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["</s>", "<|user|>", "<|assistant|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator([], trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    wrapped.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    model = tmp_path / "model"
+    wrapped.save_pretrained(model)
+    tokenizer = finetune_run.finetune.load_tokenizer(model)
+    shared = ("--lora-modules=q|k|up", f"--checkpoints={tmp_path / 'run'}")
+    for more in ((f"--out={tmp_path / 'tuned'}", "--merge"), (f"--out={tmp_path / 'adapter'}",)):
+        finetune_run.finetune.finetune(finetune_run.finetune.parse_args(options(tmp_path, *shared, *more)), tokenizer)
+
+    prompts = ("3+4", "66+1", "0+0")
+    asked = [f"--prompt={prompt}" for prompt in prompts] + ["--num-tokens=8", "--dtype=float32"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = {
+        f"--model={model} --adapter={tmp_path / 'adapter'}": peft.PeftModel.from_pretrained(
+            theirs, tmp_path / "adapter"
+        ),
+        f"--model={tmp_path / 'tuned'}": transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned"),
+    }
+    for folders, other in theirs.items():
+        answers = generate.complete(generate.parse_args([*folders.split(), *asked]), tokenizer)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            tokens = torch.tensor([generate.encode(tokenizer, prompt, raw=False)])
+            how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
+            new = other.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), **how)
+            assert tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True) == answer
+
+
+@pytest.mark.slow
 def test_two_processes_end_as_one(tmp_path):
     asked = ("--quantize=int8", "--merge", "--sample=3+4", "--sample-tokens=8")
     launcher = "examples/multi_process/launch_local.py --processes 2 --devices 4 --script tests/finetune_run.py --"
