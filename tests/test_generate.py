@@ -122,7 +122,8 @@ def test_top_k_and_top_p_choose_among_the_likeliest():
         (None, 10, "whole on each of 8 devices"),
         (10**9, 10, "whole on each of 8 devices"),
         (100_000, 10, "tensor, divided by 2, on 8 devices"),
-        (42_000, 10, "tensor, divided by 4, on 8 devices"),
+        (60_000, 10, "tensor, divided by 4, on 8 devices"),
+        (42_000, 10, "tensor, divided by 8, on 8 devices"),
         (150_000, 100, "tensor, divided by 2, on 8 devices"),
     ],
 )

@@ -120,6 +120,8 @@ def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
     if model.lora is not None:
         options = {"mapping": adapter_mapping(model.lora), "paths": ADAPTERS}
         state = jzero.load_params(state, args.adapter / "adapter_model.safetensors", donate=True, **options)
+    if mesh.size == 1:  # the shards are the weights
+        return state.params
     shapes = jax.eval_shape(make_state, jax.random.key(0)).params
     return jzero.gather_params(state, shardings=shardings(shapes, mesh))
 

@@ -30,13 +30,14 @@ def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, d
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     weights = itemsize * sum(x.size for x in jax.tree.leaves(shapes))
     cache_row = itemsize * 2 * config.num_layers * num_places * config.num_kv_heads * config.head_dim
+    shards = 0 if num_devices == 1 else weights / num_devices  # which they are read into, and then laid out from
     limit = memory_limit()
     sizes = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
     if divide_by is not None and divide_by not in sizes:
         raise SystemExit(f"--divide-by must divide the {num_devices} devices: got {divide_by}.")
     for size in sizes if divide_by is None else [divide_by]:
         cache = -(-num_rows * size // num_devices) * cache_row
-        needed = (weights + cache) / size
+        needed = weights / size + max(cache / size, shards)
         if divide_by is not None or limit is None or needed <= MEMORY_SHARE * limit:
             break
     else:
@@ -46,7 +47,8 @@ def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, d
         )
     how = "whole on each of" if size == 1 else f"tensor, divided by {size}, on"
     known = "their memory is unknown" if limit is None else f"of {limit / GIB:.2f} GiB"
-    print(f"weights: {how} {num_devices} devices; with the cache {needed / GIB:.2f} GiB on each; {known}")
+    each = f"{weights / size / GIB:.2f} GiB on each, {needed / GIB:.2f} with what else there is at a time"
+    print(f"weights: {how} {num_devices} devices: {each}; {known}")
     types = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh((num_devices // size, size), ("data", "model"), axis_types=types)
 
