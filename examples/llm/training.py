@@ -140,13 +140,14 @@ def train(  # noqa: PLR0913  # what a loop has
         else:
             state = begin(state)
         tracker = make_tracker(args, saved.get("run"))
+        options = jax.tree.map(lambda x: str(x) if isinstance(x, pathlib.Path) else x, vars(args))
         monitor = jzero.Monitor(
             args.steps,
             sinks=[*([] if tracker is None else [tracker]), *sinks],
             tokens_per_step=args.batch * args.seq,
             start_step=saved["step"],
             show=("loss", "held_out"),
-            config={"options": vars(args), "plan": jzero.plan_of(state)},
+            config={"options": options, "plan": jzero.plan_of(state)},
         )
         stack.enter_context(monitor)
         for number in range(saved["step"] + 1, args.steps + 1):
