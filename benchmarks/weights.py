@@ -2,8 +2,9 @@
 
 A Llama of 2048 wide layers with random bf16 weights is loaded into the parameters of a scanned decoder at stage 3: on
 8 devices of one process, and on 2 devices of each of 4 processes. Beside it, the same bytes by plain `load_params`,
-from a file that holds the parameters as they are. `pages` is the share of the file's pages of 4 KiB that slices cover,
-each counted as often as a slice covers it; memory is anonymous resident memory, sampled every 5 ms. Prints JSON lines.
+from a file that holds the parameters as they are; `int8` stores what is not trained, all but norms, as integers.
+`pages` is the share of the file's pages of 4 KiB that slices cover, each counted as often as a slice covers it. Memory
+is anonymous resident memory, sampled every 5 ms, by an allocator that returns what is freed. Prints JSON lines.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         write_model(pathlib.Path(directory) / "hf", options.gigabytes)
-        for part in ("export", "load hf", "load plain", "write hf"):
+        for part in ("export", "load hf", "load int8", "load plain", "write hf"):
             start(directory, *part.split())
         for part in ("load hf", "load plain"):
             port = free_port()
@@ -49,7 +50,7 @@ def main() -> None:
 def start(directory: str, *part: str, wait: bool = True) -> subprocess.Popen[bytes]:
     """Starts a run."""
     command = [sys.executable, "-m", "benchmarks.weights", "--part", directory, *part]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)})
     assert not wait or process.wait() == 0
     return process
 
@@ -80,8 +81,8 @@ def write_model(folder: pathlib.Path, gigabytes: float) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def make_state(folder: pathlib.Path) -> Any:
-    """Returns a state of the decoder's parameters, zero."""
+def make_state(folder: pathlib.Path, **options: Any) -> Any:
+    """Returns a state of the decoder's parameters, all equal."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -103,11 +104,12 @@ def make_state(folder: pathlib.Path) -> Any:
     }
 
     def make(key: Any) -> jzero.TrainState:
-        is_shape = lambda x: isinstance(x, tuple)
-        params = jax.tree.map(lambda shape: jnp.zeros(shape, jnp.bfloat16), shapes, is_leaf=is_shape)
+        fill = lambda shape: jnp.full(shape, jax.random.normal(key), jnp.bfloat16)  # XLA would fold constants
+        params = jax.tree.map(fill, shapes, is_leaf=lambda x: isinstance(x, tuple))
         return jzero.TrainState.create(params=params, tx=optax.identity())
 
-    return jzero.init_train_state(make, jax.random.key(0), config=jzero.ZeroConfig(stage=3))
+    config = jzero.ZeroConfig(stage=3, **options)
+    return jzero.init_train_state(make, jax.random.key(0), config=config, trainable=".*scale")
 
 
 def run(directory: str, what: str, kind: str = "plain", process: str = "0", port: str = "") -> dict[str, Any]:
@@ -122,8 +124,10 @@ def run(directory: str, what: str, kind: str = "plain", process: str = "0", port
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"localhost:{port}", num_processes=NUM_PROCESSES, process_id=int(process))
     folder = pathlib.Path(directory)
-    state = make_state(folder / "hf")
-    mapping = "auto" if kind == "hf" else None
+    frozen = jzero.Quantization(frozen="int8" if kind == "int8" else "none")
+    state = make_state(folder / "hf", quantization=frozen)
+    mapping = None if kind == "plain" else "auto"
+    source = folder / ("plain" if kind == "plain" else "hf")
     if what == "export":
         state = jzero.load_params(state, folder / "hf", mapping="auto", donate=True)
         return {"run": what, "bytes": jzero.export_params(state, folder / "plain").num_bytes}
@@ -132,12 +136,12 @@ def run(directory: str, what: str, kind: str = "plain", process: str = "0", port
     with Peak() as peak:
         begin, used = time.perf_counter(), time.process_time()
         if what == "load":
-            state = jzero.load_params(state, folder / kind, mapping=mapping, donate=True)
+            state = jzero.load_params(state, source, mapping=mapping, donate=True)
             jax.block_until_ready(state)
         else:
-            jzero.export_params(state, folder / "again", mapping=mapping, like=folder / kind)
+            jzero.export_params(state, folder / "again", mapping=mapping, like=source)
         seconds, used = time.perf_counter() - begin, time.process_time() - used
-    total = sum(file.stat().st_size for file in (folder / kind).glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     return {
         "run": f"{what} {kind}",
         "process": int(process),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, WantedLeaf
 from jzero.checkpoint.mapped import MappedTensor, Problems, map_tensors
 from jzero.checkpoint.matching import renamed_paths
-from jzero.checkpoint.restoring import PARAMS, Choice, Target, warn_unless_complete
+from jzero.checkpoint.restoring import PARAMS, Choice, Target, check_fit, warn_unless_complete
 from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
 from jzero.checkpoint.shards import placed
 from jzero.hf.mapping import Mapping as NameMapping
@@ -93,10 +93,29 @@ def load_params(
             target.wanted[i] = _in_long_runs(found.sources[leaf.keys][0], target.wanted[i], target.plan)
     if donate:
         target.free(matched)
-    read = everywhere(lambda: {i: _place(found.sources[leaf.keys], target.wanted[i]) for i, leaf in matched.items()})
-    loaded = target.fill(read, None, dataclasses.replace(choice, donate=True))  # shares the other arrays
+
+    def read(i: int) -> jax.Array:
+        x = everywhere(lambda: _place(found.sources[matched[i].keys], target.wanted[i]))
+        check_fit({i: x}, target.wanted)
+        return x
+
+    keep = dataclasses.replace(choice, donate=True)  # shares the other arrays
+    loaded = target.fill(_WhenAsked(read, matched), None, keep)
     warn_unless_complete(report, dataclasses.replace(choice, params_only=False))
     return loaded
+
+
+class _WhenAsked(dict[int, Any]):
+    """Leaves by number, each read when it is asked for, so that few are in memory in the dtype of the file."""
+
+    def __init__(self, read: Callable[[int], jax.Array], numbers: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(numbers))
+        self._read = read
+
+    def __getitem__(self, i: int) -> jax.Array:
+        if super().__getitem__(i) is None:
+            self[i] = self._read(i)
+        return super().__getitem__(i)
 
 
 def name_of(keys: Keys) -> str:

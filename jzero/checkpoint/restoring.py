@@ -45,6 +45,7 @@ __all__ = [
     "PARAMS",
     "Choice",
     "Target",
+    "check_fit",
     "read_extra",
     "restore_checkpoint",
     "restore_from",
@@ -170,6 +171,7 @@ def restore_from(
     _verify(contents, read, wanted, near)
     disk = target.restore_files(contents, found) if target.on_disk else None
     own = _own_state(contents, target) if target.takes_opt_state(choice) else None
+    check_fit(read, wanted)
     state = target.fill(read, own, choice, disk)
     if disk is not None and choice.donate:
         target.close_files()
@@ -268,14 +270,13 @@ class Target:
         """Returns the state with the leaves that were read; removes them from `read`, one by one.
 
         Args:
-          read: Leaves by number, as `wanted` describes them.
+          read: Leaves by number, as `wanted` describes them, of numbers that fit (`check_fit`).
           own: The loss scale and counter to continue with; `None` to keep those of the state, or to start over. Pending
             gradients belong to other parameters, and are dropped.
           choice: The user's choice.
           disk: What was restored on disk. Without it, leaves on disk stay there, and those that were read are written
             to the state's own files.
         """
-        _check_fit(read, self.wanted)
         tree, sources = self._sources(own)
         last_use = {source.index: i for i, (source, _) in enumerate(sources) if isinstance(source, Number)}
         fresh = {"disk/waiting", *(["disk/generation"] if disk is not None else [])}
@@ -314,7 +315,7 @@ def _has_values(x: Any) -> bool:
     return isinstance(x, jax.Array) or (isinstance(x, OnDisk) and x.files is not None)
 
 
-def _check_fit(read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf]) -> None:
+def check_fit(read: Mapping[int, jax.Array], wanted: Sequence[WantedLeaf]) -> None:
     """Raises if a cast to the state's dtypes would change numbers by more than rounding."""
     cast = [(wanted[i], x) for i, x in read.items() if x.dtype != wanted[i].leaf.dtype]
     bad = [f"  {leaf.path}: {why}" for leaf, x in cast if (why := describe_misfit(on_device(x), leaf.leaf.dtype))]
