@@ -15,8 +15,9 @@ class Quantization:
     """What travels, or is stored, in blocks of integers, each with a scale: for slow links between devices.
 
     A block is up to 256 elements at one index of the dimension that is cut, so rounded parameters are the same bits on
-    any number of devices. NaN and infinity fill their block, so a loss scale still finds them. Vectors and a few other
-    leaves stay as they are; `plan.unquantized` names each with its reason, and `LeafRule(quantize=False)` adds some.
+    any number of devices that cut this dimension. NaN and infinity fill their block, so a loss scale still finds them.
+    Vectors and a few other leaves stay as they are; `plan.unquantized` names each with its reason, and
+    `LeafRule(quantize=False)` adds some.
 
     Attributes:
       gather: "int8": stage 3 rounds each parameter once per step, on its shard, and gathers the integers (ZeRO++'s
