@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("jzero", "tests", "pyproject.toml")
+COPIED = ("jzero", "examples", "tests", "pyproject.toml")
 TIMEOUT = 300
 
 
@@ -1078,6 +1078,49 @@ MUTANTS = [
         "if self.drop_remainder else -(-num_examples // self.batch_size)",
         "if self.drop_remainder else num_examples // self.batch_size + 1",
         "test_data_order.py::test_schedule_is_that_of_brute_force",
+    ),
+    # Published models, adapters, memory.
+    Mutant(
+        "sections_of_tensors_start_at_0",
+        "checkpoint/pieces.py",
+        "slice(start, start + size)",
+        "slice(0, size)",
+        "test_mapping.py::test_sections_orders_shapes_and_stacks",
+    ),
+    Mutant(
+        "nf4_levels_are_even",
+        "plan/blocks.py",
+        '_levels(z) if kind == "nf4"',
+        'z.astype(jnp.float32) / 8 if kind == "nf4"',
+        "test_quantization.py::test_blocks_are_those_of_the_definition",
+    ),
+    Mutant(
+        "gathered_parameters_keep_their_dtype",
+        "state/layouts.py",
+        "cast_dtype(leaf.dtype, dtype)",
+        "leaf.dtype",
+        "test_gather.py::test_values_are_those_of_numpy",
+    ),
+    Mutant(
+        "averages_in_extra_stay_whole",
+        "plan/planner.py",
+        "return bool(leaves) and treedef == params_treedef",
+        "return False and treedef == params_treedef",
+        "test_extra.py::test_losses_and_loops_change_it",
+    ),
+    Mutant(
+        "four_bits_count_a_byte",
+        "jaxpr/sizes.py",
+        "return -(-size * _bits(jnp.dtype(dtype)) // 8)",
+        "return size * int(jnp.dtype(dtype).itemsize)",
+        "test_four_bits.py::test_two_numbers_take_a_byte",
+    ),
+    Mutant(
+        "ledger_without_gradients",
+        "analysis/step_memory.py",
+        "BytesPerDevice(self.params, self.grads, self.opt_state)",
+        "BytesPerDevice(self.params, 0, self.opt_state)",
+        "test_memory_story.py::test_all_four_agree_on_the_states_to_the_byte",
     ),
     # Settings.
     Mutant(

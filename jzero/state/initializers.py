@@ -51,7 +51,9 @@ def one_leaf_at_a_time(
     def read(atom: Any) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
-    blank = {k: jnp.zeros(v.aval.shape, v.aval.dtype) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
+    # No constants: the compiler would fold what is made of them, such as blocks of 8 bits, which takes minutes.
+    zero = _zero_of(jax.random.key_data(key).reshape(-1)[0]) if zeroed else None
+    blank = {k: _full(v.aval, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
     given = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
     env |= given
     outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
@@ -83,6 +85,15 @@ def _is_key(x: Any) -> bool:
 def _delay_key(key: jax.Array, drawn: jax.Array) -> jax.Array:
     """Returns `key`, which does not exist before the array `drawn` does."""
     first = lax.convert_element_type(drawn[(0,) * drawn.ndim], jnp.float32)
-    bits = lax.bitcast_convert_type(first, jnp.uint32)
-    zero = lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
+    zero = _zero_of(lax.bitcast_convert_type(first, jnp.uint32))
     return jax.random.wrap_key_data(jax.random.key_data(key) ^ zero, impl=jax.random.key_impl(key))
+
+
+def _zero_of(bits: jax.Array) -> jax.Array:
+    """Returns 0 in uint32, which compilers take for something computed from `bits`."""
+    return lax.shift_right_logical(lax.shift_right_logical(bits, jnp.uint32(16)), jnp.uint32(16))
+
+
+def _full(aval: Any, zero: Any) -> jax.Array:
+    """Returns an array that is 0 everywhere."""
+    return jnp.broadcast_to(lax.convert_element_type(zero, aval.dtype), aval.shape)
