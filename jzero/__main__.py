@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 __all__ = ["main"]
@@ -12,6 +13,7 @@ def main() -> None:
     """Runs the command line; exits with 2 if `typer`, which it needs, is not installed."""
     if importlib.util.find_spec("typer") is None:
         sys.exit(_missing("typer"))
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA calls a program that does not fit an error
     from jzero.cli.commands import app  # noqa: PLC0415  # needs typer
 
     app(prog_name="jzero")

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import pathlib
 import re
@@ -24,6 +25,7 @@ from jzero.checkpoint.contents import sign
 from jzero.cli import doctor
 from jzero.cli.commands import app
 from jzero.cli.disk_report import examine_disk
+from jzero.cli.terminal import messages
 from tests import cli_models
 from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
 
@@ -632,3 +634,11 @@ def test_commands_of_the_guide_run(run, checkpoint, tmp_path):
         here = re.sub(r" --topology \S+", "", here) if here.startswith("analyze") else here
         here = here.replace("/local/scratch", f"{tmp_path} --disk-bytes 1e6")
         assert run(here).exit_code == 0, line
+
+
+def test_a_terminal_sees_what_takes_long(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with messages(traceback=False):
+        logging.getLogger("jzero").info("Compiling %s.", "stage 3")
+    logging.getLogger("jzero").info("Nobody listens any more.")
+    assert capsys.readouterr().err == "jzero: Compiling stage 3.\n"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,8 +103,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
         placed, keywords = move_to_mesh(placed, keywords, mesh)
     platform = platform_of(_devices_of(mesh)[0])
     used = plan or (plans[0] if plans else None)
-    options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
-    stages = stages_of(fn, placed, keywords, platform, lambda lowered: lowered.compile(options or None))
+    stages = stages_of(fn, placed, keywords, platform, _compiler(topology, compiler_options))
     facts = _facts(fn, placed, stages, platform)
     notes = _notes_on_stages(stages)
     host_state = arrays_on_host(used) if used is not None and isinstance(fn, TrainStep) else 0
@@ -141,6 +141,16 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
             )
     limit = usable_bytes(hardware)
     return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned, limit=limit)
+
+
+def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) -> Callable[[Any], Any]:
+    options = {**({} if topology is None else topology_options(topology)), **(compiler_options or {})}
+
+    def compile_(lowered: Any) -> Any:
+        logging.getLogger("jzero").info("Compiling for %s.", topology or "this machine")
+        return lowered.compile(options or None)
+
+    return compile_
 
 
 def _facts(fn: Any, args: Sequence[Any], stages: Sequence[Stage], platform: str) -> Compiled:

@@ -15,7 +15,18 @@ from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 
-__all__ = ["CHOSEN", "NEAR", "NEARLY", "RECOMPUTED", "Candidate", "Fit", "choose", "judge", "recomputation_rank"]
+__all__ = [
+    "CHOSEN",
+    "NEAR",
+    "NEARLY",
+    "RECOMPUTED",
+    "Candidate",
+    "Fit",
+    "choose",
+    "describe",
+    "judge",
+    "recomputation_rank",
+]
 
 CHOSEN = "chosen"
 """The verdict on what was chosen."""
@@ -236,12 +247,12 @@ class Fit(Report):
             how = "reckoned" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
-            return f"{self.machine}: {_describe(x)} fits: {sizes}{time}"
+            return f"{self.machine}: {describe(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
         excess = "and the compiler refuses it for want of memory" if least.refused else excess
-        need = f"{_describe(least)} with {format_bytes(least.peak)} per device"
+        need = f"{describe(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
     def __str__(self) -> str:
@@ -354,7 +365,8 @@ def _keeps(x: Candidate) -> bool:
     return x.config.stage == 3 and not x.config.reshard_after_forward
 
 
-def _describe(x: Candidate) -> str:
+def describe(x: Candidate) -> str:
+    """Returns how a candidate trains, in words."""
     parts = [f"stage {x.config.stage}"]
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     if _keeps(x):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
-from jzero.analysis.candidates import NEAR, Candidate
+from jzero.analysis.candidates import NEAR, Candidate, describe
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.plan.mesh import platform_of
@@ -72,6 +73,7 @@ def compiled(search: Search, x: Candidate) -> Candidate:
     assert search.devices is not None
     num_replicas = x.mesh_shape.get(str(x.config.replica_axis), 1)
     placed, step = search.placed(x.config, num_replicas), search.step(x.accumulate_steps, x.remat)
+    logging.getLogger("jzero").info("Compiling %s.", describe(x))
     found = compile_step(
         step,
         (placed, search.batch, search.rng),

@@ -22,7 +22,7 @@ app = typer.Typer(
     name="jzero",
     epilog="Exit status: 0 on success, 1 if a check failed, 2 if the command could not run.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )

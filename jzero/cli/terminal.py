@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import traceback as tracebacks
@@ -36,9 +37,12 @@ def warn(text: str) -> None:
 
 @contextlib.contextmanager
 def messages(traceback: bool) -> Iterator[None]:
-    """Turns errors into messages on stderr and exit status 2; redirects stdout to stderr meanwhile."""
+    """Turns errors into messages on stderr and exit status 2; redirects stdout to stderr meanwhile.
+
+    A terminal also sees what takes long, as the library logs it.
+    """
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _progress() if sys.stderr.isatty() else contextlib.nullcontext():
             yield
     except Exception as error:
         if traceback or not isinstance(error, EXPECTED):
@@ -46,6 +50,20 @@ def messages(traceback: bool) -> Iterator[None]:
         else:
             warn(f"{str(error) or type(error).__name__}\n(`--traceback` prints the traceback.)")
         raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    log, handler = logging.getLogger("jzero"), logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("jzero: %(message)s"))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def choose_devices(
