@@ -93,7 +93,7 @@ def test_checkpoints_and_exports_of_a_state_on_the_host(precision, tmp_path):
 
 def test_fields_that_are_not_there():
     with pytest.raises(
-        ValueError, match=r"`include` must name fields.*\['opt_state', 'params', 'step'\]: got \['mu'\]"
+        ValueError, match=r"`include` must name fields.*\['extra', 'opt_state', 'params', 'step'\]: got \['mu'\]"
     ):
         jzero.offload_train_state(make_state(3), include=["mu"])
     with pytest.raises(ValueError, match="got 'params'"):
