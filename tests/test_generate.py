@@ -116,21 +116,25 @@ def test_top_k_and_top_p_choose_among_the_likeliest():
     np.testing.assert_allclose(drawn(temperature=0.25), cold, atol=0.08)
 
 
+EVEN = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+EVEN |= {"num_attention_heads": 8, "num_key_value_heads": 8}
+
+
 @pytest.mark.parametrize(
     ("limit", "num_places", "says"),
     [
         (None, 10, "whole on each of 8 devices"),
         (10**9, 10, "whole on each of 8 devices"),
-        (100_000, 10, "tensor, divided by 2, on 8 devices"),
-        (60_000, 10, "tensor, divided by 4, on 8 devices"),
-        (42_000, 10, "tensor, divided by 8, on 8 devices"),
-        (150_000, 100, "tensor, divided by 2, on 8 devices"),
+        (400_000, 10, "tensor, divided by 2, on 8 devices"),
+        (250_000, 10, "tensor, divided by 4, on 8 devices"),
+        (170_000, 10, "tensor, divided by 8, on 8 devices"),
+        (500_000, 100, "tensor, divided by 2, on 8 devices"),
     ],
 )
 def test_weights_are_divided_by_as_little_as_fits(limit, num_places, says, monkeypatch, capsys, tmp_path):
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(hf_models.fields("llama")))
-    model = decoder.Decoder(jzero.hf.read_config(config))
+    config.write_text(json.dumps({**hf_models.fields("llama"), **EVEN}))
+    model = decoder.Decoder(jzero.hf.read_config(config))  # 131,520 parameters
     monkeypatch.setattr(layouts, "memory_limit", lambda: limit)
     sizes = {"num_rows": 8, "dtype": "float32", "divide_by": None}
     layouts.choose_mesh(model, num_places=num_places, **sizes)
@@ -140,3 +144,16 @@ def test_weights_are_divided_by_as_little_as_fits(limit, num_places, says, monke
             layouts.choose_mesh(model, num_places=10**7, **sizes)
     with pytest.raises(SystemExit, match="--divide-by must divide the 8 devices: got 3"):
         layouts.choose_mesh(model, num_places=num_places, **{**sizes, "divide_by": 3})
+
+
+def test_what_does_not_divide_is_whole_and_said_to_be(monkeypatch, capsys, tmp_path):
+    """It counts whole, so dividing the rest may not help."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**hf_models.fields("llama"), **EVEN, "vocab_size": 61, "tie_word_embeddings": False}))
+    model = decoder.Decoder(jzero.hf.read_config(config))
+    sizes = {"num_rows": 8, "num_places": 10, "dtype": "float32"}
+    layouts.choose_mesh(model, divide_by=4, **sizes)
+    assert "whole on each, since 4 does not divide them: embed/embedding, head/kernel\n" in capsys.readouterr().out
+    monkeypatch.setattr(layouts, "memory_limit", lambda: 170_000)
+    with pytest.raises(SystemExit, match="do not fit 8 devices"):
+        layouts.choose_mesh(model, divide_by=None, **sizes)

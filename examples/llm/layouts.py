@@ -27,8 +27,9 @@ TENSOR_SPECS = {  # over which devices exchange activations twice a layer: behin
 def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, divide_by: int | None) -> Mesh:
     """Returns a mesh `data` x `model`, whose second axis divides the weights by as little as fits; prints it."""
     config, num_devices, itemsize = model.config, jax.device_count(), jnp.dtype(dtype).itemsize
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    weights = itemsize * sum(x.size for x in jax.tree.leaves(shapes))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    leaves = {"/".join(key.key for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(shapes)}
+    weights = itemsize * sum(x.size for x in leaves.values())
     cache_row = itemsize * 2 * config.num_layers * num_places * config.num_kv_heads * config.head_dim
     shards = 0 if num_devices == 1 else weights / num_devices  # which they are read into, and then laid out from
     limit = memory_limit()
@@ -37,7 +38,8 @@ def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, d
         raise SystemExit(f"--divide-by must divide the {num_devices} devices: got {divide_by}.")
     for size in sizes if divide_by is None else [divide_by]:
         cache = -(-num_rows * size // num_devices) * cache_row
-        needed = weights / size + max(cache / size, shards)
+        held = itemsize * sum(x.size // (size if divided(name, x, size) else 1) for name, x in leaves.items())
+        needed = held + max(cache / size, shards)
         if divide_by is not None or limit is None or needed <= MEMORY_SHARE * limit:
             break
     else:
@@ -47,8 +49,11 @@ def choose_mesh(model: Decoder, *, num_rows: int, num_places: int, dtype: Any, d
         )
     how = "whole on each of" if size == 1 else f"tensor, divided by {size}, on"
     known = "their memory is unknown" if limit is None else f"of {limit / GIB:.2f} GiB"
-    each = f"{weights / size / GIB:.2f} GiB on each, {needed / GIB:.2f} with what else there is at a time"
+    whole = [name for name, x in leaves.items() if size > 1 and find_spec(name) != P() and not divided(name, x, size)]
+    each = f"{held / GIB:.2f} GiB on each, {needed / GIB:.2f} with what else there is at a time"
     print(f"weights: {how} {num_devices} devices: {each}; {known}")
+    if whole:
+        print(f"whole on each, since {size} does not divide them: {', '.join(whole)}")
     types = (jax.sharding.AxisType.Auto,) * 2
     return jax.make_mesh((num_devices // size, size), ("data", "model"), axis_types=types)
 
@@ -58,13 +63,22 @@ def memory_limit() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
+def find_spec(name: str) -> P:
+    """Returns how a parameter is divided if its sizes allow it."""
+    return next((spec for pattern, spec in TENSOR_SPECS.items() if re.fullmatch(pattern, name)), P())
+
+
+def divided(name: str, x: Any, size: int) -> bool:
+    """Whether a parameter is divided between so many devices: there is a spec, and its dimension divides evenly."""
+    cut = [n for n, axis in zip(x.shape, find_spec(name), strict=False) if axis is not None]
+    return bool(cut) and all(n % size == 0 for n in cut)
+
+
 def shardings(shapes: Any, mesh: Mesh) -> Any:
     """Returns the layout of each parameter; one that the devices cannot divide evenly is whole on each."""
 
     def sharding(path: Any, x: Any) -> NamedSharding:
         name = "/".join(key.key for key in path)
-        spec = next((spec for pattern, spec in TENSOR_SPECS.items() if re.fullmatch(pattern, name)), P())
-        fits = all(size % mesh.shape[axis] == 0 for size, axis in zip(x.shape, spec, strict=False) if axis is not None)
-        return NamedSharding(mesh, spec if fits else P())
+        return NamedSharding(mesh, find_spec(name) if divided(name, x, mesh.shape["model"]) else P())
 
     return jax.tree_util.tree_map_with_path(sharding, shapes)
