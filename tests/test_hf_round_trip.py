@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -258,6 +259,31 @@ def test_adapters_as_peft_names_them(tmp_path):
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (2, 3.0, "LORA")
     assert config["target_modules"] == [f"{x}_proj" for x in ("down", "gate", "k", "o", "q", "up", "v")]
+
+
+def test_adapters_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    hf_models.write_folder(tmp_path / "like", "qwen3")
+    state, _ = lora_state(tmp_path / "like")
+
+    def fail(*args, **options):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(epath.Path(tmp_path)), "write_text", fail)
+    with pytest.raises(jzero.CheckpointError, match=r"The adapters could not be written to .*adapter \(No space"):
+        jzero.hf.export_peft(state, tmp_path / "adapter", like=tmp_path / "like", rank=LORA.rank, alpha=LORA.alpha)
+    assert not [*(tmp_path / "adapter").iterdir()]
+
+
+def test_the_command_takes_a_family_without_a_folder(tmp_path):
+    hf_models.write_folder(tmp_path / "like", "mistral")
+    state, _ = born(jzero.hf.read_config(tmp_path / "like"))
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    words = ["export", str(tmp_path / "saved"), str(tmp_path / "out"), "--mapping"]
+    assert CliRunner().invoke(commands.app, [*words, "mistral"]).exit_code == 0
+    assert "model.layers.2.mlp.down_proj.weight" in tensors_in(tmp_path / "out")
+    refused = CliRunner().invoke(commands.app, [*words, "mistake"])
+    assert refused.exit_code == 2
+    assert "`mapping` must be" in refused.stderr
 
 
 def reference(folder):

@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,12 +24,11 @@ from jax.sharding import PartitionSpec as P
 import jzero
 import jzero.hf
 from chat_data import load_tokenizer
-from decoder import PROJECTIONS, Decoder, Lora
+from decoder import Decoder, Lora
 from generation import Sampling, generate, left_padded
 from layouts import choose_mesh, shardings
 from training import start
 
-LORA = ("lora_a", "lora_A"), ("lora_b", "lora_B")  # our names and PEFT's
 ADAPTERS = r"layers/.*/lora_[ab]"
 
 
@@ -97,16 +95,6 @@ def read_lora(folder: pathlib.Path) -> Lora:
     return Lora(rank=said["r"], alpha=said["lora_alpha"], modules="|".join(sorted(names)))
 
 
-def adapter_mapping(lora: Lora) -> jzero.Mapping:
-    """Returns where the adapters are in PEFT's file."""
-    sources = {}
-    for name in filter(re.compile(lora.modules).fullmatch, PROJECTIONS):
-        home = f"base_model.model.model.layers.*.{'self_attn' if name in 'qkvo' else 'mlp'}.{name}_proj"
-        for ours, theirs in LORA:
-            sources[f"layers/{name}/{ours}"] = jzero.From(f"{home}.{theirs}.weight", (1, 0))
-    return jzero.Mapping(sources)
-
-
 def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
     """Returns the parameters of a folder, and of adapters if there are some, laid out on a mesh."""
 
@@ -118,7 +106,7 @@ def load(model: Decoder, args: argparse.Namespace, mesh: Mesh) -> Any:
     state = jzero.init_train_state(make_state, jax.random.key(0), stage=3, zeros=".*")
     state = jzero.load_params(state, args.model, mapping="auto", paths=rf"(?!{ADAPTERS}$).*", donate=True)
     if model.lora is not None:
-        options = {"mapping": adapter_mapping(model.lora), "paths": ADAPTERS}
+        options = {"mapping": jzero.hf.peft_mapping(args.model), "paths": ADAPTERS}
         state = jzero.load_params(state, args.adapter / "adapter_model.safetensors", donate=True, **options)
     if mesh.size == 1:  # the shards are the weights
         return state.params

@@ -6,19 +6,21 @@ import json
 from typing import Any
 
 import jax
+from etils import epath
 
 from jzero.checkpoint.contents import absolute
+from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.draft import shapes_there
 from jzero.checkpoint.exporting import export_params
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.safetensors_files import ExportReport
-from jzero.hf.mapping import From, Mapping
-from jzero.hf.presets import resolve_mapping
+from jzero.hf.mapping import Mapping
+from jzero.hf.presets import ADAPTERS, peft_mapping, resolve_mapping
 from jzero.state.train_state import plan_of
 
 __all__ = ["export_peft"]
 
-ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+ADAPTER_FILE = "adapter_model.safetensors"
 ONE_FILE = 2**63
 
 
@@ -71,12 +73,12 @@ def export_peft(
         raise ValueError(f"`rank` must be that of the adapters, {', '.join(map(str, sorted(ranks)))}: got {rank}.")
     kernels = resolve_mapping(mapping, like)
     assert kernels is not None
-    ours = _of_adapters(kernels)
+    ours = peft_mapping(like, kernels)
     modules = everywhere(lambda: _modules(kernels, leaves, like))
     folder = absolute(path)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"An export never replaces files, and {folder} holds some: name a new folder.")
-    file = folder / "adapter_model.safetensors"
+    file = folder / ADAPTER_FILE
     report = export_params(state, file, mapping=ours, paths=r".*/lora_[ab]", max_file_bytes=ONE_FILE)
     config = {
         "peft_type": "LORA",
@@ -90,20 +92,17 @@ def export_peft(
         "inference_mode": True,
         "target_modules": modules,
     }
-    if jax.process_index() == 0:
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    everywhere(lambda: _write_config(folder, config) if jax.process_index() == 0 else None)
     return report
 
 
-def _of_adapters(kernels: Mapping) -> Mapping:
-    """Returns the mapping of the adapters beside kernels."""
-    sources = {}
-    for key, source in kernels.sources.items():
-        if key.endswith("/kernel") and isinstance(source, From) and source.name.endswith(".weight"):
-            for ours, theirs in ADAPTERS.items():
-                name = f"base_model.model.{source.name.removesuffix('.weight')}.{theirs}.weight"
-                sources[f"{key.removesuffix('kernel')}{ours}"] = From(name, (1, 0))
-    return Mapping(sources)
+def _write_config(folder: epath.Path, config: dict[str, Any]) -> None:
+    """Writes the file that makes a folder one of PEFT; without it, the adapters go, too."""
+    try:
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        (folder / ADAPTER_FILE).unlink(missing_ok=True)
+        raise CheckpointError(f"The adapters could not be written to {folder} ({error}).") from error
 
 
 def _modules(kernels: Mapping, leaves: dict[str, tuple[int, ...]], like: Any) -> list[str]:

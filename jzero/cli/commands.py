@@ -112,9 +112,9 @@ def export(
         typer.Option(metavar="FOLDER", help="Write what `transformers` loads, as the published model in this folder."),
     ] = None,
     mapping: Annotated[
-        str,
-        typer.Option(help="With `--like`: the family whose tensors parameters make. Default: as its config says."),
-    ] = "auto",
+        str | None,
+        typer.Option(help="The family whose tensors parameters make, such as `llama`. Default: that of `--like`."),
+    ] = None,
     max_file_bytes: Annotated[
         float, typer.Option(help="Split a larger export into several files with an index.")
     ] = 5e9,
@@ -129,7 +129,7 @@ def export(
             output,
             dtype=dtype,
             paths=paths,
-            mapping=None if like is None else mapping,
+            mapping=mapping or (None if like is None else "auto"),
             like=like,
             max_file_bytes=int(max_file_bytes),
         )

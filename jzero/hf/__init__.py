@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from jzero.hf.config import ModelConfig as ModelConfig
 from jzero.hf.config import read_config as read_config
+from jzero.hf.presets import peft_mapping as peft_mapping
 
 if TYPE_CHECKING:
     from jzero.checkpoint.peft import export_peft as export_peft
 
-__all__ = ["ModelConfig", "export_peft", "read_config"]
+__all__ = ["ModelConfig", "export_peft", "peft_mapping", "read_config"]
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name

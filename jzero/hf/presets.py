@@ -10,9 +10,11 @@ from typing import Any
 from jzero.hf.config import FAMILIES, ModelConfig, read_fields
 from jzero.hf.mapping import From, Mapping
 
-__all__ = ["resolve_mapping", "tensor_shapes"]
+__all__ = ["ADAPTERS", "peft_mapping", "resolve_mapping", "tensor_shapes"]
 
 TRANSPOSED = (1, 0)
+ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+"""The names of adapters here, and in PEFT's files."""
 LAYER = "model.layers.*."
 
 
@@ -69,6 +71,31 @@ def resolve_mapping(mapping: Any, folder: Any) -> Mapping | None:
             f"`mapping` must be a `jzero.Mapping`, 'auto' or a preset ({', '.join(PRESETS)}): got {mapping!r}."
         )
     return PRESETS[mapping]
+
+
+def peft_mapping(folder: Any, mapping: Mapping | str = "auto") -> Mapping:
+    """Returns the mapping of adapters `lora_a`, `lora_b` beside kernels, as PEFT keeps them in its files.
+
+    Args:
+      folder: The folder of the published model.
+      mapping: Of the kernels, as for `load_params`.
+
+    Raises:
+      ValueError: As for `load_params`: the family is not known.
+
+    Example:
+      >>> import jzero.hf
+      >>> jzero.hf.peft_mapping(None, "llama").of("layers/q/lora_a")[0].name
+      'base_model.model.model.layers.*.self_attn.q_proj.lora_A.weight'
+    """
+    kernels = resolve_mapping(mapping, folder)
+    sources = {}
+    for key, source in kernels.sources.items() if kernels is not None else ():
+        if key.endswith("/kernel") and isinstance(source, From) and source.name.endswith(".weight"):
+            for ours, theirs in ADAPTERS.items():
+                name = f"base_model.model.{source.name.removesuffix('.weight')}.{theirs}.weight"
+                sources[f"{key.removesuffix('kernel')}{ours}"] = From(name, TRANSPOSED)
+    return Mapping(sources)
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
