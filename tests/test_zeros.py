@@ -51,6 +51,14 @@ def test_what_matches_is_zero_and_not_drawn():
     assert everything > one > none == 0
 
 
+def test_integers_of_zeros_are_made_by_the_program():
+    """And not while it is compiled, where rounding 100M elements took 90 seconds."""
+    config = jzero.ZeroConfig(stage=3, persistence_threshold=0, quantization=jzero.Quantization(frozen="int8"))
+    options = {"trainable": "lora_a", "zeros": "embed|w"}
+    programs, *_ = lower_init(make_state, jax.random.key(0), config, jzero.make_mesh(), **options)
+    assert any("round-nearest-even" in program.compile().as_text() for program in programs)
+
+
 def test_layers_under_one_jit_are_not_drawn():
     """A Linen model whose parameters are one equation's results; masters are zeros, too."""
     model = models.GPT(scan=True)
