@@ -1,4 +1,4 @@
-"""Fine-tunes a published model on chats: all of its parameters, or adapters beside a base in 16 or 8 bits.
+"""Fine-tunes a published model on chats: all of its parameters, or adapters beside a base in 16, 8 or 4 bits.
 
     python examples/llm/finetune.py --model Llama-3.1-8B --data chats.jsonl --seq 4096 --batch 16 \
         --lora-rank 8 --quantize int8 --checkpoints run1 --out tuned  # again: goes on where it was
@@ -23,12 +23,11 @@ import jzero.hf
 import jzero.lora
 from chat_data import load_tokenizer, read_examples
 from decoder import PROJECTIONS, Decoder, Lora
-from generate import decode, encode, stop_tokens
+from generate import ADAPTERS, decode, encode, stop_tokens
 from generation import Sampling, generate, left_padded
 from packing import PackedRows
 from training import add_options, make_evaluate, make_optimizer, next_token_loss, say, start, train, zero_config
 
-ADAPTERS = r"layers/.*/lora_[ab]"
 BASE = rf"(?!{ADAPTERS}$).*"
 HOLD_OUT_EVERY = 20  # without --held-out, every so many-th example is kept for evaluation
 

@@ -18,6 +18,9 @@ __all__ = ["Account", "account"]
 BYTES = {1: "4 + 12/N bytes per parameter", 2: "4 + 16/N bytes per parameter", 3: "18/N bytes per parameter"}
 """What DeepSpeed's formulas count at each stage."""
 
+PER_LAYER = ("inverse_frequencies", "windows")
+"""Fields that are long, and change no size."""
+
 
 class _Result(Protocol):
     def to_json(self) -> str: ...
@@ -92,9 +95,8 @@ def account(request: Request, source: Source, ledger: Ledger, *, stage: int, res
         f"{source.title}: {num_params:,} parameters{trained}{stored}",
         f"{request.where}, {request.precision}, batch {source.batch}, stage {stage}",
     )
-    sizes = None if source.sizes is None else dataclasses.asdict(source.sizes)
-    for name in ("inverse_frequencies", "windows") if sizes else ():
-        sizes.pop(name)  # type: ignore[union-attr]  # long, and they change no size
+    fields = {} if source.sizes is None else dataclasses.asdict(source.sizes)
+    sizes = {name: size for name, size in fields.items() if name not in PER_LAYER} or None
     formula = _formula(stage, num_params, largest, number) if stage else None
     return Account(title, ledger, num_params, number, stage, formula, sizes, result)
 

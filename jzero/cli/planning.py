@@ -151,7 +151,7 @@ def fit(
             hbm_bytes=None if hbm_bytes is None else int(hbm_bytes),
             config=request.config,
             trainable=user.trainable,
-            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]
+            stages=(0, 1, 2, 3) if request.stage is None else (request.stage,),  # type: ignore[arg-type]  # see there
             offload=offload,
             host_bytes=host_bytes,
             confirm=confirm,

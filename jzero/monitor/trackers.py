@@ -198,7 +198,10 @@ class MLflow:
         if self._send(ends="FAILED" if _failed() else "FINISHED"):
             self._client, self._is_running = None, False
         else:
-            warnings.warn(f"{len(self._waiting)} values were not sent to MLflow and are lost.", stacklevel=2)
+            warnings.warn(
+                f"{len(self._waiting)} values were not sent to MLflow and are lost. A `JsonLines` beside it keeps all.",
+                stacklevel=2,
+            )
 
     def _send(self, ends: str | None = None) -> bool:
         """Sends what waits, and the run's status if it ends; returns whether the server could be reached."""
