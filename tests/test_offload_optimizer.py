@@ -86,7 +86,7 @@ def test_every_optimizer_equals_optax_on_one_device(optimizer):
         assert deviation < 1e-9
         plan = jzero.plan_of(state)
         found = [x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)]
-        assert found == ["pinned_host" if leaf.on_host else "device" for leaf in plan.opt_leaves]
+        assert found == ["pinned_host" if leaf.memory == "host" else "device" for leaf in plan.opt_leaves]
         assert found.count("pinned_host") >= 3
 
 

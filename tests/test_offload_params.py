@@ -63,9 +63,9 @@ def test_the_numbers_are_those_without_offload(scan, remat, precision, offload, 
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)  # of steps of 1e-3
     plan = jzero.plan_of(state)
     assert [x.sharding.memory_kind for x in jax.tree.leaves(state.params)] == [
-        "pinned_host" if leaf.param.on_host else "device" for leaf in plan.leaves
+        "pinned_host" if leaf.param.memory == "host" else "device" for leaf in plan.leaves
     ]
-    away = [leaf for leaf in plan.leaves if leaf.param.on_host]
+    away = [leaf for leaf in plan.leaves if leaf.param.memory == "host"]
     assert sum(x.param.size for x in away) > 0.95 * sum(leaf.param.size for leaf in plan.leaves)
     assert all(leaf.param.cut is not None for leaf in away)
 

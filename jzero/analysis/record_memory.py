@@ -26,7 +26,7 @@ def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, 
       gpu: Whether XLA compiles for GPUs, where it gathers new parameters together.
       limit: The bytes that its scheduler plans with.
     """
-    near = [leaf.grad for leaf in plan.leaves if leaf.trained and not leaf.param.on_host]
+    near = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
     grads = sum(leaf.bytes_per_device(plan.mesh, plan.comm) for leaf in near)
     new = sum(math.prod(plan.part_shape(plan.leaves[i].grad)) * _result_bytes(plan, i) for i in plan.disk_fields)
     whole = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
@@ -58,4 +58,4 @@ def _moving_bytes(plan: ZeroPlan) -> int:
 def _result_bytes(plan: ZeroPlan, i: int) -> int:
     """Returns the bytes of an element of a new parameter; one on the host never is on the device as a whole."""
     leaf = plan.leaves[i].param
-    return 0 if leaf.on_host else itemsize(leaf.dtype)
+    return 0 if leaf.memory == "host" else itemsize(leaf.dtype)

@@ -225,7 +225,7 @@ class _Stages:
         found = {}
         for visit in visits:
             leaf = self.plan.leaves[visit.param]
-            stored = dataclasses.replace(leaf.grad, memory="host" if leaf.param.on_host else "device")
+            stored = dataclasses.replace(leaf.grad, memory=self.plan.array_memory(leaf.param))
             sharding = self.plan.sharding(stored)
             for dtype in visit.targets:
                 if not isinstance(dtype, int | SumTarget):

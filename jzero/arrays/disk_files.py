@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
-from jzero.plan.leaves import StateLeaf
+from jzero.plan.leaves import Memory, StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle, field_offsets
@@ -221,9 +221,9 @@ class StateFiles:
         self.pipeline.run(copy, self.of_param[i], writes=False)
         return self.assembled(leaf, parts)
 
-    def assembled(self, leaf: StateLeaf, parts: dict[Any, Any], *, on_host: bool = False) -> jax.Array:
+    def assembled(self, leaf: StateLeaf, parts: dict[Any, Any], memory: Memory = "device") -> jax.Array:
         """Returns a stored array from the parts of the first devices that have them."""
-        sharding = self.plan.sharding(dataclasses.replace(leaf, memory="host" if on_host else "device"))
+        sharding = self.plan.sharding(dataclasses.replace(leaf, memory=memory))
         kind = sharding.memory_kind
         arrays = [
             jax.device_put(parts[first], SingleDeviceSharding(d, memory_kind=kind))

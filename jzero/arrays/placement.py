@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.arrays.casts import apply_edits
 from jzero.arrays.misfits import describe_misfit
 from jzero.plan.layout import Cut
-from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
 from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.padded import is_padded, pack_shard, to_natural, to_stored
@@ -30,9 +30,8 @@ __all__ = [
     "edit_master",
     "gather_leaves",
     "gather_padded",
-    "is_far",
-    "is_on_host",
     "make_strongly_typed",
+    "memory_of",
     "natural_leaf",
     "on_device",
     "overwrite",
@@ -48,23 +47,20 @@ Look: TypeAlias = Callable[[np.ndarray], None]
 """A function that gets a whole value, on the host."""
 
 
-def is_on_host(x: Any) -> bool:
-    """Whether an array, or a tracer, is in host memory."""
+def memory_of(x: Any) -> Memory:
+    """Returns where an array, a tracer, or a leaf in records is."""
+    if isinstance(x, OnDisk):
+        return "disk"
     if isinstance(x, jax.core.Tracer):
-        return jax.typeof(x).memory_space == jax.memory.Space.Host
-    return isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY
-
-
-def is_far(x: Any) -> bool:
-    """Whether an array, or a tracer, is in host memory, or a leaf on disk."""
-    return isinstance(x, OnDisk) or is_on_host(x)
+        return "host" if jax.typeof(x).memory_space == jax.memory.Space.Host else "device"
+    return "host" if isinstance(x, jax.Array) and x.sharding.memory_kind == HOST_MEMORY else "device"
 
 
 def on_device(x: jax.Array | OnDisk) -> jax.Array:
     """Returns an array in device memory, as programs need it; copies it from the host or reads it from disk."""
     if isinstance(x, OnDisk):
         return x.read()
-    if not is_on_host(x):
+    if memory_of(x) == "device":
         return x
     if isinstance(x, jax.core.Tracer):
         return jax.device_put(x, jax.memory.Space.Device)
@@ -100,8 +96,8 @@ def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
 
 def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf, given in natural or stored shape, as the plan stores it. Inside `jit`."""
-    on_host = leaf.on_host and plan.names_host_memory
-    if isinstance(x, OnDisk) or (on_host and is_on_host(x)):
+    memory = plan.array_memory(leaf)
+    if isinstance(x, OnDisk) or (memory == "host" and memory_of(x) == "host"):
         return x
     if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
         if leaf.cut.blocks is not None:  # each device packs its own shard
@@ -109,7 +105,7 @@ def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
         else:
             x = to_stored(x, leaf.cut)
     x = lax.with_sharding_constraint(x, plan.device_sharding(leaf))
-    return jax.device_put(x, jax.memory.Space.Host) if on_host else x
+    return jax.device_put(x, jax.memory.Space.Host) if memory == "host" else x
 
 
 def check_leaf_shape(x: jax.Array, leaf: StateLeaf) -> None:
@@ -173,7 +169,7 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = N
     if leaf.cut is not None and leaf.cut.blocks is not None:  # packed where it lies: each device its own shard
         exact = place_leaf(x, plain_leaf(leaf), plan, look=look)
         packed = pack_leaf(exact, leaf.cut, plan.device_sharding(leaf))
-        return jax.device_put(packed, plan.sharding(leaf)) if leaf.on_host else packed
+        return jax.device_put(packed, plan.sharding(leaf)) if leaf.memory == "host" else packed
     sharding = plan.sharding(leaf)
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
     return place_array(x, leaf.dtype, sharding, cut, look=look)

@@ -139,7 +139,7 @@ class _Run:
         self.files.pipeline.run(visit, numbers, reads=False)
         if parts:
             stored = dataclasses.replace(leaf.grad, dtype=leaf.param.dtype)
-            self.rounded[i] = self.files.assembled(stored, parts, on_host=leaf.param.on_host)
+            self.rounded[i] = self.files.assembled(stored, parts, self.files.plan.array_memory(leaf.param))
 
     def _piece(self, i: int) -> tuple[int, ...]:
         """Returns the largest shape that is read at once for a record of a parameter."""

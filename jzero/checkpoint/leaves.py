@@ -28,7 +28,7 @@ from jzero.arrays.casts import apply_edits, round_to
 from jzero.arrays.placement import (
     device_sharding,
     edit_master,
-    is_on_host,
+    memory_of,
     natural_leaf,
     on_device,
     pack_leaf,
@@ -168,7 +168,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
 def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf in the plan's place, even if the user replaced it by one elsewhere."""
     sharding = plan.sharding(leaf)
-    if isinstance(x, jax.Array) and (is_on_host(x) or x.sharding == sharding):
+    if isinstance(x, jax.Array) and (memory_of(x) == "host" or x.sharding == sharding):
         return x
     if np.shape(x) == leaf.stored_shape:
         return place_array(x, leaf.stored_dtype, sharding)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import batch_index, sum_over
-from jzero.arrays.placement import is_on_host
+from jzero.arrays.placement import memory_of
 from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
@@ -280,7 +280,7 @@ class _LocalStep:
             norm, overflowed = grad_norm(reduced, [unscale if i in local else None for i in range(len(reduced))], plan)
             grads = [
                 # Hosts only copy, so nothing multiplies a gradient there: `factor` goes with it.
-                jnp.zeros((0,), x.dtype) if is_on_host(x) else scale_by(x, unscale) if i in local else x
+                jnp.zeros((0,), x.dtype) if memory_of(x) == "host" else scale_by(x, unscale) if i in local else x
                 for i, x in enumerate(reduced)
             ]
         loss = sum_over(total, sums) * inverse  # scalar, equal on all devices

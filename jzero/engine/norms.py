@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero.arrays.placement import is_on_host, on_device
+from jzero.arrays.placement import memory_of, on_device
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.plan.comm import sum_along
 from jzero.plan.plan import ZeroPlan
@@ -60,7 +60,7 @@ def _sums(x: jax.Array, factors: list[jax.Array]) -> tuple[jax.Array, jax.Array]
 
 def _square_and_not_finite(x: jax.Array, factors: list[jax.Array], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of squares of a reduced gradient times factors, and the number of its non-finite elements."""
-    if not is_on_host(x):
+    if memory_of(x) == "device":
         return _sums(x, factors)
     is_tiled = platform_facts(plan.mesh).is_tiled
     pieces = split(x.shape, x.dtype.itemsize, plan.config.offload.chunk_bytes, tiled=is_tiled)

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import is_on_host
+from jzero.arrays.placement import memory_of
 from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
 from jzero.engine.placed import How, wait
@@ -171,7 +171,7 @@ def _find_cut(leaves: Sequence[Any]) -> dict[int, Lazy]:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact)) and not is_on_host(x)
+    return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact)) and memory_of(x) == "device"
 
 
 def _is_activation(x: Any) -> bool:

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.arrays.placement import is_on_host, on_device
+from jzero.arrays.placement import memory_of, on_device
 from jzero.engine.bundles import Bundle, is_unevaluated
 from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.loops import scan
@@ -139,7 +139,9 @@ def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
     moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(near, moving, is_leaf=lambda x: isinstance(x, Lazy)))
-    held = {id(x): x for x in leaves if isinstance(x, jax.Array) and not is_on_host(x)}  # the same array is one operand
+    held = {
+        id(x): x for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device"
+    }  # the same array is one operand
     held = dict(zip(held, lax.optimization_barrier(list(held.values())), strict=True))
     behind = treedef.unflatten([held.get(id(x), x) for x in leaves])
     return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
-from jzero.arrays.placement import is_on_host
+from jzero.arrays.placement import memory_of
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
 
@@ -48,7 +48,7 @@ def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     Arrays in host memory, blocks and deferred values stay as they are; so does everything if `spec` names no axis for a
     dimension that is not cut.
     """
-    if not isinstance(x, Lazy) or is_on_host(x.shard) or x.cut.blocks is not None or x.on_disk is not None:
+    if not isinstance(x, Lazy) or memory_of(x.shard) == "host" or x.cut.blocks is not None or x.on_disk is not None:
         return x
     before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
@@ -86,7 +86,7 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
 
 
 def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
-    if lazy.cut.flat or is_on_host(lazy.shard) or lazy.on_disk is not None:  # hosts only copy
+    if lazy.cut.flat or memory_of(lazy.shard) == "host" or lazy.on_disk is not None:  # hosts only copy
         return None
     if lazy.stays:  # see [Note: Parameters that stay]
         return None

@@ -53,11 +53,6 @@ class StateLeaf:
     memory: Memory = "device"
 
     @property
-    def on_host(self) -> bool:
-        """Whether it lives in pinned memory of each device's host."""
-        return self.memory == "host"
-
-    @property
     def in_records(self) -> bool:
         """Whether programs do not see it."""
         return self.memory in ("ram", "disk")

@@ -205,7 +205,11 @@ class ZeroPlan(Report):
     def sharding(self, leaf: StateLeaf) -> NamedSharding:
         """Returns the sharding of one leaf's stored array, in its memory between steps."""
         sharding = self.device_sharding(leaf)
-        return sharding.with_memory_kind(HOST_MEMORY) if leaf.on_host and self.names_host_memory else sharding
+        return sharding.with_memory_kind(HOST_MEMORY) if self.array_memory(leaf) == "host" else sharding
+
+    def array_memory(self, leaf: StateLeaf) -> Literal["device", "host"]:
+        """Returns where arrays of a leaf are while programs run: on the devices, unless these can name its memory."""
+        return "host" if leaf.memory == "host" and self.names_host_memory else "device"
 
     @functools.cached_property
     def names_host_memory(self) -> bool:

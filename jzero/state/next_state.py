@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import is_on_host, make_strongly_typed, stored_leaf
+from jzero.arrays.placement import make_strongly_typed, memory_of, stored_leaf
 from jzero.config.precision import scale_by
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.opt_state import with_next_loss_scale
@@ -103,13 +103,13 @@ def _with_waiting(state: Any, waiting: jax.Array) -> Any:
 
 def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
     """Returns `new` if the step is applied, else `old`. On the host the update itself chose, so `new` stays."""
-    return jax.tree.map(lambda new, old: new if is_on_host(new) else jnp.where(applied, new, old), new, old)
+    return jax.tree.map(lambda new, old: new if memory_of(new) == "host" else jnp.where(applied, new, old), new, old)
 
 
 def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
         dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
-        return x if is_on_host(x) else stored_leaf(make_strongly_typed(x, dtype), leaf, plan)
+        return x if memory_of(x) == "host" else stored_leaf(make_strongly_typed(x, dtype), leaf, plan)
 
     return map_state(stored, plan, state)
 
@@ -129,7 +129,7 @@ def _update(
 def check_can_compute(state: Any) -> None:
     """Raises if a state has an `apply_gradients` of its own, and something that it could compute on is not there."""
     plan = state.tx.plan
-    away = any(leaf.param.on_host for leaf in plan.leaves)
+    away = any(leaf.param.memory == "host" for leaf in plan.leaves)
     if not is_plain(state) and (away or plan.has_files):
         late = plan.config.offload.delay
         option = "params='host'" if away else "delay=1" if late else "optimizer='disk'"

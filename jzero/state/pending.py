@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles
-from jzero.arrays.placement import is_on_host
+from jzero.arrays.placement import memory_of
 from jzero.arrays.processes import succeed_together
 from jzero.config.settings import FLAG, check
 from jzero.disk.pipeline import Pipeline, RunStats
@@ -99,7 +99,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
 def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
     """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
-    return x if is_on_host(x) == (leaf.on_host and plan.names_host_memory) else jax.device_put(x, plan.sharding(leaf))
+    return x if memory_of(x) == plan.array_memory(leaf) else jax.device_put(x, plan.sharding(leaf))
 
 
 def _waits(state: Any) -> bool:

@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jzero._text import path_str
-from jzero.arrays.placement import edit_master, gather_padded, is_on_host
+from jzero.arrays.placement import edit_master, gather_padded, memory_of
 from jzero.config.precision import is_key
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.on_disk import ChangedFiles, OnDisk
@@ -254,9 +254,9 @@ def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -
     near: list[StateLeaf] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        on_host = leaf.on_host and plan.names_host_memory
-        if isinstance(x, jax.Array) and is_on_host(x) != on_host:
-            (near if on_host else away).append(leaf)
+        memory = plan.array_memory(leaf)
+        if isinstance(x, jax.Array) and memory_of(x) != memory:
+            (near if memory == "host" else away).append(leaf)
         return x
 
     map_state(check, plan, state)

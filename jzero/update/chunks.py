@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from jzero import _compat
 from jzero.arrays.casts import positions_of
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
-from jzero.arrays.placement import is_on_host, on_device
+from jzero.arrays.placement import memory_of, on_device
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
@@ -94,7 +94,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     def in_chunks(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
         shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
         written = [arrays[t] for t in held]
-        pieces = _split(plan, [y for y in written if is_on_host(y)] or written or arrays)
+        pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
         def step(chunk: Chunk, results: list[Any]) -> list[Any]:
@@ -102,7 +102,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
             made = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
             new = [y.astype(z.dtype) for y, z in zip(made, results, strict=True)]
-            new = [_to_host(y) if is_on_host(z) else y for y, z in zip(new, results, strict=True)]
+            new = [_to_host(y) if memory_of(z) == "host" else y for y, z in zip(new, results, strict=True)]
             return [write_chunk(z, y, chunk, pieces) for y, z in zip(new, results, strict=True)]
 
         begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
@@ -110,7 +110,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
 
     def on_cpu(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
         shape = arrays[0].shape
-        stays = [isinstance(t, int) and is_on_host(arrays[t]) for t in x.targets]
+        stays = [isinstance(t, int) and memory_of(arrays[t]) == "host" for t in x.targets]
 
         def fn(first: Any, *inputs: Any) -> tuple[list[Any], list[Any]]:
             made = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
@@ -211,7 +211,7 @@ def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tu
 
 def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:
     """Returns an array in host memory; leaves numbers in place."""
-    if not x.ndim or is_on_host(x):
+    if not x.ndim or memory_of(x) == "host":
         return x
     if not platform_facts(plan.mesh).is_tiled:
         # XLA for GPUs (jax 0.12) gives the host's program row-major parameters, whatever the layout of its arguments.

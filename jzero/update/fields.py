@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import check_leaf_shape, is_far, natural_leaf, stored_leaf
+from jzero.arrays.placement import check_leaf_shape, memory_of, natural_leaf, stored_leaf
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
@@ -60,7 +60,7 @@ def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before
         if i not in far or leaf.shape != plan.leaves[i].param.shape:
             return natural_leaf(x, leaf, plan)
         grad = plan.leaves[i].grad
-        if is_far(x) or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
+        if memory_of(x) != "device" or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
             given = "" if isinstance(x, OnDisk) else name  # a record has it
             return Field(i, grad, x, given)  # a constraint would make a copy of what a program only passes on
         x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)

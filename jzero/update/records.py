@@ -129,7 +129,7 @@ class RecordRun:
         counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
         dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
         shape = self.plan.part_shape(leaf.grad)
-        on_host = self.cpu is not None or (leaf.param.on_host and self.plan.names_host_memory)
+        on_host = self.cpu is not None or self.plan.array_memory(leaf.param) == "host"
         for device in dict.fromkeys(first_holders(self.plan, leaf.grad).values()):
             at = self.cpu or device
             sums = [
@@ -183,7 +183,7 @@ class RecordRun:
             leaf = self.plan.leaves[i]
             parts = {d: call.parts[0] for (j, d), call in self.calls.items() if j == i and call.parts}
             if parts:
-                results[i] = self.files.assembled(leaf.grad, parts, on_host=leaf.param.on_host)
+                results[i] = self.files.assembled(leaf.grad, parts, self.plan.array_memory(leaf.param))
         return results
 
     def sums(self) -> dict[int, jax.Array]:

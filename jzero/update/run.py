@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
-from jzero.arrays.placement import is_far, is_on_host, natural_leaf, stored_leaf
+from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
@@ -203,7 +203,7 @@ class Run:
     def _fetch(self, field: Field) -> jax.Array:
         if field.array is None:
             return positions_of(field.leaf.shape)
-        if is_on_host(field.array):
+        if memory_of(field.array) == "host":
             if self.plan.config.offload.compute == "host":
                 raise ValueError(
                     f"`Offload(compute='host')` updates {field.leaf.path!r} where it lies, element by element, but the "
@@ -215,7 +215,7 @@ class Run:
 
     def _sum(self, eqn: Any) -> list[jax.Array]:
         fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
-        if not any(is_on_host(x.array) for x in fields):
+        if not any(memory_of(x.array) == "host" for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
         found = self._pass(fields[0].number, eqn.invars)
         return [reduce_pass(self.plan, found, eqn.primitive.name, eqn.outvars[0].aval.dtype)]
@@ -244,7 +244,7 @@ class Run:
         for k in near:  # it overwrites the gradient if that is wide enough
             grad: Any = given.grads[i]
             array = grad.reduced.array
-            if holds(array.dtype, targets[k]) and not is_on_host(array):
+            if holds(array.dtype, targets[k]) and memory_of(array) == "device":
                 overwritten[k] = array
         if not targets:
             return {}
@@ -256,7 +256,7 @@ class Run:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
         leaf, old = self.plan.leaves[i], given.params[i]
         near = old.array if result is None else result
-        near = near if is_far(near) else natural_leaf(near, leaf.grad, self.plan)
+        near = near if memory_of(near) != "device" else natural_leaf(near, leaf.grad, self.plan)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
     def stored(self, v: Any, leaf: StateLeaf) -> Any:

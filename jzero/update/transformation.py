@@ -22,7 +22,7 @@ import numpy as np
 from jzero import _compat
 from jzero.arrays.casts import round_to
 from jzero.arrays.collectives import gather_leaf, gather_onto
-from jzero.arrays.placement import is_far, natural_leaf, stored_leaf
+from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
@@ -85,7 +85,7 @@ class ZeroTransformation:
         """
         if params is None and self.plan.config.policy.compute is not None:
             raise ValueError("A precision policy needs the parameters: call `tx.update(grads, opt_state, params)`.")
-        if any(leaf.param.on_host for leaf in self.plan.leaves):
+        if any(leaf.param.memory == "host" for leaf in self.plan.leaves):
             raise ValueError(
                 "Parameters that lie on the host (`Offload(params='host')`) are updated by steps of `make_train_step` "
                 "alone: optax cannot add to them. Use one, or keep the parameters on the devices."
@@ -292,7 +292,7 @@ def _natural(plan: ZeroPlan, x: Any) -> Any:
 
 def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -> jax.Array:
     """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
-    if is_far(new):
+    if memory_of(new) != "device":
         return new
     new, platform = natural_leaf(new, leaf.grad, plan), platform_facts(plan.mesh)
     if leaf.param.cut is None and leaf.grad.cut is not None and platform.transposes_gathers:
