@@ -6,8 +6,6 @@ import importlib.util
 import os
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Runs the command line; exits with 2 if `typer`, which it needs, is not installed."""

@@ -33,41 +33,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = [
-    "CRASHES_ON_DELETED",
-    "CRASHES_ON_UNSORTED_AXES",
-    "bind",
-    "call_python",
-    "changed",
-    "compute_on_host",
-    "contained_jaxprs",
-    "custom_derivatives",
-    "distributed_client",
-    "equation_context",
-    "escaped_values",
-    "evaluate",
-    "has_side_effects",
-    "in_names",
-    "is_literal",
-    "is_placeholder",
-    "jaxprs_retraced",
-    "names_of",
-    "open_jaxpr",
-    "ordered_effects",
-    "part_for",
-    "pipelined_gathers",
-    "scan_groups",
-    "shape_of",
-    "shard_map_axes",
-    "source_of",
-    "starves_steps",
-    "store",
-    "stored",
-    "value_of",
-    "when_added",
-    "with_outputs",
-]
-
 Equation = JaxprEqn
 Atom: TypeAlias = Var | Literal
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr

@@ -9,8 +9,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["Report", "as_html", "format_rows", "key_names", "path_str"]
-
 
 def key_names(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Returns the names of the keys along a key path, e.g. `("decoder", "kernel")`."""

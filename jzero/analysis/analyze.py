@@ -32,8 +32,6 @@ from jzero.plan.mesh import make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
 
-__all__ = ["analyze"]
-
 RECOMPUTED = (
     "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
     'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'

@@ -9,8 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 from jzero.analysis.sizes import bytes_of
 
-__all__ = ["SLICES", "Buffer", "Kind", "Operation", "Product", "TracedProgram", "Transfer", "Value"]
-
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
 JOINED = ":concatenate"

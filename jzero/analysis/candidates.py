@@ -15,19 +15,6 @@ from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 
-__all__ = [
-    "CHOSEN",
-    "NEAR",
-    "NEARLY",
-    "RECOMPUTED",
-    "Candidate",
-    "Fit",
-    "choose",
-    "describe",
-    "judge",
-    "recomputation_rank",
-]
-
 CHOSEN = "chosen"
 """The verdict on what was chosen."""
 

@@ -22,15 +22,6 @@ import numpy as np
 
 from jzero.analysis.hlo import Array, Computation, Instruction, Program, parse_hlo
 
-__all__ = [
-    "Collective",
-    "bytes_on_port",
-    "collective_of",
-    "continues_collective",
-    "find_collectives",
-    "program_collectives",
-]
-
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 

@@ -14,8 +14,6 @@ from jzero.analysis.stages import stages_of
 from jzero.analysis.topologies import topology_options
 from jzero.step.train_step import TrainStep
 
-__all__ = ["CompiledStep", "compile_step"]
-
 
 class CompiledStep(NamedTuple):
     """The compiler's figures of a step.

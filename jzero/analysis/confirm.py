@@ -12,8 +12,6 @@ from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
 from jzero.plan.mesh import platform_of
 
-__all__ = ["compiled", "confirm"]
-
 RIVALS = 3
 """How many candidates that fit are compiled, as reckoned times are not exact."""
 

@@ -10,8 +10,6 @@ from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Array, Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
-__all__ = ["collective_seconds", "compute_seconds", "flops_of", "rate_of", "unknown_kernel"]
-
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast opt-barrier after-all partition-id replica-id domain "
     "add-dependency while conditional call".split()

@@ -8,8 +8,6 @@ from typing import Any
 
 from jzero.analysis.schedule import Timeline
 
-__all__ = ["draw"]
-
 # Okabe and Ito's palette, which color-blind readers can distinguish.
 COLOURS = {
     "compute": "#0072B2",

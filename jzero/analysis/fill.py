@@ -41,8 +41,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
-__all__ = ["Filling", "fill_memory"]
-
 BUSY_LINKS = 0.25
 """Communication in parts of computation above which rows of stacks stay whole."""
 MANY_USES = 2.5

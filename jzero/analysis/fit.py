@@ -26,8 +26,6 @@ from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 from jzero.state.train_state import adapt
 
-__all__ = ["fit"]
-
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (
     "What was chosen is reckoned to take {share:.0%} of the limit, and what is reckoned can be 10 % low: compile it "

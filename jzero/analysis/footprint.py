@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from jzero.analysis.buffers import Buffer, Kind, Operation, TracedProgram
 from jzero.analysis.postponed import postpone_gradients
 
-__all__ = ["Footprint", "footprint", "regathered_bytes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["TRIVIAL", "Array", "Computation", "Instruction", "Program", "dtype_bits", "parse_hlo"]
-
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _HEAD = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^{}]*)\})?")

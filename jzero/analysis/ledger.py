@@ -9,8 +9,6 @@ from jzero._text import format_rows
 from jzero.plan.plan import BytesPerDevice
 from jzero.plan.table import format_bytes
 
-__all__ = ["Ledger"]
-
 STEP = "activations, gathered weights, logits"
 LESS = f"{STEP}, less gradients: they are never all there at once"
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

@@ -9,8 +9,6 @@ import jax
 from jzero.analysis.machines import GPUS, Machine, machine
 from jzero.analysis.topologies import topology_devices
 
-__all__ = ["RECKONED", "USABLE", "hardware_of", "limit_of", "this_machine", "usable_bytes"]
-
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}

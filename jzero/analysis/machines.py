@@ -8,8 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-__all__ = ["GPUS", "GPUS_PER_HOST", "KIB", "TPUS", "GpuFacts", "Machine", "TpuFacts", "machine", "parse_machine"]
-
 GIB = 2**30
 MIB = 2**20
 KIB = 2**10

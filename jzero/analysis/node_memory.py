@@ -14,8 +14,6 @@ from jzero.config.offload import Offload
 from jzero.config.settings import check, number, optional
 from jzero.plan.table import format_bytes
 
-__all__ = ["NodeMemory"]
-
 POSITIVE = optional(number("a number > 0", lambda x: 0 < x < math.inf))
 
 

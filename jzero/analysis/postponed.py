@@ -14,8 +14,6 @@ import copy
 
 from jzero.analysis.buffers import TracedProgram
 
-__all__ = ["postpone_gradients"]
-
 
 def postpone_gradients(program: TracedProgram, *, is_awaited: bool = False) -> TracedProgram:
     """Returns a program that makes gradients as late as it may, see [Note: Postponed gradients].

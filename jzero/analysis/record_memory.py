@@ -15,8 +15,6 @@ from jzero.analysis.footprint import regathered_bytes
 from jzero.jaxpr.sizes import itemsize
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["update_at_peak"]
-
 
 def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, int]:
     """Returns the bytes at the peak of an update on records, by purpose.

@@ -15,8 +15,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.shard import abstract_train_state
 from jzero.state.train_state import adapt, plan_if_sharded
 
-__all__ = ["abstract_mesh", "mesh_of", "move_to_mesh", "plan_of_argument", "relaid"]
-
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:
     """Returns a mesh without devices; one of `axes` may be -1, which takes the remaining devices."""

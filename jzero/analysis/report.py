@@ -20,8 +20,6 @@ from jzero.analysis.violations import MATRICES, PlanViolation
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes, plan_summary
 
-__all__ = ["AnalysisReport", "CollectiveRow", "rows_of"]
-
 NO_PLAN = "no argument of the function is a state sharded by jzero. Pass `plan=` to `analyze`."
 
 

@@ -25,8 +25,6 @@ from jzero.analysis.costs import collective_seconds, compute_seconds, unknown_ke
 from jzero.analysis.hlo import Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
-__all__ = ["MAX_SPANS", "HostCalls", "Span", "Timeline", "host_calls", "simulate"]
-
 MAX_SPANS = 2000
 """Most spans that a timeline keeps; the totals include all."""
 

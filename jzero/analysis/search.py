@@ -28,8 +28,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.step.inputs import check_batch
 from jzero.step.train_step import TrainStep, make_train_step
 
-__all__ = ["Search", "Stage", "by_cost"]
-
 Stage: TypeAlias = Literal[0, 1, 2, 3]
 WORTH_A_NOTE = 0.1
 """Share of the step that integers on the links must save to be worth a note."""

@@ -27,8 +27,6 @@ from jzero.jaxpr.primitives import Trait, primitives_with
 from jzero.plan.comm import Hop
 from jzero.plan.layout import Cut
 
-__all__ = ["Fate", "Sent", "sent"]
-
 MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "optimization_barrier", "zero_wait"}
 
 

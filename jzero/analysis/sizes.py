@@ -9,8 +9,6 @@ import jax
 
 from jzero.jaxpr.sizes import array_bytes
 
-__all__ = ["bytes_of", "dims_are_adjacent", "product_flops", "size_of"]
-
 
 def bytes_of(aval: Any) -> int:
     """Returns the bytes on the device of an array of this type; 0 if it is on the host, or not an array."""

@@ -27,8 +27,6 @@ from jzero.step.inputs import optional_rng
 from jzero.step.train_step import TrainStep
 from jzero.update.visits import FromDisk, SumTarget, Visit
 
-__all__ = ["Stage", "arrays_on_host", "check_on_records", "memory_of_stages", "stages_of"]
-
 Compile = Callable[[Any], Any]
 
 

@@ -29,16 +29,6 @@ from jzero.plan.plan import BytesPerDevice, ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
-__all__ = [
-    "ActivationRow",
-    "StepMemory",
-    "activation_lines",
-    "estimate_step_memory",
-    "gathers_more",
-    "memory_of_step",
-    "memory_of_trace",
-]
-
 GATHERS_WORTH_A_NOTE = 1.05
 """A step that gathers more than this times the plan gets a note that says why."""
 

@@ -30,8 +30,6 @@ from jzero.analysis.violations import UPDATE
 from jzero.plan.comm import PASSES
 from jzero.plan.mesh import AnyMesh
 
-__all__ = ["StepTime", "Traffic", "step_time", "traffic_of"]
-
 EXPOSED = 0.5
 """Of the shorter of computation and communication, the part that nothing hides, if both take equally long."""
 

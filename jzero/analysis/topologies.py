@@ -29,8 +29,6 @@ from jax.experimental import topologies
 
 from jzero.analysis.machines import GPUS, GPUS_PER_HOST, KIB, TPUS, GpuFacts, TpuFacts, parse_machine
 
-__all__ = ["missing_compiler", "target_config", "topology_devices", "topology_options"]
-
 Kind = Literal["gpu", "tpu"]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from jzero.analysis.collectives import Collective
 from jzero.analysis.schedule import MAX_SPANS, Span, Timeline
 
-__all__ = ["trace_of"]
-
 TRACKS = {"compute": "computation", "within": "links within a node", "between": "network between nodes"}
 DEVICE = 1
 """The number of the one process of the trace: all devices do the same."""

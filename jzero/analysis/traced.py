@@ -45,8 +45,6 @@ from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
-__all__ = ["trace_program"]
-
 FUSIBLE = primitives_with(Trait.ELEMENTWISE | Trait.LAYOUT | Trait.RANDOM) | {"device_put"}
 REDUCTIONS = primitives_with(Trait.REDUCTION) | {"gather"}
 """Operations that elementwise operations are fused into, but not through."""

@@ -29,8 +29,6 @@ from jzero.plan.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
 
-__all__ = ["MATRICES", "UPDATE", "Compiled", "PlanViolation", "axes_of", "find_violations"]
-
 UPDATE, MATRICES = "zero_update", "zero_matrices"
 """The name scopes of the optimizer's update, and of the matrix work in it."""
 

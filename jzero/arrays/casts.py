@@ -11,8 +11,6 @@ import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["apply_edits", "holds", "positions_of", "round_stochastically", "round_to", "round_without_derivative"]
-
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:

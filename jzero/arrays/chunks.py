@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Chunk", "Pieces", "chunk_index", "for_each_chunk", "read_chunk", "split", "write_chunk"]
-
 LANES, SUBLANES = 128, 32
 
 

@@ -17,20 +17,6 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
-__all__ = [
-    "batch_index",
-    "from_first",
-    "gather_leaf",
-    "gather_onto",
-    "gather_param",
-    "gather_rows",
-    "mean",
-    "own_shard",
-    "reduce_shard",
-    "reduce_whole",
-    "sum_over",
-]
-
 
 def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns a whole parameter from its shards. [..., P/N] -> [..., D]."""

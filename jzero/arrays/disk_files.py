@@ -26,8 +26,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle, field_offsets
 from jzero.plan.table import format_bytes
 
-__all__ = ["Record", "StateFiles", "first_holders", "layout"]
-
 QUIET_S = 30.0
 """Seconds between two lines in the log while a state is laid out."""
 

@@ -16,8 +16,6 @@ from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.disk.rows import Row, RowReader
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["StateRows", "handle_shape"]
-
 
 class StateRows:
     """Reads the rows of a state's parameters.

@@ -20,8 +20,6 @@ from jzero._text import path_str
 from jzero._version import __version__
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["describe_inputs", "describe_plan", "describe_program", "describe_value", "function_name"]
-
 PyTree = Any
 
 COLUMNS = 1021

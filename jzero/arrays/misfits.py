@@ -11,8 +11,6 @@ import numpy as np
 
 from jzero.arrays.casts import round_without_derivative
 
-__all__ = ["describe_misfit"]
-
 
 def describe_misfit(x: Any, dtype: Any) -> str:
     """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.

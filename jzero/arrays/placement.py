@@ -22,27 +22,6 @@ from jzero.plan.on_disk import OnDisk
 from jzero.plan.padded import is_padded, pack_shard, to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
-__all__ = [
-    "Look",
-    "check_leaf_shape",
-    "check_names_host_memory",
-    "device_sharding",
-    "edit_master",
-    "gather_leaves",
-    "gather_padded",
-    "make_strongly_typed",
-    "memory_of",
-    "natural_leaf",
-    "on_device",
-    "overwrite",
-    "pack_leaf",
-    "place_array",
-    "place_leaf",
-    "plain_leaf",
-    "stored_leaf",
-    "unpack_leaf",
-]
-
 Look: TypeAlias = Callable[[np.ndarray], None]
 """A function that gets a whole value, on the host."""
 

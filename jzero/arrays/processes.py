@@ -37,8 +37,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jzero import _compat
 
-__all__ = ["MEET_S", "PROGRAM", "WAIT_S", "agree", "are_several", "check_wait", "gather_texts", "succeed_together"]
-
 T = TypeVar("T")
 
 AnyMesh = Mesh | AbstractMesh

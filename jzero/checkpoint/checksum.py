@@ -25,8 +25,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.arrays.placement import on_device
 from jzero.plan.layout import Cut
 
-__all__ = ["checksums", "host_checksum", "natural_sizes", "over_processes", "sum_of_part"]
-
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16
 """Words that `host_checksum` mixes at once, in a core's cache."""

@@ -22,8 +22,6 @@ from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_the
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, Opened, state_handler
 
-__all__ = ["FORMAT", "Contents", "StoredLeaf", "absolute", "digest", "find_steps", "read_contents", "sign"]
-
 FORMAT = 1
 """Version of jzero's notes. A reader rejects later versions."""
 

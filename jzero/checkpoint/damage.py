@@ -23,18 +23,6 @@ import jax
 import tensorstore as ts
 from etils import epath
 
-__all__ = [
-    "REMEDY",
-    "CheckpointError",
-    "DamageError",
-    "causes_of",
-    "files_of",
-    "is_passing",
-    "is_there",
-    "reading",
-    "wrong_checksums",
-]
-
 REMEDY = (
     "Restore an earlier step (`manager.restore(like, step=...)`; without `step` the newest one that can be read is "
     "taken), or copy the checkpoint again from where it came from."

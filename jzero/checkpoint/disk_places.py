@@ -26,8 +26,6 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle, rectangles
 
-__all__ = ["Piece", "chunk_shape", "chunks_of", "in_natural", "in_stored", "is_streamed", "overlap"]
-
 
 class Piece(NamedTuple):
     """A rectangle of a natural array, and its place in a rectangle of the stored one."""

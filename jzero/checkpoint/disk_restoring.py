@@ -32,8 +32,6 @@ from jzero.checkpoint.extras import everywhere
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import open_files
 
-__all__ = ["RestoredFiles", "restore_files"]
-
 
 class RestoredFiles(NamedTuple):
     """What is on disk of a restored state.

@@ -30,8 +30,6 @@ from jzero.plan.leaves import LeafPlan
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.records import Rectangle
 
-__all__ = ["DiskArray", "Snapshot", "masters_on_disk", "one_device", "owned_records"]
-
 KEPT_RECORDS = 3
 """Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""
 

@@ -35,8 +35,6 @@ from jzero.hf.folder import companions, known_shapes
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.presets import resolve_mapping
 
-__all__ = ["Decode", "Draft", "Form", "draft_export", "fitted", "shapes_there"]
-
 Decode: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], np.ndarray]
 
 

@@ -20,8 +20,6 @@ from jzero.checkpoint.safetensors_files import ExportReport
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.state.train_state import adapt_sharded, check_alive
 
-__all__ = ["export_checkpoint", "export_params"]
-
 MAX_FILE_BYTES = 5_000_000_000
 
 

@@ -15,8 +15,6 @@ from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.orbax_io import can_store
 
-__all__ = ["decode", "encode", "everywhere", "iterator_mover", "iterator_position", "positions_of_all"]
-
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
 

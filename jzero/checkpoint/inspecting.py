@@ -17,8 +17,6 @@ from jzero.checkpoint.restoring import read_extra
 from jzero.config.settings import FLAG, check
 from jzero.plan.table import format_bytes
 
-__all__ = ["CheckpointInfo", "inspect_checkpoint"]
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo(Report):

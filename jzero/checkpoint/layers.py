@@ -18,8 +18,6 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.leaves import WantedLeaf
 
-__all__ = ["CheckpointLayers", "Layers", "StateLayers"]
-
 At = tuple[int, ...]
 
 

@@ -45,8 +45,6 @@ from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
 
-__all__ = ["Keys", "Number", "WantedLeaf", "natural_state", "number_leaves", "stored_from", "wanted_leaves"]
-
 Keys = tuple[str, ...]
 
 

@@ -27,8 +27,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
-__all__ = ["is_chosen", "load_params", "name_of", "path_of"]
-
 
 def load_params(
     state: Any,

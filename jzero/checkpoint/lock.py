@@ -15,8 +15,6 @@ from etils import epath
 
 from jzero.checkpoint.damage import CheckpointError
 
-__all__ = ["DirectoryLock", "only_writer"]
-
 LOCK_FILE = "jzero.lock"
 
 

@@ -32,8 +32,6 @@ from jzero.config.settings import check, one_of
 from jzero.state.pending import apply_pending, settled_step
 from jzero.state.train_state import AdaptedState, adapt_sharded
 
-__all__ = ["CheckpointManager"]
-
 
 class CheckpointManager:
     """Saves a training state at regular steps, keeps some checkpoints, and finds the one to resume from.

@@ -14,8 +14,6 @@ from jzero.checkpoint.safetensors_files import TensorFile, TensorSpec
 from jzero.hf.mapping import From, Sources
 from jzero.hf.mapping import Mapping as NameMapping
 
-__all__ = ["MappedTensor", "Problems", "map_tensors", "misfit"]
-
 MAX_LINES = 20
 
 

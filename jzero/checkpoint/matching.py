@@ -16,8 +16,6 @@ from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
 from jzero.plan.leaves import StateLeaf
 
-__all__ = ["RestoreReport", "match", "renamed_paths"]
-
 Rename = Mapping[str, str]
 
 

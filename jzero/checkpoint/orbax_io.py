@@ -25,20 +25,6 @@ import tensorstore as ts
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.plan.layout import Cut
 
-__all__ = [
-    "EXTRA",
-    "EXTRA_ARRAYS",
-    "ITERATOR",
-    "NOTES",
-    "STATE",
-    "CutArray",
-    "Opened",
-    "can_store",
-    "dtype_on_disk",
-    "handler_registry",
-    "state_handler",
-]
-
 STATE = "default"
 """Item of a checkpoint that holds the state: the default name of Orbax's own manager."""
 EXTRA = "extra"

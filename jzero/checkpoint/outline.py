@@ -16,8 +16,6 @@ from jzero.checkpoint.safetensors_files import TensorSpec
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.mapping import Sources
 
-__all__ = ["Outline", "Part", "as_they_are", "outline_tensors"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:

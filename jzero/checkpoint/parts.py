@@ -18,8 +18,6 @@ from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
 
-__all__ = ["Part", "checked_leaves", "read_parts"]
-
 PART_BYTES = 1 << 22
 """Least bytes of a part that `checked_leaves` reads, if the leaf has as many."""
 LEAVES_BYTES = 3 << 23

@@ -18,8 +18,6 @@ from jzero.hf.mapping import Mapping
 from jzero.hf.presets import ADAPTERS, peft_mapping, resolve_mapping
 from jzero.state.train_state import plan_of
 
-__all__ = ["export_peft"]
-
 ADAPTER_FILE = "adapter_model.safetensors"
 ONE_FILE = 2**63
 

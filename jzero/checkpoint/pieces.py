@@ -15,8 +15,6 @@ import numpy as np
 from jzero.checkpoint.safetensors_files import TensorFile
 from jzero.hf.mapping import From
 
-__all__ = ["Piece", "copy_into", "unfit"]
-
 Index = tuple[slice, ...]
 ROWS = 64
 """Rows of a source that are copied at once, so that lines of memory are filled while they are in a cache."""

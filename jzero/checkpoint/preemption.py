@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-__all__ = ["PreemptionNotice"]
-
 
 class PreemptionNotice:
     """Catches the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.

@@ -41,17 +41,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import check_newest, files_of, kept_on_disk
 from jzero.state.train_state import AdaptedState, adapt_sharded, check_alive, map_state, plain_state, stored_state
 
-__all__ = [
-    "PARAMS",
-    "Choice",
-    "Target",
-    "check_fit",
-    "read_extra",
-    "restore_checkpoint",
-    "restore_from",
-    "warn_unless_complete",
-]
-
 PARAMS, OPT_STATE = "params", "opt_state"
 
 

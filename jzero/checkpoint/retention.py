@@ -13,8 +13,6 @@ from etils import epath
 
 from jzero.checkpoint.damage import is_there, reading
 
-__all__ = ["Retention"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Retention:

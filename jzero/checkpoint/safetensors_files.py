@@ -25,8 +25,6 @@ from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
 from jzero.plan.table import format_bytes
 
-__all__ = ["ExportReport", "TensorFile", "TensorSpec", "as_dtype", "find_tensors", "is_known", "write_tensors"]
-
 DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,

@@ -46,8 +46,6 @@ from jzero.state.train_state import adapt_sharded, check_alive, map_state
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
 
-__all__ = ["Items", "checkpoint_items", "meet", "save_checkpoint", "save_error"]
-
 _THREAD = Uninterrupted()
 
 

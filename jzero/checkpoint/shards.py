@@ -14,8 +14,6 @@ from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.parts import Part, read_parts
 
-__all__ = ["placed", "read_shards"]
-
 AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""
 

@@ -13,8 +13,6 @@ from jzero.arrays.processes import gather_texts
 from jzero.checkpoint.damage import CheckpointError, is_there
 from jzero.checkpoint.extras import everywhere
 
-__all__ = ["check_shared"]
-
 LAG_S = 10.0
 """How long a file that one process wrote may take to appear to another."""
 

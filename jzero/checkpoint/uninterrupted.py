@@ -14,8 +14,6 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Uninterrupted"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

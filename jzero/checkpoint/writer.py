@@ -24,8 +24,6 @@ from jzero.checkpoint.saving import Items, save_error
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
 
-__all__ = ["Writer"]
-
 SUPERSEDED = "superseded"
 """The folder for later steps, if training resumes from an earlier one."""
 

@@ -13,8 +13,6 @@ from jzero.deepspeed.formulas import find_row, tabulate
 from jzero.plan.table import format_bytes
 from jzero.state.model_size import count_params
 
-__all__ = ["Account", "account"]
-
 BYTES = {1: "4 + 12/N bytes per parameter", 2: "4 + 16/N bytes per parameter", 3: "18/N bytes per parameter"}
 """What DeepSpeed's formulas count at each stage."""
 

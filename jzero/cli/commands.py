@@ -16,8 +16,6 @@ import jzero
 from jzero.cli.planning import analyze, estimate, fit, plan
 from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, use_cpu
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="jzero",
     epilog="Exit status: 0 on success, 1 if a check failed, 2 if the command could not run.",

@@ -19,8 +19,6 @@ import optax
 from jzero.hf.config import ModelConfig
 from jzero.state.train_state import TrainState
 
-__all__ = ["ADAPTERS", "make_loss", "make_state"]
-
 PyTree = Any
 ADAPTERS = r".*/lora_[ab]"
 """The paths of adapters."""

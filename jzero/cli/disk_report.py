@@ -8,8 +8,6 @@ from jzero.disk.files import check_folder, file_system, free_bytes
 from jzero.disk.rates import DiskRates, measure_rates
 from jzero.plan.table import format_bytes
 
-__all__ = ["DiskReport", "examine_disk"]
-
 BYTES_PER_PARAMETER = 12
 """An update reads and writes as much for each 16-bit parameter: master, mean and variance of Adam in fp32."""
 

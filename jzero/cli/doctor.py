@@ -29,8 +29,6 @@ from jzero.state.shard import plan_train_state
 from jzero.state.train_state import TrainState
 from jzero.step.equivalence import check_equivalence
 
-__all__ = ["Check", "DeviceGroup", "DoctorReport", "examine"]
-
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 AXIS = "data"
 HOST = "pinned_host"

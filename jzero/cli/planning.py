@@ -16,8 +16,6 @@ from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, 
 if TYPE_CHECKING:
     from jzero.cli.source import Source
 
-__all__ = ["analyze", "estimate", "fit", "plan"]
-
 
 @takes_request
 def estimate(

@@ -14,8 +14,6 @@ import typer
 
 import jzero
 
-__all__ = ["Request", "takes_request"]
-
 SIZES = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_hidden", "vocab_size")
 DEFAULT_SEQ = 4096
 

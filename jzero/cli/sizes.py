@@ -13,8 +13,6 @@ from typing import Any
 
 from jzero.hf.config import ModelConfig
 
-__all__ = ["count", "llama", "model_sizes", "parse_count"]
-
 # D, layers, heads, heads of keys and values, width of feed-forward blocks, vocabulary, tied: published for Llama 2
 # (7B, 13B), Llama 3 (8B), 3.1 (70B, 405B) and 3.2 (1B, 3B).
 NAMED: Mapping[str, tuple[int, int, int, int, int, int, bool]] = {

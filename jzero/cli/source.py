@@ -18,8 +18,6 @@ from jzero.cli.sizes import OPTIONS, model_sizes
 from jzero.cli.user_model import UserModel, load_model
 from jzero.hf.config import ModelConfig, read_config
 
-__all__ = ["Source", "load_source"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:

@@ -12,8 +12,6 @@ from typing import Annotated, Protocol
 
 import typer
 
-__all__ = ["Json", "Traceback", "choose_devices", "messages", "show", "use_cpu", "warn"]
-
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
 

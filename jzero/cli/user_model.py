@@ -11,8 +11,6 @@ import jax
 
 from jzero.state.train_state import adapt
 
-__all__ = ["UserModel", "load_model"]
-
 PyTree = Any
 RETURNS = "`(state, loss_fn, batch)` or `(state, loss_fn, batch, trainable)`"
 

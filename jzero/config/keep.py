@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from jzero.config.settings import Setting, check_fields, one_of, whole
 
-__all__ = ["Keep"]
-
 
 def _patterns(value: Any) -> Any:
     if value == "all":

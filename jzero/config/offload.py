@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from jzero.config.settings import FLAG, Setting, check_fields, number, one_of, optional, whole
 
-__all__ = ["Offload", "ZenFlow", "num_bytes"]
-
 
 def num_bytes(least: int) -> Setting:
     """A number of bytes of at least `least`."""

@@ -11,21 +11,6 @@ import numpy as np
 
 from jzero.config.settings import FLAG, Setting, check_fields, number, optional, whole
 
-__all__ = [
-    "DTYPE",
-    "STATE_DTYPE",
-    "DtypeName",
-    "DynamicLossScale",
-    "Precision",
-    "cast_dtype",
-    "is_float8",
-    "is_key",
-    "resolve_precision",
-    "scale_by",
-    "wide_dtype",
-    "widen",
-]
-
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 MAX_LOSS_SCALE = 2.0**100
 """The inverse of a larger scale would not be a normal fp32 number."""

@@ -7,8 +7,6 @@ from typing import Literal
 
 from jzero.config.settings import check_fields, one_of
 
-__all__ = ["Quantization"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantization:

@@ -13,21 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-__all__ = [
-    "FLAG",
-    "KEYS",
-    "NAMES",
-    "ONE_KEY",
-    "Setting",
-    "check",
-    "check_fields",
-    "number",
-    "one_of",
-    "optional",
-    "some_of",
-    "whole",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Setting:

@@ -18,8 +18,6 @@ from jzero.config.settings import FLAG, Setting, check_fields, one_of, optional,
 if TYPE_CHECKING:
     from jzero.deepspeed.report import DeepSpeedReport
 
-__all__ = ["LeafRule", "ZeroConfig", "may_prefetch"]
-
 STAGES = (0, 1, 2, 3)
 
 

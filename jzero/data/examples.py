@@ -12,8 +12,6 @@ import numpy as np
 
 from jzero._text import path_str
 
-__all__ = ["WEIGHTS", "Example", "ExampleSpec", "example_spec", "stack"]
-
 WEIGHTS = "weights"
 """Key of a batch under which each row has weight 1, or 0 if it is padding."""
 

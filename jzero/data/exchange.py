@@ -10,8 +10,6 @@ import jax
 
 from jzero.arrays.processes import gather_texts
 
-__all__ = ["check_agreement", "exchange"]
-
 
 def exchange(attempt: Callable[[], Any]) -> list[Any]:
     """Returns the results of `attempt` from all processes; if it fails in one, raises in all. Each must call it.

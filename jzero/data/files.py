@@ -17,8 +17,6 @@ from jzero.data.exchange import exchange
 from jzero.data.interleave import Lanes
 from jzero.data.sequential import SequentialFile
 
-__all__ = ["FileSource"]
-
 
 class FileSource:
     """The examples of many files, numbered consecutively; for `make_loader`, or for Grain.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["Lanes"]
-
 
 class Lanes:
     """Files dealt out to lanes that take turns: the first example of each lane, then the second of each, and so on.

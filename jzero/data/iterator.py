@@ -14,8 +14,6 @@ from jzero.config.settings import check, whole
 from jzero.data.pipeline import Pipeline
 from jzero.data.position import Position
 
-__all__ = ["LoaderIterator"]
-
 PyTree = Any
 Batches: TypeAlias = grain.DatasetIterator[tuple[PyTree, Position]]
 

@@ -19,8 +19,6 @@ from jzero.data.position import Position, Schedule
 from jzero.data.rows import local_rows
 from jzero.plan.mesh import make_mesh
 
-__all__ = ["Loader", "make_loader"]
-
 
 def make_loader(
     source: Any,

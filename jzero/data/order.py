@@ -8,8 +8,6 @@ import functools
 import grain
 import numpy as np
 
-__all__ = ["MAX_SHUFFLED", "Order"]
-
 MAX_SHUFFLED = 2**32 - 1
 """Most examples that Grain can permute: it computes in 32 bits, and wraps beyond."""
 

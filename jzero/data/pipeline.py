@@ -18,8 +18,6 @@ from jzero.data.order import Order
 from jzero.data.position import Position, Schedule
 from jzero.data.rows import LocalRows
 
-__all__ = ["LocalBatches", "OrderedExamples", "Pipeline"]
-
 PyTree = Any
 
 

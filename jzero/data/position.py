@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Position", "Schedule", "Span"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Position:

@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero.config.zero import ZeroConfig
 from jzero.plan.mesh import batch_axes, check_mesh, num_batch_shards
 
-__all__ = ["LocalRows", "local_rows"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LocalRows:

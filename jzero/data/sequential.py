@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["SequentialFile"]
-
 
 class SequentialFile:
     """A file's examples by number; reading in order is cheap, and going back starts the file again.

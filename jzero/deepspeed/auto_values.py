@@ -12,8 +12,6 @@ from typing import Any
 from jzero.config.precision import Precision
 from jzero.config.settings import check, number, one_of, optional, whole
 
-__all__ = ["AUTO", "decide"]
-
 AUTO = "auto"
 A_NUMBER = number("a number", math.isfinite)
 TRAINER = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["BatchSizes", "solve_batch"]
-
 
 class BatchSizes(NamedTuple):
     """Rows of a step, rows of a device's micro-batch, micro-batches of a step; `None` where it is not known."""

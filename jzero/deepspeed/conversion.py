@@ -17,8 +17,6 @@ from jzero.deepspeed.scheduler_block import make_schedule
 from jzero.deepspeed.settings import Settings, read_settings
 from jzero.deepspeed.source import read_source
 
-__all__ = ["import_config"]
-
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 CLIPPING = "gradient_clipping"
 

@@ -7,18 +7,6 @@ from typing import Any
 from jzero.deepspeed.formulas import Formulas, MemoryEstimate, find_row, tabulate
 from jzero.state.model_size import count_params
 
-__all__ = [
-    "estimate_zero1_model_states_mem_needs",
-    "estimate_zero1_model_states_mem_needs_all_cold",
-    "estimate_zero1_model_states_mem_needs_all_live",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-]
-
 
 def estimate_zero1_model_states_mem_needs(
     total_params: float,

@@ -12,8 +12,6 @@ from jzero.config.quantization import Quantization
 from jzero.deepspeed.settings import Settings
 from jzero.deepspeed.zero_keys import NO_CAP
 
-__all__ = ["ConfigFields", "config_fields"]
-
 ZERO = "zero_optimization"
 OPTIMIZER_BLOCK, PARAM_BLOCK = f"{ZERO}.offload_optimizer.", f"{ZERO}.offload_param."
 ZENFLOW_BLOCK = f"{ZERO}.zenflow."

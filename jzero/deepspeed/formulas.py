@@ -22,8 +22,6 @@ import numpy as np
 from jzero._text import Report
 from jzero.config.settings import check, one_of
 
-__all__ = ["Formulas", "MemoryEstimate", "MemoryRow", "find_row", "tabulate"]
-
 Formulas = Literal["documented", "deepspeed-0.19"]
 FORMULAS = get_args(Formulas)
 LIMIT = 2**63

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["PARAMS_ON_NVME", "REQUIRED", "USUAL", "Key", "Kind", "Verdict"]
-
 Verdict: TypeAlias = Literal["honoured", "compiler", "ignored", "open", "refused"]
 Kind: TypeAlias = Literal["bool", "int", "number", "string", "dtype", "pair", "rate", "block", "any"]
 

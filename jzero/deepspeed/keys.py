@@ -5,8 +5,6 @@ from __future__ import annotations
 from jzero.deepspeed.other_keys import AIO, BATCH, GRADIENTS, OPTIMIZER, PRECISION, REST
 from jzero.deepspeed.zero_keys import OFFLOAD, ZENFLOW, ZERO
 
-__all__ = ["KEYS", "LOOKED_INTO", "STRICT"]
-
 KEYS = {key.path: key for key in (*BATCH, *ZERO, *ZENFLOW, *OFFLOAD, *PRECISION, *GRADIENTS, *OPTIMIZER, *AIO, *REST)}
 
 LOOKED_INTO = (

@@ -14,8 +14,6 @@ from jzero.deepspeed.scheduler_block import CYCLED_B2, Scheduled
 from jzero.deepspeed.settings import Settings
 from jzero.deepspeed.transforms import lamb, scale_by_uncorrected_adam
 
-__all__ = ["OPTIMIZERS", "OptimizerBlock", "read_optimizer"]
-
 PATH = "optimizer.params"
 TX = "`report.optimizer`"
 

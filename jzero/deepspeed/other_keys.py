@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from jzero.deepspeed.key import Key
 
-__all__ = ["AIO", "BATCH", "GRADIENTS", "OPTIMIZER", "PRECISION", "REST"]
-
 BATCH = (
     Key("train_batch_size", "int", None, "honoured", "rows of the batch that a step is called with", least=1),
     Key("train_micro_batch_size_per_gpu", "int", None, "honoured", "`report.micro_batch_size`", least=1),

@@ -10,8 +10,6 @@ from typing import Any
 from jzero.deepspeed.key import REQUIRED, USUAL, Key
 from jzero.deepspeed.settings import Settings
 
-__all__ = ["Params", "read_params"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Params:

@@ -12,8 +12,6 @@ from typing import Any
 from jzero._text import Report, format_rows
 from jzero.deepspeed.key import Verdict
 
-__all__ = ["NOT_SET", "DeepSpeedReport", "KeyVerdict"]
-
 NOT_SET = "(not set)"
 """The value of a key that the file does not have, but whose default in DeepSpeed changes the numbers."""
 

@@ -11,8 +11,6 @@ from jzero.deepspeed.params import Params, read_params
 from jzero.deepspeed.schedules import SCHEDULES, Schedule, cycled_momentum
 from jzero.deepspeed.settings import Settings
 
-__all__ = ["CYCLED_B2", "Scheduled", "make_schedule"]
-
 PATH = "scheduler.params"
 CYCLED_B2 = 0.99
 LATEST_STAIR = 2**31

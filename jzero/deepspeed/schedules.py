@@ -20,8 +20,6 @@ import jax.numpy as jnp
 from jzero.deepspeed.key import REQUIRED, Key
 from jzero.deepspeed.params import Params
 
-__all__ = ["SCHEDULES", "Schedule", "cycled_momentum"]
-
 Schedule: TypeAlias = Callable[[Any], jax.Array]
 
 

@@ -12,8 +12,6 @@ from jzero.deepspeed.key import REQUIRED, USUAL, Key, Verdict
 from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
-__all__ = ["DTYPES", "PARAMS", "Settings", "read_settings"]
-
 AUTO_NOTE = '"auto" is for a trainer to fill in'
 PARAMS = ("optimizer.params", "scheduler.params")
 SWITCHES = ("fp16.enabled", "bf16.enabled")

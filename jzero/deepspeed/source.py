@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["read_source"]
-
 MAX_DEPTH = 50
 """Levels of blocks; DeepSpeed's own have four."""
 

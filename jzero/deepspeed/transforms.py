@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-__all__ = ["lamb", "scale_by_uncorrected_adam"]
-
 
 def scale_by_uncorrected_adam(b1: Any, b2: Any, eps: float, *, eps_root: float = 0.0) -> optax.GradientTransformation:
     """Returns `optax.scale_by_adam` without the correction of its moments for their start at zero."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from jzero.deepspeed.key import PARAMS_ON_NVME, Key
 
-__all__ = ["NO_CAP", "OFFLOAD", "ZENFLOW", "ZERO"]
-
 NO_CAP = 2**63 - 1
 """What DeepSpeed writes for "no limit" (`sys.maxsize`)."""
 

@@ -21,8 +21,6 @@ from typing import NoReturn
 
 import numpy as np
 
-__all__ = ["PAGE", "DiskError", "UnnamedFile", "check_folder", "file_system", "free_bytes", "page_aligned"]
-
 PAGE = 4096
 """Offsets, lengths and addresses are multiples of it: `O_DIRECT` takes no others."""
 

@@ -24,8 +24,6 @@ import numpy as np
 from jzero.disk.files import page_aligned
 from jzero.disk.stores import Store
 
-__all__ = ["Pipeline", "RunStats"]
-
 Finish = Callable[[np.ndarray], object]
 Visit = Callable[[int, np.ndarray], Finish | None]
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from jzero.disk.files import PAGE, UnnamedFile, page_aligned
 
-__all__ = ["DiskRates", "PlainFiles", "measure_rates"]
-
 BLOCK = 16 * 2**20
 """Bytes of one request, as many as a record of `Offload.chunk_bytes` has by default."""
 

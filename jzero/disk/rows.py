@@ -27,8 +27,6 @@ import numpy as np
 from jzero.disk.files import DiskError, page_aligned
 from jzero.disk.stores import Store
 
-__all__ = ["Row", "RowReader", "take_row"]
-
 WAIT_S = 20.0
 """Seconds until a program stops to wait for a row; XLA's clients for CPUs end a process after 40 in a gather."""
 

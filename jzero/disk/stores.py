@@ -24,8 +24,6 @@ import numpy as np
 
 from jzero.disk.files import PAGE, DiskError, UnnamedFile, free_bytes
 
-__all__ = ["CopyingStore", "DiskStore", "IoStats", "Pin", "RamStore", "Store"]
-
 
 class Store(abc.ABC):
     """Records in two slots, see [Note: Two slots]. Before they are first written they are zeros.

@@ -18,8 +18,6 @@ import numpy as np
 from jzero import _compat
 from jzero.engine.lazy import Deferred, Operation, is_lazy
 
-__all__ = ["Bundle", "Rows", "is_unevaluated"]
-
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)

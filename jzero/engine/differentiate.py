@@ -36,8 +36,6 @@ from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
 from jzero.plan.comm import Sums
 
-__all__ = ["Joint", "differentiate"]
-
 PyTree = Any
 Note = Callable[[bool], None]
 

@@ -17,8 +17,6 @@ from jzero import _compat
 from jzero.plan.comm import Comm, Sums
 from jzero.plan.layout import Cut
 
-__all__ = ["GradientExit", "Reduction", "Unreduced"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:

@@ -29,8 +29,6 @@ from jzero.engine.makers import Makers
 from jzero.engine.shard_rules import widens
 from jzero.jaxpr.primitives import CALLS, REMAT
 
-__all__ = ["GRADIENT_RULES", "Passed"]
-
 
 class Passed(NamedTuple):
     """An equation that a gradient passes on its way back to where it was made.

@@ -42,8 +42,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 from jzero.plan.ways import Way
 
-__all__ = ["WHOLE_BATCH", "LossResult", "MicroBatches", "bytes_of_kept_blocks", "evaluate", "loss_and_grads"]
-
 PyTree = Any
 
 

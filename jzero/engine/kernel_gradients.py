@@ -27,8 +27,6 @@ from jzero import _compat
 from jzero._compat import J
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
 
-__all__ = ["without_transposes"]
-
 
 def without_transposes(jaxpr: J, cache: dict[int, tuple[Any, Any]] | None = None) -> J:
     """Returns a program without transposes of products that nothing else reads, in loops and calls, too.

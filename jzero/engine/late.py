@@ -25,8 +25,6 @@ from jzero._compat import Atom, J
 from jzero.engine.placed import named_p, reduce_p
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 
-__all__ = ["without_last_hops"]
-
 Left = dict[str, Any]
 """The parameters of a reduction."""
 

@@ -34,19 +34,6 @@ from jzero.plan.layout import Cut
 from jzero.plan.padded import pack_shard
 from jzero.plan.ways import Way
 
-__all__ = [
-    "Deferred",
-    "Lazy",
-    "Operation",
-    "RowOf",
-    "defer",
-    "is_constant",
-    "is_cut",
-    "is_lazy",
-    "make_lazy",
-    "num_bytes",
-]
-
 MAX_DEFERRED = 16
 """Most operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and
 kept."""

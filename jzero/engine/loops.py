@@ -35,8 +35,6 @@ from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
 from jzero.jaxpr.primitives import CALLS, REMAT
 
-__all__ = ["scan"]
-
 Late: TypeAlias = dict[int, jax.Array]
 """Rows of gradients before their last hop, by index of the result."""
 

@@ -16,8 +16,6 @@ from jzero import _compat
 from jzero._compat import Atom
 from jzero.engine.gradient_exits import Reduction
 
-__all__ = ["RELABELS", "Makers"]
-
 RELABELS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "sharding_constraint", "transpose"])
 
 

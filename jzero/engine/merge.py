@@ -34,8 +34,6 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["MERGES", "Merge", "choose_merges", "merge_written"]
-
 
 def _add_changes(x: jax.Array, before: jax.Array, sums: Sums) -> jax.Array:
     dtype = sum_dtype(before.dtype)

@@ -27,8 +27,6 @@ from jzero.engine.lazy import is_lazy
 from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
 
-__all__ = ["MeshFacts", "Meshes", "constrain", "names_mesh"]
-
 
 class Meshes(NamedTuple):
     """Facts about some jaxprs.

@@ -20,8 +20,6 @@ from jzero.plan.comm import sum_along
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 
-__all__ = ["grad_norm"]
-
 
 def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:
     """Returns the global norm of reduced gradients times factors, and, if the policy asks, which are not finite."""

@@ -34,8 +34,6 @@ from jzero.engine.placed import How, wait
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import Fence, platform_facts
 
-__all__ = ["Order"]
-
 
 @dataclasses.dataclass
 class Order:

@@ -19,18 +19,6 @@ from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import wide_dtype, widen
 from jzero.plan.comm import Sums
 
-__all__ = [
-    "PerExample",
-    "Summed",
-    "Weighted",
-    "aux_specs",
-    "average",
-    "check_aux",
-    "reduce_aux",
-    "spread_marks",
-    "sum_dtype",
-]
-
 PyTree = Any
 
 

@@ -39,21 +39,6 @@ from jzero.disk.rows import take_row
 from jzero.plan.comm import Comm, Hop, Sums
 from jzero.plan.layout import Cut
 
-__all__ = [
-    "PLACED",
-    "How",
-    "first_elements",
-    "gather_p",
-    "hops_of",
-    "named_p",
-    "operations_of",
-    "read_p",
-    "reduce_p",
-    "unreduced_p",
-    "wait",
-    "wait_p",
-]
-
 How: TypeAlias = Literal["barrier", "light", "select"]
 
 

@@ -23,8 +23,6 @@ from typing import Any
 
 from jzero.engine.lazy import Lazy, num_bytes
 
-__all__ = ["MOST_IN_VAIN", "choose_prefetched"]
-
 MOST_IN_VAIN = 1 / 32
 """Upper bound on the wasted gathers of the last turn, as a share of all gathers of the loop."""
 

@@ -43,16 +43,6 @@ from jzero.jaxpr.repeats import aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.plan.mesh import HOST_MEMORY
 
-__all__ = [
-    "Remat",
-    "has_parts_to_recompute",
-    "kept_bytes",
-    "num_blocks",
-    "offload_activations",
-    "recompute",
-    "recomputes",
-]
-
 Apply = Callable[[Any, list[Any]], list[Any]]
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep
 AxisEnv: TypeAlias = list[tuple[str, int]]

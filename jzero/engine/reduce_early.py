@@ -42,8 +42,6 @@ from jzero.engine.placed import named_p, reduce_p, unreduced_p
 from jzero.jaxpr.edit import Editor
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
-__all__ = ["reduce_early"]
-
 Exits: TypeAlias = Sequence[GradientExit | None]
 
 

@@ -31,8 +31,6 @@ from jzero.plan.leaves import LeafPlan
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.ways import Way
 
-__all__ = ["Parameter", "Role"]
-
 
 class Role(enum.Enum):
     """A parameter's role: `(is held as a shard, its gradient is cut, its gradient is reduced as it is made)`."""

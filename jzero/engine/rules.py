@@ -40,8 +40,6 @@ from jzero.jaxpr.edit import is_recomputed
 from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
 
-__all__ = ["RULES", "start_walk"]
-
 _EMPTY = object()
 
 

@@ -22,8 +22,6 @@ from jzero.arrays.placement import memory_of
 from jzero.engine.bundles import Bundle
 from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
 
-__all__ = ["apply_on_shard", "constrain_lazy", "widens"]
-
 Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy | None]
 
 

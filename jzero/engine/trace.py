@@ -29,16 +29,6 @@ from jzero.plan.mesh import batch_axes, num_batch_shards
 from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 
-__all__ = [
-    "FROZEN",
-    "LossInputs",
-    "TracedLoss",
-    "Written",
-    "axis_env",
-    "carried_leaves",
-    "trace_loss",
-]
-
 PyTree = Any
 
 FROZEN = "frozen"

@@ -29,8 +29,6 @@ from jzero.engine.placed import reduce_p, unreduced_p, wait_p
 from jzero.jaxpr.edit import Editor, is_recomputed
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
-__all__ = ["wait_for_gradients"]
-
 Cache: TypeAlias = dict[int, tuple[AnyJaxpr, AnyJaxpr]]
 
 

@@ -44,8 +44,6 @@ from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
 from jzero.jaxpr.uses import reads_of
 
-__all__ = ["HeldParameters", "Rule", "Walk"]
-
 _TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
 
 Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Any]], list[Any]]"

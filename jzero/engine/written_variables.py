@@ -29,8 +29,6 @@ from jzero.arrays.casts import holds
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.primitives import RUNS
 
-__all__ = ["Changed", "WrittenShape", "WrittenVariable", "by_path", "drop_unwritten", "pair_written", "split_mutable"]
-
 PyTree = Any
 Atom = Any
 

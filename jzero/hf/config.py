@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-__all__ = ["FAMILIES", "ModelConfig", "read_config", "read_fields"]
-
 CONFIG = "config.json"
 OWN_MODEL = "For another model, pass `jzero.load_params` a `jzero.Mapping` of your own."
 

@@ -8,8 +8,6 @@ from typing import Any
 from jzero.hf.config import FAMILIES, read_config, read_fields
 from jzero.hf.presets import tensor_shapes
 
-__all__ = ["companions", "known_shapes"]
-
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",

@@ -8,8 +8,6 @@ import re
 from collections.abc import Mapping as MappingOf
 from typing import Any
 
-__all__ = ["From", "Mapping", "Sources"]
-
 GROUP = re.compile(r"\(([^()]*)\)")
 SECTION = 3
 """Numbers of a section: dimension, start, size."""

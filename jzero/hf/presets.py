@@ -10,8 +10,6 @@ from typing import Any
 from jzero.hf.config import FAMILIES, ModelConfig, read_fields
 from jzero.hf.mapping import From, Mapping
 
-__all__ = ["ADAPTERS", "peft_mapping", "resolve_mapping", "tensor_shapes"]
-
 TRANSPOSED = (1, 0)
 ADAPTERS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 """The names of adapters here, and in PEFT's files."""

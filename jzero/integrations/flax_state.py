@@ -6,6 +6,4 @@ from flax.training.train_state import TrainState
 
 from jzero.state.train_state import register_plain
 
-__all__: list[str] = []
-
 register_plain(TrainState.apply_gradients)

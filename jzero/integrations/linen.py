@@ -15,8 +15,6 @@ from jzero.plan.on_disk import OnDisk
 from jzero.plan.opt_state import DiskState, LossScaleState, ZeroOptState
 from jzero.plan.padded import Padded
 
-__all__: list[str] = []
-
 
 def _to_state_dict(x: Any) -> dict[str, Any]:
     return {f.name: serialization.to_state_dict(getattr(x, f.name)) for f in dataclasses.fields(x)}

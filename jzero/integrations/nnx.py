@@ -18,8 +18,6 @@ from jzero.plan.padded import is_padded, unbox
 from jzero.state.model_size import Params, register_model_view, state_params
 from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
 
-__all__ = ["NnxTrainState", "adapt_nnx", "view_nnx"]
-
 PyTree = Any
 WRITABLE = ("params", FROZEN, "rest")
 

@@ -16,8 +16,6 @@ from jax.tree_util import SequenceKey
 from jzero._text import path_str
 from jzero.engine.written_variables import WrittenShape, WrittenVariable, by_path, pair_written
 
-__all__ = ["check_attributes", "find_written", "python_attributes"]
-
 PyTree = Any
 
 

@@ -23,8 +23,6 @@ from jzero import _compat
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.jaxpr.products import FACTORIZATIONS
 
-__all__ = ["NotSlicedError", "slice_program"]
-
 Dims: TypeAlias = Sequence[int | None]
 
 

@@ -14,8 +14,6 @@ from jzero import _compat
 from jzero._compat import Atom
 from jzero.jaxpr.primitives import CALLS, REMAT
 
-__all__ = ["Editor", "is_recomputed"]
-
 
 class Editor:
     """A program under construction.

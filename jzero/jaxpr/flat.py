@@ -21,8 +21,6 @@ from jzero import _compat
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
 
-__all__ = ["FEW", "flattened"]
-
 FEW = 64
 """Operands of up to so many elements do not join the outputs of a `cond`: coefficients that all parameters share."""
 

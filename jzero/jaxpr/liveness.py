@@ -15,8 +15,6 @@ from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 
-__all__ = ["Needed", "find_needed"]
-
 Atom = Any
 
 

@@ -14,8 +14,6 @@ import enum
 import functools
 from typing import Any
 
-__all__ = ["CALLS", "CHEAP", "LIGHT", "REMAT", "RUNS", "Trait", "called_jaxpr", "primitives_with"]
-
 
 class Trait(enum.Flag):
     """Traits of an operation.

@@ -11,8 +11,6 @@ from typing import Any
 from jzero import _compat
 from jzero.jaxpr.primitives import Trait, primitives_with
 
-__all__ = ["FACTORIZATIONS", "cost_of", "factorizes", "mixes"]
-
 FACTORIZATIONS = frozenset(
     "cholesky eigh eig qr geqrf householder_product lu svd schur triangular_solve tridiagonal_solve".split()
 )

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 from jzero import _compat
 from jzero.jaxpr.products import mixes
 
-__all__ = ["Piece", "Region", "find_regions", "flow_of"]
-
 Owners: TypeAlias = frozenset[int]
 IsAnchor: TypeAlias = Callable[[Any, int], bool]
 

@@ -32,8 +32,6 @@ from jzero import _compat
 from jzero.jaxpr.primitives import LIGHT
 from jzero.jaxpr.sizes import array_bytes
 
-__all__ = ["Part", "aval_bytes", "keeps_heavy", "split_into_parts"]
-
 THIN = 256
 """Floating-point operations per byte of a result. Accelerators do 150 to 300 in the time that they move a byte."""
 

@@ -18,8 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-__all__ = ["Factors", "Layout", "merged", "moved", "num_rows", "reshaped", "scattered", "sliced", "without_units"]
-
 Factors: TypeAlias = tuple[tuple[int, int], ...]
 Layout: TypeAlias = tuple[tuple[int, Factors], ...]
 

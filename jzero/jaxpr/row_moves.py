@@ -12,8 +12,6 @@ from jzero.jaxpr.row_layouts import Layout, merged, moved, num_rows, reshaped, s
 from jzero.jaxpr.row_rules import lost, rule
 from jzero.jaxpr.row_values import SAME, Kind, Origin, Scale, Value, applied, collected, unknown_origin
 
-__all__ = ["element", "of_last_pass", "stacked"]
-
 Equation = Any
 
 

@@ -25,8 +25,6 @@ from jzero.jaxpr.row_values import (
     scaled,
 )
 
-__all__ = ["RULES", "lost", "number_of", "rule"]
-
 Equation = Any
 Rule: TypeAlias = Callable[[Equation, list[Value]], Any]
 

@@ -18,22 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from jzero import _compat
 from jzero.jaxpr.row_layouts import Layout, merged, without_units
 
-__all__ = [
-    "BATCH",
-    "SAME",
-    "Cause",
-    "Kind",
-    "Origin",
-    "Scale",
-    "Value",
-    "added",
-    "applied",
-    "collected",
-    "joined",
-    "scaled",
-    "unknown_origin",
-]
-
 Number: TypeAlias = float | Literal["unknown"] | None
 HALF = 2.0
 

@@ -28,9 +28,6 @@ from jzero.jaxpr.row_moves import element, of_last_pass, stacked
 from jzero.jaxpr.row_rules import RULES, lost, number_of
 from jzero.jaxpr.row_values import BATCH, SAME, Cause, Kind, Value, applied, joined, unknown_origin
 
-__all__ = ["Cause", "Kind", "RowFacts", "row_facts"]
-
-
 SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 EQUALIZING = SUMS | {"pmax", "pmin", "all_gather", "all_gather_invariant"}
 COLLECTIVES = EQUALIZING | {"reduce_scatter", "ppermute", "pgather", "all_to_all", "ragged_all_to_all"}

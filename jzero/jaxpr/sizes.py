@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["array_bytes", "itemsize"]
-
 
 def array_bytes(size: int, dtype: Any) -> int:
     """Returns the bytes of so many numbers of a dtype, extended dtypes (PRNG keys) included."""

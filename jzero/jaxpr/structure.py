@@ -19,8 +19,6 @@ import numpy as np
 
 from jzero import _compat
 
-__all__ = ["CanonicalJaxpr", "Structures", "is_worth_a_call"]
-
 FEWEST = 16
 """Fewest equations of a layer that becomes a call without being recomputed; with fewer, a call takes as long."""
 

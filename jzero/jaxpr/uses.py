@@ -9,8 +9,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jzero import _compat
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 
-__all__ = ["reads_of"]
-
 
 def reads_of(jaxpr: Jaxpr, var: Var) -> Iterator[JaxprEqn]:
     """Yields the equations that read a variable; of calls and recomputed blocks, those in them."""

@@ -19,8 +19,6 @@ from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
 from jzero.monitor.run_settings import as_data
 from jzero.monitor.sinks import Sink
 
-__all__ = ["Monitor"]
-
 
 class Monitor:
     """Watches a training loop: metrics to sinks, progress, step time, tokens per second, memory, a profile.

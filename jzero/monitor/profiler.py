@@ -8,8 +8,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["StepProfiler"]
-
 
 class StepProfiler:
     """Traces steps `first` to `last`, counted from 1, into a folder.

@@ -10,8 +10,6 @@ from typing import Any
 
 from jzero.monitor.readings import OWN_PREFIX
 
-__all__ = ["Bar", "Lines", "make_display"]
-
 MIB, GIB = 2**20, 2**30
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from jzero._text import path_str
 
-__all__ = ["OWN_PREFIX", "fetch", "peak_device_bytes", "scalars"]
-
 OWN_PREFIX = "perf/"
 """Prefix of the monitor's own values."""
 

@@ -11,8 +11,6 @@ import numpy as np
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import plan_summary
 
-__all__ = ["as_data"]
-
 
 def as_data(value: Any) -> Any:
     """Returns settings as nested dictionaries and lists of numbers and text.

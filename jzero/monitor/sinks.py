@@ -14,8 +14,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Csv", "JsonLines", "Sink", "TensorBoard", "check_names"]
-
 Sink = Callable[[int, Mapping[str, float]], Any]
 """`sink(step, values)`; if it has a `start`, that gets the settings of the run; if a `close`, that ends it."""
 

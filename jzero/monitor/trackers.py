@@ -21,8 +21,6 @@ from typing import Any
 
 from jzero.monitor.sinks import FLUSH_SECONDS, check_names
 
-__all__ = ["MLflow", "WandB"]
-
 INIT_TIMEOUT = 30
 """Seconds that a run waits for Weights & Biases at its start."""
 RETRY_SECONDS = 60

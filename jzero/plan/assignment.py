@@ -12,8 +12,6 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["NO_MATRICES", "MatrixKind", "MatrixWork", "Schedule", "WholeMatrix", "assign"]
-
 WORTH_SLOTS = 0.9
 """Units of equal kind go in rounds, without branches, unless the busiest device then has less than this share."""
 

@@ -27,8 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["LEAST", "Blocks", "pack", "packed_size", "unpack"]
-
 BLOCK = {"int8": 256, "int4": 256, "nf4": 64}
 """Most elements of a block."""
 LEAST = 32

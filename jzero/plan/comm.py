@@ -30,22 +30,6 @@ from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.parts import apply_to_parts
 
-__all__ = [
-    "Comm",
-    "Direct",
-    "Hop",
-    "Levels",
-    "Replicated",
-    "Rounded",
-    "Sums",
-    "TwoHop",
-    "comm_of",
-    "own_part",
-    "shard_index",
-    "shard_spec",
-    "sum_along",
-]
-
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 """How often devices send an array, but for their own part, by HLO's name of the collective."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["Kept"]
-
 
 class Kept(NamedTuple):
     """Values that stay on a device from the forward to the backward pass, though stage 3 could make them again.

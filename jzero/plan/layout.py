@@ -42,8 +42,6 @@ from jax.sharding import PartitionSpec
 from jzero.config.zero import LeafRule
 from jzero.plan.blocks import Blocks, packed_size
 
-__all__ = ["MAX_PADDING", "Cut", "choose_cut", "choose_even_cut", "find_scan_dims"]
-
 MAX_PADDING = 0.125
 """Largest share of a leaf that padding one dimension may add before the leaf is flattened."""
 

@@ -15,8 +15,6 @@ from jzero.plan.layout import Cut
 from jzero.plan.mesh import AnyMesh
 from jzero.plan.padded import box, is_padded
 
-__all__ = ["LeafPlan", "Memory", "StateLeaf"]
-
 PyTree = Any
 Memory = Literal["device", "host", "ram", "disk"]
 

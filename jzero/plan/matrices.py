@@ -32,17 +32,6 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import mesh_platform
 from jzero.plan.plan import ZeroPlan
 
-__all__ = [
-    "Matrices",
-    "Port",
-    "Work",
-    "find_matrices",
-    "schedule_of",
-    "warn_of_matrices",
-    "warn_of_whole",
-    "with_matrices",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Port:

@@ -14,21 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jzero.config.zero import ZeroConfig
 
-__all__ = [
-    "HOST_MEMORY",
-    "AnyMesh",
-    "axes_of_config",
-    "axis_size",
-    "batch_axes",
-    "check_host_memory",
-    "check_mesh",
-    "make_mesh",
-    "memory_kinds",
-    "mesh_platform",
-    "num_batch_shards",
-    "platform_of",
-]
-
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 HOST_MEMORY = "pinned_host"

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 import jax
 
-__all__ = ["ChangedFiles", "DiskFiles", "OnDisk"]
-
 
 class DiskFiles(Protocol):
     """What reads the leaves of one state from its files."""

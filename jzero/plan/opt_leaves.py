@@ -27,8 +27,6 @@ from jzero.plan.layout import choose_cut, choose_even_cut
 from jzero.plan.leaves import LeafPlan, StateLeaf
 from jzero.plan.mesh import AnyMesh, axis_size
 
-__all__ = ["check_opt_state", "find_owners", "owners_by_flow", "plan_opt_leaf"]
-
 PyTree = Any
 
 

@@ -12,16 +12,6 @@ import numpy as np
 
 from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
 
-__all__ = [
-    "DiskState",
-    "LossScaleState",
-    "ZeroOptState",
-    "host_array",
-    "initial_loss_scale",
-    "next_loss_scale",
-    "with_next_loss_scale",
-]
-
 PyTree = Any
 
 

@@ -41,8 +41,6 @@ from jzero.plan.layout import Cut
 from jzero.plan.on_disk import OnDisk
 from jzero.plan.parts import apply_to_parts
 
-__all__ = ["Padded", "box", "is_padded", "pack_shard", "to_natural", "to_stored", "unbox"]
-
 
 def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
     """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""

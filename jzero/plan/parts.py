@@ -15,8 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-__all__ = ["apply_to_parts"]
-
 Axes = tuple[Any, ...]
 
 

@@ -26,8 +26,6 @@ from jzero.plan.records import Rectangle, field_offsets, rectangles
 from jzero.plan.table import format_plan, plan_as_dict
 from jzero.plan.ways import Way, why_exact, why_not_stored
 
-__all__ = ["BytesPerDevice", "LevelBytes", "UnquantizedLeaf", "WholeLeaf", "ZeroPlan"]
-
 PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
 

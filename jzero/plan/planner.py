@@ -30,8 +30,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import find_frozen, trace_update
 from jzero.plan.ways import why_not_stored
 
-__all__ = ["check_arrays", "make_plan", "other_fields", "own_opt_state"]
-
 PyTree = Any
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from jzero.plan.mesh import AnyMesh, mesh_platform
 
-__all__ = ["PLATFORMS", "Fence", "PlatformFacts", "platform_facts"]
-
 Fence: TypeAlias = Literal["whole", "light", "data"]
 
 

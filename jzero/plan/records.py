@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from jzero.disk.files import PAGE
 
-__all__ = ["Rectangle", "field_offsets", "rectangles"]
-
 
 class Rectangle(NamedTuple):
     """A contiguous range of an array.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from jzero.plan.leaves import LeafPlan, StateLeaf
     from jzero.plan.plan import ZeroPlan
 
-__all__ = ["format_bytes", "format_plan", "plan_as_dict", "plan_summary"]
-
 Row = Sequence[str]
 WHERE = {"device": "device", "host": "host", "ram": "host", "disk": "disk"}
 """What a reader wants to know of a leaf's memory."""

@@ -30,8 +30,6 @@ from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 from jzero.plan.padded import is_padded
 
-__all__ = ["MaskedTransformation", "find_frozen", "restrict_opt_state", "restrict_optimizer", "trace_update"]
-
 PyTree = Any
 
 

@@ -14,8 +14,6 @@ from jzero.plan.comm import Comm, Hop
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.mesh import AnyMesh
 
-__all__ = ["Way", "why_exact", "why_not_stored"]
-
 
 class Way(NamedTuple):
     """The way of a partitioned parameter.

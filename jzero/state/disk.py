@@ -24,19 +24,6 @@ from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.whole import Grad
 
-__all__ = [
-    "attached",
-    "check_newest",
-    "check_update",
-    "checked_files",
-    "detached",
-    "files_of",
-    "for_loss",
-    "kept_on_disk",
-    "open_files",
-    "run_on_rows",
-]
-
 State = Any
 T = TypeVar("T")
 

@@ -10,8 +10,6 @@ from jzero.plan.table import format_bytes
 from jzero.state.disk import files_of
 from jzero.state.train_state import adapt_sharded
 
-__all__ = ["DiskStats", "disk_stats", "release_disk"]
-
 State = Any
 
 

@@ -22,17 +22,6 @@ from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive, edited_master, map_state, plain_state
 
-__all__ = [
-    "all_leaves",
-    "gather_params",
-    "natural_params",
-    "note_value",
-    "place_given",
-    "unshard_train_state",
-    "update_params",
-    "write_params",
-]
-
 PyTree = Any
 State = Any
 

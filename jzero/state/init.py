@@ -35,8 +35,6 @@ from jzero.state.shard import resolve_config, resolve_mesh, restrict
 from jzero.state.train_state import AdaptedState, adapt, map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
 
-__all__ = ["init_train_state", "lower_init"]
-
 State = Any
 
 

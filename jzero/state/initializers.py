@@ -20,8 +20,6 @@ from jax import lax
 from jzero import _compat
 from jzero.jaxpr.liveness import find_needed
 
-__all__ = ["one_leaf_at_a_time"]
-
 LARGE = 1024
 """Fewest elements of an array whose drawing counts as an initializer."""
 

@@ -21,8 +21,6 @@ from jzero.state.gather import place_given, write_params
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive
 
-__all__ = ["get_full_grad", "get_full_opt_state", "get_full_param", "set_full_opt_state", "set_full_param"]
-
 PyTree = Any
 State = Any
 

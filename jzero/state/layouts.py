@@ -21,8 +21,6 @@ from jzero.plan.leaves import StateLeaf
 from jzero.plan.padded import to_natural
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["FLOAT", "find_shardings", "lay_out"]
-
 KINDS = "a dictionary from regular expressions to a `PartitionSpec` or `NamedSharding` each, or a tree of these"
 RULE = (
     "The axes of a spec must be of its mesh, whose devices must be the state's, and their sizes must divide the "

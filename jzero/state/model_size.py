@@ -16,8 +16,6 @@ from jzero.plan.layout import find_scan_dims
 from jzero.state.train_state import adapt, load_integrations, map_state
 from jzero.update.transformation import ZeroTransformation
 
-__all__ = ["Params", "count_params", "register_model_view", "state_params"]
-
 PyTree = Any
 Params = Mapping[tuple[str, ...], Any]
 """Parameters by key path; a shared one is the same object under each of its paths."""

@@ -19,8 +19,6 @@ from jzero.update.transformation import NO_ELEMENTS
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import Grad
 
-__all__ = ["StepGrads", "check_can_compute", "next_state", "scaled_grads", "settled_state"]
-
 
 class StepGrads(NamedTuple):
     """The gradients of one step.

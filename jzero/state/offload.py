@@ -15,8 +15,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.train_state import adapt_sharded, check_alive, map_state
 
-__all__ = ["offload_train_state", "reload_train_state"]
-
 State = Any
 
 

@@ -33,8 +33,6 @@ from jzero.state.train_state import adapt_sharded, check_alive, map_state
 from jzero.state.zenflow import flow_of
 from jzero.update.visits import FromDisk
 
-__all__ = ["Waiting", "apply_pending", "settled_step"]
-
 State = Any
 
 

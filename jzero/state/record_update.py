@@ -24,8 +24,6 @@ from jzero.update.records import GivenArrays, Programs, RecordRun
 from jzero.update.visits import FromDisk, Visit, VisitOperands
 from jzero.update.whole import Grad
 
-__all__ = ["Prepared", "RecordUpdate", "record_update"]
-
 State = Any
 
 

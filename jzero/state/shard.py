@@ -28,15 +28,6 @@ from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
 from jzero.update.transformation import ZeroTransformation
 
-__all__ = [
-    "abstract_train_state",
-    "plan_train_state",
-    "resolve_config",
-    "resolve_mesh",
-    "restrict",
-    "shard_train_state",
-]
-
 PyTree = Any
 State = Any
 

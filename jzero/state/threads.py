@@ -10,8 +10,6 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-__all__ = ["in_thread"]
-
 T = TypeVar("T")
 
 

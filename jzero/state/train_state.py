@@ -23,26 +23,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state
 from jzero.update.transformation import ZeroTransformation
 
-__all__ = [
-    "AdaptedState",
-    "TrainState",
-    "adapt",
-    "adapt_sharded",
-    "check_alive",
-    "check_in_place",
-    "edited_master",
-    "is_plain",
-    "load_integrations",
-    "map_state",
-    "plain_state",
-    "plan_if_sharded",
-    "plan_of",
-    "register_adapter",
-    "register_plain",
-    "stored_state",
-    "write_fields",
-]
-
 PyTree = Any
 
 

@@ -41,8 +41,6 @@ from jzero.update.columns import choose_columns
 from jzero.update.records import RecordRun, host_cpu
 from jzero.update.visits import VisitOperands
 
-__all__ = ["Flow", "flow_of"]
-
 State = Any
 Parts = dict[tuple[int, Any], Any]
 

@@ -11,8 +11,6 @@ from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_p
 from jzero.arrays.processes import PROGRAM, agree, are_several, check_wait
 from jzero.step.inputs import optional_rng
 
-__all__ = ["StepAgreement"]
-
 PyTree = Any
 Placed = tuple[PyTree, Any, bool]
 

@@ -35,8 +35,6 @@ from jzero import _compat
 from jzero.plan.mesh import axis_size, mesh_platform
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["CompilerOptions", "check_compiler_options", "compiler_options"]
-
 CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]
 
 GATHER_BUCKET = "xla_gpu_all_gather_combine_threshold_bytes"

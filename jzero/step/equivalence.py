@@ -21,8 +21,6 @@ from jzero.state.train_state import adapt, plan_if_sharded, plan_of
 from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
-__all__ = ["EquivalenceReport", "LeafDeviation", "StepPair", "check_equivalence"]
-
 PyTree = Any
 State = Any
 Loss = Callable[..., Any]

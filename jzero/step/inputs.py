@@ -25,23 +25,6 @@ from jzero.plan.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 
-__all__ = [
-    "InputKind",
-    "abstract_inputs",
-    "are_like",
-    "check_batch",
-    "check_donated",
-    "check_loss",
-    "check_rng",
-    "check_stored",
-    "find_closed_over",
-    "has_tracers",
-    "kinds_of",
-    "optional_rng",
-    "place_inputs",
-    "warn_closed_over",
-]
-
 PyTree = Any
 
 SMALL = 4096

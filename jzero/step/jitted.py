@@ -48,8 +48,6 @@ from jzero.step.inputs import (
 from jzero.step.keeping import check_keep, kept_by
 from jzero.step.row_check import check_row_dims, results_of, warn_coupled
 
-__all__ = ["Loss", "Step"]
-
 PyTree = Any
 State = Any
 Loss = Callable[..., Any]

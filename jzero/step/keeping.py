@@ -14,8 +14,6 @@ from jzero.jaxpr.sizes import array_bytes
 from jzero.plan.kept import Kept
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["check_keep", "kept_by"]
-
 
 def check_keep(remat: Any, plan: ZeroPlan) -> None:
     """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""

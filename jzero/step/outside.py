@@ -31,8 +31,6 @@ from jzero.state.zenflow import flow_of
 from jzero.step.inputs import optional_rng
 from jzero.update.visits import NO_DISK, FromDisk
 
-__all__ = ["OutsideStep"]
-
 PyTree = Any
 State = Any
 

@@ -11,8 +11,6 @@ import numpy as np
 from jzero.config.precision import DynamicLossScale
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["LossScaleError", "OverflowWatch", "loss_scale_error"]
-
 LAG = 2
 """Number of remembered loss scales: one step may be running while the one before it is checked."""
 

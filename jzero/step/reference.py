@@ -26,8 +26,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args
 
-__all__ = ["Reference"]
-
 PyTree = Any
 Loss = Callable[..., Any]
 

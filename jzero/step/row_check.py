@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jzero._text import path_str
 from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.trace import TracedLoss
-from jzero.jaxpr.rows import Cause, RowFacts
+from jzero.jaxpr.row_values import Cause
+from jzero.jaxpr.rows import RowFacts
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
-
-__all__ = ["Result", "check_row_dims", "results_of", "warn_coupled"]
 
 
 class Result(NamedTuple):

@@ -23,8 +23,6 @@ from jzero.step.jitted import Step
 from jzero.step.outside import OutsideStep
 from jzero.step.overflow import OverflowWatch, loss_scale_error
 
-__all__ = ["EvalStep", "TrainStep", "ValueAndGrad", "make_eval_step", "make_train_step", "value_and_grad"]
-
 PyTree = Any
 State = Any
 Loss = Callable[..., Any]

@@ -37,8 +37,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import platform_facts
 from jzero.update.split import REDUCTIONS
 
-__all__ = ["Part", "Pass", "first_index", "number_of_part", "reduce_pass", "run_pass"]
-
 
 class Pass(NamedTuple):
     """One pass over the arrays of a parameter.

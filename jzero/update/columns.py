@@ -25,8 +25,6 @@ from jzero.update.find_visits import targets_of, visit_of
 from jzero.update.run import Run
 from jzero.update.whole import Before
 
-__all__ = ["Columns", "choose_columns", "with_others"]
-
 
 def _specs(plan: ZeroPlan, leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
     """Returns the specs of arrays laid out like a leaf, and of one entry per chosen column of each part."""

@@ -14,8 +14,6 @@ import optax
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import MaskedTransformation
 
-__all__ = ["check_grads", "check_params_stored", "extra_args", "said_clearly"]
-
 PyTree = Any
 
 DIFFERENT = (

@@ -17,8 +17,6 @@ from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.whole import Before
 
-__all__ = ["Field", "far_params", "owners_of_inputs", "placed_fields"]
-
 BY_PARAMETER = ("grads", "params", "masters", "positions")
 """The fields of `Before` with an entry per parameter."""
 

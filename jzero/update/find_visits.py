@@ -22,8 +22,6 @@ from jzero.update.split import Kind
 from jzero.update.visits import Source, SumTarget, Visit, VisitOperands
 from jzero.update.whole import Before, WholeUpdate
 
-__all__ = ["NextPass", "check_adds_up", "find_visits", "targets_of", "visit_of"]
-
 
 class NextPass(NamedTuple):
     """The next pass over records.

@@ -19,8 +19,6 @@ from jzero.jaxpr.products import mixes
 from jzero.plan.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
-__all__ = ["Everywhere"]
-
 
 class Everywhere:
     """Applies equations to arrays on the devices of a plan, to whole ones if they mix elements."""

@@ -44,8 +44,6 @@ from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
 
-__all__ = ["compute_owned"]
-
 AT_ONCE = 2**24
 """Elements of equal matrices that a device computes at once."""
 

@@ -34,8 +34,6 @@ from jzero.update.find_visits import NextPass
 from jzero.update.split import REDUCTIONS
 from jzero.update.visits import SumTarget, Visit, VisitOperands
 
-__all__ = ["GivenArrays", "Programs", "RecordRun", "host_cpu"]
-
 
 class GivenArrays(NamedTuple):
     """What visits read of a step, as stored: by parameter its reduced gradient, and itself.

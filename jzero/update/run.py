@@ -35,8 +35,6 @@ from jzero.update.split import Kernel, Kind, Split, kernel_of, split
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import After, Before, WholeUpdate
 
-__all__ = ["Run", "numbers_of", "run_update", "traced"]
-
 
 def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) -> After:
     """Returns the results of an update; call it inside `jit`. State on disk comes back as it is.

@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Buffers", "exchanged", "pack", "rows_below", "unpack", "widened", "widest"]
-
 Buffers: TypeAlias = dict[str, jax.Array]
 
 

@@ -24,8 +24,6 @@ from jzero import _compat
 from jzero.jaxpr.primitives import Trait, primitives_with
 from jzero.jaxpr.regions import Piece
 
-__all__ = ["REDUCTIONS", "Kernel", "Kind", "Split", "kernel_of", "split"]
-
 MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".split())
 """Operations that return the elements of their operand in the same order."""
 

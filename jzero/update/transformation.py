@@ -37,8 +37,6 @@ from jzero.update.run import run_update
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import NOTHING, After, Before, Grad, WholeUpdate, optimizer_view
 
-__all__ = ["NO_ELEMENTS", "ZeroTransformation"]
-
 PyTree = Any
 
 NO_ELEMENTS = np.zeros((0,), np.float32)

@@ -13,8 +13,6 @@ import jax
 
 from jzero.update.split import Kernel
 
-__all__ = ["NO_DISK", "FromDisk", "Source", "SumTarget", "Visit", "VisitOperands"]
-
 
 class FromDisk(NamedTuple):
     """What was computed from records before the rest of an update.

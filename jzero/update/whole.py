@@ -34,8 +34,6 @@ from jzero.plan.leaves import LeafPlan
 from jzero.plan.plan import ZeroPlan
 from jzero.update.extra_args import extra_args, said_clearly
 
-__all__ = ["NOTHING", "After", "Before", "Grad", "WholeUpdate", "optimizer_view"]
-
 PyTree = Any
 
 NOTHING = np.float32(-0.0)
