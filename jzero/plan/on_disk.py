@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import jax
 
+from jzero import _flax
+
 
 class DiskFiles(Protocol):
     """What reads the leaves of one state from its files."""
@@ -68,6 +70,15 @@ class OnDisk:
 
     def __repr__(self) -> str:
         return f"OnDisk({self.path!r}, shape={self.shape}, dtype={self.dtype})"
+
+
+_flax.register_refusal(
+    OnDisk,
+    lambda x: (
+        f"{x.path!r} is on disk, or in records in the host's memory, so Flax cannot serialize it: use "
+        "`jzero.save_checkpoint`, or bring the state to memory with `jzero.unshard_train_state`."
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero import _flax
 from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
 
 PyTree = Any
 
 
+@_flax.register_fields
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScaleState:
@@ -35,6 +36,7 @@ class LossScaleState:
     overflowed: jax.Array
 
 
+@_flax.register_fields
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DiskState:
@@ -51,6 +53,7 @@ class DiskState:
     waiting: jax.Array | None = None
 
 
+@_flax.register_fields
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ZeroOptState:
@@ -125,8 +128,3 @@ def with_next_loss_scale(old: Any, new: Any, rules: Any, overflowed: jax.Array) 
     if not isinstance(rules, DynamicLossScale):
         return new
     return dataclasses.replace(new, loss_scale=next_loss_scale(old.loss_scale, rules, overflowed))
-
-
-# Flax serializes only registered types, and passes others through. So these types must be registered before a state
-# exists, even one that pickle restores, or one in a program that imports Flax later.
-importlib.import_module("jzero.integrations.linen")

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jzero import _compat
+from jzero import _compat, _flax
 from jzero.plan.blocks import pack, packed_size, unpack
 from jzero.plan.layout import Cut
 from jzero.plan.on_disk import OnDisk
@@ -314,6 +314,8 @@ for (
     _name
 ) in "rshift rrshift neg pos abs invert eq ne lt le gt ge getitem len iter bool float int index complex".split():
     _forward(f"__{_name}__")
+
+_flax.register_array(Padded, lambda x: x.stored, lambda x, stored: Padded(stored, x.path, x.cut))
 
 
 def box(x: Any, path: str, shape: tuple[int, ...], cut: Cut | None) -> Any:
