@@ -223,7 +223,7 @@ def test_updates_on_the_hosts_cpu_are_calls_of_it(topology, delay):
     plan = report.plan
     assert report.memory.arguments == pytest.approx(near.memory.arguments, rel=0.01)
     if topology.startswith("v5p"):  # gradients pass through the host; those that wait are there twice for a while
-        grads = sum(leaf.grad.bytes_per_device(plan.mesh, plan.comm) for leaf in plan.leaves) * (1 + 2 * delay)
+        grads = sum(leaf.grad.bytes_per_device for leaf in plan.leaves) * (1 + 2 * delay)
         state = plan.host_bytes_per_device.total
         assert state < report.memory.host < 1.02 * (state + grads)
     (found,) = [re.match(r"Of (\d+) calls of the host's CPU .* beside (\d+)", x) for x in report.notes if "CPU" in x]

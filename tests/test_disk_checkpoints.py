@@ -148,7 +148,7 @@ CUTS = [(shape, dim, flat) for shape in SHAPES for dim in range(len(shape)) for 
 def test_records_and_chunks_hold_the_elements_of_the_array(shape, dim, flat, most):
     """A stored array is cut into records, these into pieces of the natural array; chunks are found in it again."""
     cut = Cut(dim, shape, 3, flat=flat)
-    leaf = StateLeaf("x", shape, np.dtype(np.int32), cut=cut)
+    leaf = StateLeaf("x", shape, np.dtype(np.int32), mesh(3), ("data",), cut=cut)
     natural = np.arange(1, math.prod(shape) + 1).reshape(shape)
     stored = natural.reshape(*shape[:dim], -1) if flat else natural
     widths = [(0, 0)] * stored.ndim
@@ -174,7 +174,7 @@ def test_chunks_of_several_processes_end_where_parts_end(on_disk, several, monke
     for i, leaf in enumerate(plan.leaves):
         if i not in plan.disk_fields or not disk_places.is_streamed(leaf.grad):
             continue
-        chunk, part = disk_places.chunk_shape(plan, i), plan.part_shape(leaf.grad)
+        chunk, part = disk_places.chunk_shape(plan, i), leaf.grad.part_shape
         assert math.prod(chunk) <= plan.records_of(i)[0].size
         if several == 2:
             cut = [d for d in range(len(part)) if part[d] < leaf.grad.stored_shape[d]]

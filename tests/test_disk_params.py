@@ -135,7 +135,7 @@ def test_rows_are_read_as_counted_and_no_stack_is_in_memory(tmp_path):
     assert float(loss) == float(value)
     assert grads["h"]["w"].shape == (LAYERS, D, F)
 
-    sizes = {leaf.path: leaf.param.bytes_per_device(plan.mesh, plan.comm) for leaf in plan.leaves}
+    sizes = {leaf.path: leaf.param.bytes_per_device for leaf in plan.leaves}
     taken = sum(sizes[path] for path in STACKS)
     assert plan.bytes_per_device.params == sum(sizes.values()) - taken
     assert plan.host_bytes_per_device.params == 0

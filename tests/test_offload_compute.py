@@ -91,7 +91,7 @@ def test_nothing_but_gradients_and_parameters_travels():
     assert sum(name == "compute_on" for name, _, _ in found) == len(plan.leaves)
     assert not [memory for name, _, memory in found if name == "device_put" and memory == jax.memory.Space.Device]
     down = sum(size for name, size, memory in found if name == "device_put" and memory == jax.memory.Space.Host)
-    shards = sum(leaf.grad.bytes_per_device(plan.mesh, plan.comm) for leaf in plan.leaves)
+    shards = sum(leaf.grad.bytes_per_device for leaf in plan.leaves)
     # Gradients and, so that edits are noticed, parameters, in bf16; the scale of gradients is a number.
     assert shards == sum(np.prod(leaf.grad.stored_shape) for leaf in plan.leaves) // 8 * 2
     assert down == 2 * shards
@@ -318,7 +318,7 @@ def test_born_in_records():
     assert not bool(state.opt_state.disk.waiting)
     programs, *_ = lower_init(make_state, jax.random.key(0), config(3, "bf16", LATE), jzero.make_mesh())
     plan = jzero.plan_of(state)
-    away = sum(x.bytes_per_device(plan.mesh, plan.comm) for x in plan.opt_leaves if x.in_records)
+    away = sum(x.bytes_per_device for x in plan.opt_leaves if x.in_records)
     outputs = [program.compile().memory_analysis().output_size_in_bytes for program in programs]
     assert len(programs) >= 4, "what goes to the host is not made at once"
     assert max(outputs) < 0.75 * away < sum(outputs)

@@ -536,7 +536,7 @@ def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, froze
     (leaf,) = [leaf.param for leaf in plan.leaves if leaf.path == "base/w"]
     assert str(leaf.stored_dtype) == "int8"
     num_bytes = {"int8": 62 + 4, "nf4": 31 + 4}[frozen]  # of a row of 61: an even number of elements, and a scale
-    assert leaf.bytes_per_device(plan.mesh, plan.comm) == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
+    assert leaf.bytes_per_device == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
     base = jax.device_get(jzero.gather_params(state))["base"]["w"]
     np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, frozen, 1), rtol=1e-6)
     report = analyze(step, state, BATCH)

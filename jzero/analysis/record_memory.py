@@ -25,10 +25,10 @@ def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, 
       limit: The bytes that its scheduler plans with.
     """
     near = [leaf.grad for leaf in plan.leaves if leaf.trained and leaf.param.memory != "host"]
-    grads = sum(leaf.bytes_per_device(plan.mesh, plan.comm) for leaf in near)
-    new = sum(math.prod(plan.part_shape(plan.leaves[i].grad)) * _result_bytes(plan, i) for i in plan.disk_fields)
+    grads = sum(leaf.bytes_per_device for leaf in near)
+    new = sum(math.prod(plan.leaves[i].grad.part_shape) * _result_bytes(plan, i) for i in plan.disk_fields)
     whole = [leaf.param for leaf in plan.leaves if leaf.trained and not leaf.param.cut and leaf.grad.cut]
-    sizes = [leaf.bytes_per_device(plan.mesh, plan.comm) for leaf in whole] if gpu else []
+    sizes = [leaf.bytes_per_device for leaf in whole] if gpu else []
     gathered, moving = regathered_bytes(sizes, limit), _moving_bytes(plan)
     return {
         "activations": 0,

@@ -223,8 +223,8 @@ class _Stages:
         found = {}
         for visit in visits:
             leaf = self.plan.leaves[visit.param]
-            stored = dataclasses.replace(leaf.grad, memory=self.plan.array_memory(leaf.param))
-            sharding = self.plan.sharding(stored)
+            stored = dataclasses.replace(leaf.grad, memory=leaf.param.array_memory)
+            sharding = stored.sharding
             for dtype in visit.targets:
                 if not isinstance(dtype, int | SumTarget):
                     found[visit.param] = jax.ShapeDtypeStruct(stored.stored_shape, dtype, sharding=sharding)

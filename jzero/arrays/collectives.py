@@ -28,13 +28,13 @@ def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
 
 def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a stored leaf whole on every device, in its natural shape, by the hops of its gather. Inside `jit`."""
-    cut = leaf.for_collectives(plan.mesh)
+    cut = leaf.cut_for_collectives
     if cut is None:
         return x
     gathered: jax.Array = jax.shard_map(
         lambda shard: gather_param(shard, cut, plan.comm),
         mesh=plan.mesh,
-        in_specs=leaf.manual_spec(plan.comm),
+        in_specs=leaf.manual_spec,
         out_specs=PartitionSpec(),
         axis_names=set(plan.comm.batch_axes),
         check_vma=False,
@@ -50,7 +50,7 @@ def gather_onto(old: jax.Array, x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -
     arrive one behind the other here and are moved then, those of a stack of matrices row by row: only a few rows are
     in memory twice.
     """
-    cut, comm = leaf.for_collectives(plan.mesh), plan.comm
+    cut, comm = leaf.cut_for_collectives, plan.comm
     if cut is None:
         return x
     is_stack = cut.num_stacked == 1 and len(cut.shape) > 2 and not any(cut.other_axes[:1])
@@ -66,7 +66,7 @@ def gather_onto(old: jax.Array, x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -
     gathered: jax.Array = jax.shard_map(
         write,
         mesh=plan.mesh,
-        in_specs=(PartitionSpec(), leaf.manual_spec(comm)),
+        in_specs=(PartitionSpec(), leaf.manual_spec),
         out_specs=PartitionSpec(),
         axis_names=set(comm.batch_axes),
         check_vma=False,

@@ -60,7 +60,7 @@ def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) 
       leaf: The leaf.
       everywhere: Whether devices of other processes count, too.
     """
-    sharding = plan.device_sharding(leaf)
+    sharding = leaf.device_sharding
     found = sharding.devices_indices_map(leaf.stored_shape)
     mine = sharding.addressable_devices
     firsts: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def layout(plan: ZeroPlan) -> list[Record]:
     records = []
     for i in plan.disk_fields:
         leaf = plan.leaves[i].grad
-        index = plan.device_sharding(leaf).devices_indices_map(leaf.stored_shape)
+        index = leaf.device_sharding.devices_indices_map(leaf.stored_shape)
         devices = list(dict.fromkeys(first_holders(plan, leaf).values()))
         starts = {d: tuple(s.start or 0 for s in index[d]) for d in devices}
         records += [Record(i, d, starts[d], place) for place in plan.records_of(i) for d in devices]
@@ -206,7 +206,7 @@ class StateFiles:
         self.pipeline.store.check_whole()
         i, k = self.place_of(path)
         leaf = self.plan.disk_fields[i][k]
-        shape = self.plan.part_shape(leaf)
+        shape = leaf.part_shape
         parts = {self.records[number].device: np.zeros(shape, leaf.dtype) for number in self.of_param[i]}
 
         def copy(number: int, buffer: np.ndarray) -> None:
@@ -221,7 +221,7 @@ class StateFiles:
 
     def assembled(self, leaf: StateLeaf, parts: dict[Any, Any], memory: Memory = "device") -> jax.Array:
         """Returns a stored array from the parts of the first devices that have them."""
-        sharding = self.plan.sharding(dataclasses.replace(leaf, memory=memory))
+        sharding = dataclasses.replace(leaf, memory=memory).sharding
         kind = sharding.memory_kind
         arrays = [
             jax.device_put(parts[first], SingleDeviceSharding(d, memory_kind=kind))

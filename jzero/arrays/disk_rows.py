@@ -60,7 +60,7 @@ def handle_shape(plan: ZeroPlan, i: int) -> jax.ShapeDtypeStruct:
 def _rows_of(files: StateFiles, i: int, device: Any) -> list[Row]:
     """Returns the rows of a parameter's part of a device."""
     leaf = files.plan.leaves[i]
-    _, *shape = files.plan.part_shape(leaf.grad)
+    _, *shape = leaf.grad.part_shape
     records: list[list[int]] = [[] for _ in range(leaf.param.shape[0])]
     for number in files.of_param[i]:
         if files.records[number].device == device:

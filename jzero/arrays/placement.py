@@ -65,25 +65,25 @@ def natural_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     check_leaf_shape(x, leaf)
     if cut.blocks is not None:  # each device unpacks its own shard
         leaf = plain_leaf(leaf)
-        x = unpack_leaf(x, cut, plan.device_sharding(leaf)) if tuple(x.shape) == cut.stored_shape else x
+        x = unpack_leaf(x, cut, leaf.device_sharding) if tuple(x.shape) == cut.stored_shape else x
         return natural_leaf(x, leaf, plan)
     if tuple(x.shape) == cut.stored_shape:
         x = to_natural(x, cut)
     # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
-    return x if cut.flat else lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+    return x if cut.flat else lax.with_sharding_constraint(x, leaf.device_sharding)
 
 
 def stored_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf, given in natural or stored shape, as the plan stores it. Inside `jit`."""
-    memory = plan.array_memory(leaf)
+    memory = leaf.array_memory
     if isinstance(x, OnDisk) or (memory == "host" and memory_of(x) == "host"):
         return x
     if leaf.cut is not None and tuple(x.shape) == leaf.cut.shape and not leaf.cut.is_stored_naturally:
         if leaf.cut.blocks is not None:  # each device packs its own shard
-            x = pack_leaf(stored_leaf(x, plain_leaf(leaf), plan), leaf.cut, plan.device_sharding(leaf))
+            x = pack_leaf(stored_leaf(x, plain_leaf(leaf), plan), leaf.cut, leaf.device_sharding)
         else:
             x = to_stored(x, leaf.cut)
-    x = lax.with_sharding_constraint(x, plan.device_sharding(leaf))
+    x = lax.with_sharding_constraint(x, leaf.device_sharding)
     return jax.device_put(x, jax.memory.Space.Host) if memory == "host" else x
 
 
@@ -147,9 +147,9 @@ def place_leaf(x: Any, leaf: StateLeaf, plan: ZeroPlan, *, look: Look | None = N
         raise ValueError(f"{leaf.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`.")
     if leaf.cut is not None and leaf.cut.blocks is not None:  # packed where it lies: each device its own shard
         exact = place_leaf(x, plain_leaf(leaf), plan, look=look)
-        packed = pack_leaf(exact, leaf.cut, plan.device_sharding(leaf))
-        return jax.device_put(packed, plan.sharding(leaf)) if leaf.memory == "host" else packed
-    sharding = plan.sharding(leaf)
+        packed = pack_leaf(exact, leaf.cut, leaf.device_sharding)
+        return jax.device_put(packed, leaf.sharding) if leaf.memory == "host" else packed
+    sharding = leaf.sharding
     cut = leaf.cut if leaf.cut is not None and not leaf.cut.is_stored_naturally else None
     return place_array(x, leaf.dtype, sharding, cut, look=look)
 

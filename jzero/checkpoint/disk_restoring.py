@@ -117,7 +117,7 @@ class _Run:
         rounds = self.masters.get(i) in arrays  # into a field of the record, or into an array
         to_record = rounds and leaf.param.in_records
         devices = dict.fromkeys(self.files.records[n].device for n in numbers)
-        shape = self.plan.part_shape(leaf.grad)
+        shape = leaf.grad.part_shape
         parts = {d: np.empty(shape, leaf.param.dtype) for d in devices} if rounds and not to_record else {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
@@ -137,7 +137,7 @@ class _Run:
         self.files.pipeline.run(visit, numbers, reads=False)
         if parts:
             stored = dataclasses.replace(leaf.grad, dtype=leaf.param.dtype)
-            self.rounded[i] = self.files.assembled(stored, parts, self.files.plan.array_memory(leaf.param))
+            self.rounded[i] = self.files.assembled(stored, parts, leaf.param.array_memory)
 
     def _piece(self, i: int) -> tuple[int, ...]:
         """Returns the largest shape that is read at once for a record of a parameter."""

@@ -121,9 +121,9 @@ def _check_paths(leaves: Sequence[WantedLeaf]) -> None:
 def _make_wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> WantedLeaf:
     cut = leaf.cut
     if cut is None or cut.is_stored_naturally:
-        return WantedLeaf(keys, leaf, None, plan.sharding(leaf))
+        return WantedLeaf(keys, leaf, None, leaf.sharding)
     cut = cut.unpacked() if cut.blocks else along_one_dim(leaf, cut) if cut.flat else cut
-    return WantedLeaf(keys, leaf, cut, plan.sharding(dataclasses.replace(leaf, cut=cut)))
+    return WantedLeaf(keys, leaf, cut, dataclasses.replace(leaf, cut=cut).sharding)
 
 
 def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
@@ -165,7 +165,7 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
 
 def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     """Returns a leaf in the plan's place, even if the user replaced it by one elsewhere."""
-    sharding = plan.sharding(leaf)
+    sharding = leaf.sharding
     if isinstance(x, jax.Array) and (memory_of(x) == "host" or x.sharding == sharding):
         return x
     if np.shape(x) == leaf.stored_shape:

@@ -253,7 +253,7 @@ def _in_long_runs(tensor: TensorFile | MappedTensor, wanted: WantedLeaf, plan: Z
     if dim < len(leaf.base) and leaf.base[dim] is not None:
         return wanted
     cut = Cut(dim, leaf.shape, leaf.cut.num_shards)
-    sharding = plan.sharding(dataclasses.replace(leaf, cut=cut))
+    sharding = dataclasses.replace(leaf, cut=cut).sharding
     return WantedLeaf(wanted.keys, leaf, None if cut.is_stored_naturally else cut, sharding)
 
 

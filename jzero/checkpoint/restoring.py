@@ -296,7 +296,7 @@ class Target:
         if index not in disk.rounded:
             return x if choice.donate else x.copy()
         cut = self.plan.leaves[index].grad.cut
-        rounded = stored_from(disk.rounded.pop(index), cut, leaf, self.plan.sharding(leaf))
+        rounded = stored_from(disk.rounded.pop(index), cut, leaf, leaf.sharding)
         return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 
 
@@ -389,7 +389,7 @@ def _verify(
 
 def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns an array from disk as a leaf of the state, in its own buffer."""
-    sharding = plan.sharding(leaf)
+    sharding = leaf.sharding
     if (
         x.dtype == leaf.dtype
         and x.shape == leaf.stored_shape

@@ -136,8 +136,8 @@ def _run(
     whole, handles = PartitionSpec(), PartitionSpec(tuple(plan.mesh.axis_names))
     in_specs = (
         # If cut, a device gets [D/N, F]; of what is on disk, handles.
-        [handles if leaf.param.in_records else leaf.param.manual_spec(plan.comm) for leaf in plan.leaves],
-        [whole if leaf is None else leaf.manual_spec(plan.comm) for leaf in carried],
+        [handles if leaf.param.in_records else leaf.param.manual_spec for leaf in plan.leaves],
+        [whole if leaf is None else leaf.manual_spec for leaf in carried],
         traced.batch_specs,  # this device's rows
         [whole] * len(leaves[3]),  # the key
         [whole] * len(leaves[4]),  # the loss scale
@@ -202,7 +202,6 @@ class _LocalStep:
         last = self.micro.steps > 1 and (self.micro.reduce_last or stage < 2)
         make = functools.partial(
             Parameter,
-            mesh=plan.mesh,
             sums=self.sums,
             reduce_last=last,
             stage=stage,
@@ -215,12 +214,12 @@ class _LocalStep:
 
     def out_specs(self) -> dict[str, Any]:
         """Returns the specs of the result's fields."""
-        comm, whole = self.plan.comm, PartitionSpec()
-        grads = [leaf.grad.manual_spec(comm) for leaf in self.plan.leaves] if self.differentiates else []
+        whole = PartitionSpec()
+        grads = [leaf.grad.manual_spec for leaf in self.plan.leaves] if self.differentiates else []
         return {
             **dict.fromkeys(("loss", "weight", "factor", "grad_norm", "overflowed"), whole),
             "aux": aux_specs(self.traced.out_shape[1][0], PartitionSpec(batch_axes(self.plan.config))),
-            "written": [whole if x.leaf is None else x.leaf.manual_spec(comm) for x in self.traced.written],
+            "written": [whole if x.leaf is None else x.leaf.manual_spec for x in self.traced.written],
             "grads": [whole if i in self.streamed else spec for i, spec in enumerate(grads)],
             "reduced": grads,
         }
@@ -292,7 +291,7 @@ class _LocalStep:
         leaf = self.carried[number - len(self.params)]
         if leaf is None:
             return x
-        cut, dtype = leaf.for_collectives(self.plan.mesh), leaf.compute_dtype
+        cut, dtype = leaf.cut_for_collectives, leaf.compute_dtype
         if cut is None:
             return round_without_derivative(x, dtype)
         return make_lazy(x, self.way(leaf), cut, dtype)

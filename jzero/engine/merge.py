@@ -214,5 +214,5 @@ def merge_written(x: jax.Array, before: jax.Array, written: Written, sums: Sums,
       plan: The plan of the state.
     """
     merged = x if written.merge is None else MERGES[written.merge].merge(x, before, sums)
-    cut = None if written.leaf is None else written.leaf.for_collectives(plan.mesh)
+    cut = None if written.leaf is None else written.leaf.cut_for_collectives
     return overwrite(before, merged if cut is None else own_shard(merged, cut, plan.comm))

@@ -28,7 +28,6 @@ from jzero.engine.lazy import Lazy, make_lazy
 from jzero.engine.placed import reduce_p
 from jzero.plan.comm import Comm, Levels, Sums
 from jzero.plan.leaves import LeafPlan
-from jzero.plan.mesh import AnyMesh
 from jzero.plan.ways import Way
 
 
@@ -54,7 +53,6 @@ class Parameter:
 
     Attributes:
       leaf: Its layout.
-      mesh: The mesh.
       way: How it reaches the loss.
       comm: How its gradient travels.
       sums: How its gradient is summed.
@@ -65,7 +63,6 @@ class Parameter:
     """
 
     leaf: LeafPlan
-    mesh: AnyMesh
     way: Way
     comm: Comm
     sums: Sums
@@ -88,7 +85,7 @@ class Parameter:
     def leaving(self) -> GradientExit | None:
         """How its gradient leaves the program; `None` if it is all-reduced after that, and nothing waits for it."""
         is_held_cut, is_cut, as_made = self.role.value
-        cut = self.leaf.grad.for_collectives(self.mesh)
+        cut = self.leaf.grad.cut_for_collectives
         if not is_cut or cut is None:
             return Unreduced(self.leaf.path) if self.stage == 0 else None
         # Parameters that stay whole at stage 3 are small: waiting for the final norm's exposes communication.
@@ -119,7 +116,7 @@ class Parameter:
 
     def value(self, stored: jax.Array) -> Any:
         """Returns the parameter as an input of the walk: lazy if it is cut, else an array."""
-        cut = self.leaf.param.for_collectives(self.mesh)
+        cut = self.leaf.param.cut_for_collectives
         if cut is None:  # already in the compute dtype, unless the parameter is not trained
             return round_without_derivative(stored, self.leaf.compute_dtype)
         if self.leaf.param.in_records:  # a handle of each row, [L, 2]
@@ -129,7 +126,7 @@ class Parameter:
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
         """Returns the gradient from the walk, reduced over all devices, in the plan's layout."""
-        cut = self.leaf.grad.for_collectives(self.mesh)
+        cut = self.leaf.grad.cut_for_collectives
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         comm, sums, levels = self.comm, self.sums, self._levels

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jzero.config.precision import cast_dtype, is_float8
 from jzero.config.zero import ZeroConfig
@@ -398,16 +397,8 @@ def comm_of(config: ZeroConfig, mesh: AnyMesh, rounds: str = "none") -> Comm:
 
 def shard_index(comm: Comm) -> jax.Array:
     """Returns the number of this device's shard."""
-    return lax.axis_index(_one_or_all(comm.shard_axes))
-
-
-def shard_spec(comm: Comm, cut: Cut | None, base: PartitionSpec) -> PartitionSpec:
-    """Returns the spec of a stored array: that of the other mesh axes, and ZeRO's on the cut dimension."""
-    return base if cut is None else cut.spec(base, _one_or_all(comm.shard_axes))
-
-
-def _one_or_all(axes: tuple[str, ...]) -> Any:
-    return axes[0] if len(axes) == 1 else axes
+    axes = comm.shard_axes
+    return lax.axis_index(axes[0] if len(axes) == 1 else axes)
 
 
 def own_part(stored: jax.Array, cut: Cut, comm: Comm) -> jax.Array:

@@ -228,10 +228,10 @@ class Cut:
         other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
         return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
-    def spec(self, base: PartitionSpec, axis: Any) -> PartitionSpec:
-        """Returns the spec of the stored array: `base` plus ZeRO's mesh axis, or axes, on the cut dimension."""
+    def spec(self, base: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns the spec of the stored array: `base` plus ZeRO's mesh axes on the cut dimension."""
         entries = [*base, *[None] * (len(self.shape) - len(base))][: len(self.stored_shape)]
-        entries[self.dim] = axis
+        entries[self.dim] = axes[0] if len(axes) == 1 else axes
         while entries[-1] is None:  # as the compiler writes it, so that the outputs of a user's `jit` compare equal
             entries.pop()
         return PartitionSpec(*entries)

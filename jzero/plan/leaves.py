@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal
 
-import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.comm import Comm, shard_spec
 from jzero.plan.layout import Cut
-from jzero.plan.mesh import AnyMesh
+from jzero.plan.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
 from jzero.plan.padded import box, is_padded
 
 PyTree = Any
@@ -27,6 +26,8 @@ class StateLeaf:
       path: Its key path, such as `"decoder/layer_0/kernel"`.
       shape: Its natural shape.
       dtype: Its dtype.
+      mesh: The mesh; may be abstract.
+      axes: ZeRO's axes of the mesh, along which devices hold different shards.
       base: The spec of mesh axes other than ZeRO's that it already had.
       cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
       reason: Why it stays whole; empty if it is cut.
@@ -41,6 +42,8 @@ class StateLeaf:
     path: str
     shape: tuple[int, ...]
     dtype: Any
+    mesh: AnyMesh
+    axes: tuple[str, ...]
     base: PartitionSpec = PartitionSpec()
     cut: Cut | None = None
     reason: str = ""
@@ -75,13 +78,50 @@ class StateLeaf:
         """Dimensions that other mesh axes cut."""
         return frozenset(d for d, names in enumerate(self.base) if names is not None)
 
-    def spec(self, comm: Comm) -> PartitionSpec:
+    @property
+    def spec(self) -> PartitionSpec:
         """Spec of the stored array."""
-        return shard_spec(comm, self.cut, self.base)
+        return self._spec(self.base)
 
-    def manual_spec(self, comm: Comm) -> PartitionSpec:
+    @property
+    def manual_spec(self) -> PartitionSpec:
         """Its spec over ZeRO's axes alone; GSPMD handles the other axes."""
-        return shard_spec(comm, self.cut, PartitionSpec())
+        return self._spec(PartitionSpec())
+
+    def _spec(self, base: PartitionSpec) -> PartitionSpec:
+        return base if self.cut is None else self.cut.spec(base, self.axes)
+
+    @property
+    def device_sharding(self) -> NamedSharding:
+        """Sharding of the stored array while it is on the devices."""
+        return NamedSharding(self.mesh, self.spec)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of the stored array in its memory between steps."""
+        sharding = self.device_sharding
+        return sharding.with_memory_kind(HOST_MEMORY) if self.array_memory == "host" else sharding
+
+    @property
+    def array_memory(self) -> Literal["device", "host"]:
+        """Where the stored array is while programs run: on the devices, unless these can name its memory."""
+        return "host" if self.memory == "host" and names_host_memory(self.mesh) else "device"
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of one device's part of the stored array."""
+        shape, spec = self.stored_shape, tuple(self.spec)
+        return tuple(n // num_parts(self.mesh, names) for n, names in itertools.zip_longest(shape, spec))
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of one device's part of the stored array, padding included."""
+        return array_bytes(math.prod(self.part_shape), self.stored_dtype)
+
+    @property
+    def cut_for_collectives(self) -> Cut | None:
+        """Its cut for collectives, see [Note: Collectives beside other mesh axes]."""
+        return None if self.cut is None else self.cut.with_other_axes(self.base, dict(self.mesh.shape))
 
     def box(self, x: Any) -> Any:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
@@ -90,18 +130,6 @@ class StateLeaf:
     def unbox(self, x: Any) -> Any:
         """Returns the array of a leaf: as stored if the leaf is laid out so, else in its natural shape."""
         return x if not is_padded(x) else x.stored if x.cut == self.cut else x.natural
-
-    def for_collectives(self, mesh: AnyMesh) -> Cut | None:
-        """Returns its cut for collectives, see [Note: Collectives beside other mesh axes]."""
-        return None if self.cut is None else self.cut.with_other_axes(self.base, dict(mesh.shape))
-
-    def bytes_per_device(self, mesh: AnyMesh, comm: Comm) -> int:
-        """Bytes of one device's part of the stored array, padding included."""
-        parts = 1 if self.cut is None else self.cut.num_shards
-        if len(self.base):  # only the sizes of the axes count, so the mesh may be abstract
-            names = jax.tree.leaves(tuple(self.spec(comm)))
-            parts = math.prod(int(mesh.shape[name]) for name in names)
-        return array_bytes(math.prod(self.stored_shape) // parts, self.stored_dtype)
 
 
 @dataclasses.dataclass(frozen=True)

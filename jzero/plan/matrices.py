@@ -163,7 +163,7 @@ def _work(plan: ZeroPlan, region: Region, layouts: Mapping[tuple[int, ...], Stat
 
     def port(v: Any, dims: tuple[int, ...]) -> Port:
         shape = tuple(v.aval.shape)
-        leaf = layouts.get(shape) or StateLeaf("", shape or (1,), v.aval.dtype)
+        leaf = layouts.get(shape) or plan.whole_leaf("", shape or (1,), v.aval.dtype)
         return Port(leaf, dims, *_journey(leaf, dims, plan.num_shards), jnp.dtype(v.aval.dtype))
 
     inputs = tuple(map(port, region.inputs, units.inputs))

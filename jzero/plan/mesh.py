@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,6 +149,15 @@ def memory_kinds(device: jax.Device) -> list[str]:
     return [memory.kind for memory in device.addressable_memories()]
 
 
+@functools.lru_cache(maxsize=64)
+def names_host_memory(mesh: AnyMesh) -> bool:
+    """Whether programs can distinguish host memory from device memory; those for compile-only GPUs cannot."""
+    if not isinstance(mesh, Mesh):
+        return True
+    here = mesh.local_devices or list(mesh.devices.flat)
+    return HOST_MEMORY in memory_kinds(here[0])
+
+
 def check_host_memory(mesh: AnyMesh) -> None:
     """Raises if existing devices have no pinned host memory. Nothing is known about absent ones."""
     if not isinstance(mesh, Mesh):
@@ -161,9 +171,19 @@ def check_host_memory(mesh: AnyMesh) -> None:
             )
 
 
+def shard_axes(config: ZeroConfig) -> tuple[str, ...]:
+    """Returns ZeRO's mesh axes, along which devices hold different shards, the slowest-varying first."""
+    return tuple(name for name in (config.axis, config.node_axis) if name is not None)
+
+
 def axis_size(mesh: AnyMesh, config: ZeroConfig) -> int:
     """Returns N, the number of devices that hold different shards."""
-    return math.prod(int(mesh.shape[name]) for name in (config.axis, config.node_axis) if name is not None)
+    return num_parts(mesh, shard_axes(config))
+
+
+def num_parts(mesh: AnyMesh, names: Any) -> int:
+    """Returns into how many parts mesh axes cut a dimension, given as in a `PartitionSpec`."""
+    return math.prod(int(mesh.shape[name]) for name in jax.tree.leaves(names))
 
 
 def batch_axes(config: ZeroConfig) -> tuple[str, ...]:
@@ -186,4 +206,4 @@ def axes_of_config(
 
 def num_batch_shards(mesh: AnyMesh, config: ZeroConfig) -> int:
     """Returns how many parts the batch is split into."""
-    return math.prod(int(mesh.shape[name]) for name in batch_axes(config))
+    return num_parts(mesh, batch_axes(config))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._text import Report
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
@@ -20,7 +18,7 @@ from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.kept import Kept
 from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
-from jzero.plan.mesh import HOST_MEMORY, AnyMesh, axis_size, batch_axes, memory_kinds
+from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, names_host_memory
 from jzero.plan.padded import Padded
 from jzero.plan.records import Rectangle, field_offsets, rectangles
 from jzero.plan.table import format_plan, plan_as_dict
@@ -183,39 +181,27 @@ class ZeroPlan(Report):
     @property
     def params(self) -> PyTree:
         """`PartitionSpec` of each stored parameter."""
-        return self.params_treedef.unflatten([leaf.param.spec(self.comm) for leaf in self.leaves])
+        return self.params_treedef.unflatten([leaf.param.spec for leaf in self.leaves])
 
     @property
     def grads(self) -> PyTree:
         """`PartitionSpec` of each gradient."""
-        return self.params_treedef.unflatten([leaf.grad.spec(self.comm) for leaf in self.leaves])
+        return self.params_treedef.unflatten([leaf.grad.spec for leaf in self.leaves])
 
     @property
     def opt_state(self) -> PyTree:
         """`PartitionSpec` of each leaf of the optimizer state."""
-        return self.opt_treedef.unflatten([leaf.spec(self.comm) for leaf in self.opt_leaves])
+        return self.opt_treedef.unflatten([leaf.spec for leaf in self.opt_leaves])
 
     @property
     def padding(self) -> PyTree:
         """Elements that padding adds to each stored parameter, over all devices."""
         return self.params_treedef.unflatten([leaf.param.cut.padding if leaf.param.cut else 0 for leaf in self.leaves])
 
-    def sharding(self, leaf: StateLeaf) -> NamedSharding:
-        """Returns the sharding of one leaf's stored array, in its memory between steps."""
-        sharding = self.device_sharding(leaf)
-        return sharding.with_memory_kind(HOST_MEMORY) if self.array_memory(leaf) == "host" else sharding
-
-    def array_memory(self, leaf: StateLeaf) -> Literal["device", "host"]:
-        """Returns where arrays of a leaf are while programs run: on the devices, unless these can name its memory."""
-        return "host" if leaf.memory == "host" and self.names_host_memory else "device"
-
-    @functools.cached_property
+    @property
     def names_host_memory(self) -> bool:
         """Whether programs can distinguish host memory from device memory; those for compile-only GPUs cannot."""
-        if not isinstance(self.mesh, Mesh):
-            return True
-        here = self.mesh.local_devices or list(self.mesh.devices.flat)
-        return HOST_MEMORY in memory_kinds(here[0])
+        return names_host_memory(self.mesh)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -227,9 +213,9 @@ class ZeroPlan(Report):
         """The sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def device_sharding(self, leaf: StateLeaf) -> NamedSharding:
-        """Returns the sharding of one leaf's stored array while it is on the devices."""
-        return NamedSharding(self.mesh, leaf.spec(self.comm))
+    def whole_leaf(self, path: str, shape: tuple[int, ...], dtype: Any, reason: str = "") -> StateLeaf:
+        """Returns the layout of an array that every device holds whole."""
+        return StateLeaf(path, shape, dtype, self.mesh, self.comm.shard_axes, reason=reason)
 
     @functools.cached_property
     def comm(self) -> Comm:
@@ -315,7 +301,7 @@ class ZeroPlan(Report):
     def records_of(self, i: int) -> list[Rectangle]:
         """Returns the rectangles of each device's part of a parameter that are records on disk."""
         per_element = sum(itemsize(leaf.dtype) for leaf in self.disk_fields[i])
-        shape, most = self.part_shape(self.leaves[i].grad), self.config.offload.chunk_bytes
+        shape, most = self.leaves[i].grad.part_shape, self.config.offload.chunk_bytes
         if i not in self.params_on_disk:
             return rectangles(shape, per_element, most)
         of_row = rectangles(shape[1:], per_element, most)  # programs read single rows
@@ -329,7 +315,7 @@ class ZeroPlan(Report):
     def num_chosen(self, leaf: StateLeaf) -> int:
         """Returns how many columns each device chooses of its part of a leaf, see `Offload.zenflow`."""
         flow = self.config.offload.zenflow
-        columns = self.part_shape(leaf)[self.column_dim(leaf)]
+        columns = leaf.part_shape[self.column_dim(leaf)]
         return 0 if flow is None else min(columns, round(flow.topk_ratio * columns) or (flow.topk_ratio > 0))
 
     @property
@@ -338,16 +324,9 @@ class ZeroPlan(Report):
         total = 0
         for i, fields in self.disk_fields.items():
             leaf = self.leaves[i].grad
-            share = self.num_chosen(leaf) / self.part_shape(leaf)[self.column_dim(leaf)]
-            total += round(share * sum(x.bytes_per_device(self.mesh, self.comm) for x in fields))
+            share = self.num_chosen(leaf) / leaf.part_shape[self.column_dim(leaf)]
+            total += round(share * sum(x.bytes_per_device for x in fields))
         return total
-
-    def part_shape(self, leaf: StateLeaf) -> tuple[int, ...]:
-        """Returns the shape of one device's part of a leaf as stored; the mesh may be abstract."""
-        spec = tuple(leaf.spec(self.comm))
-        parts = [math.prod(int(self.mesh.shape[name]) for name in jax.tree.leaves(names)) for names in spec]
-        shape = leaf.stored_shape
-        return tuple(n // k for n, k in zip(shape, [*parts, *[1] * (len(shape) - len(parts))], strict=True))
 
     @functools.cached_property
     def disk_bytes_per_device(self) -> int:
@@ -400,7 +379,7 @@ class ZeroPlan(Report):
         return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
     def _sum_bytes(self, leaves: Sequence[StateLeaf], memory: Memory = "device") -> int:
-        return sum(leaf.bytes_per_device(self.mesh, self.comm) for leaf in leaves if leaf.memory == memory)
+        return sum(leaf.bytes_per_device for leaf in leaves if leaf.memory == memory)
 
     @property
     def gathered_bytes(self) -> int:
@@ -423,7 +402,7 @@ class ZeroPlan(Report):
     @property
     def _gathers_after_update(self) -> list[Hop]:
         updated = [x for x in self.leaves if not x.param.cut and x.trained]
-        return [hop for x in updated for hop in Way(x.grad, self.comm).hops(self.mesh, x.compute_dtype)[1]]
+        return [hop for x in updated for hop in Way(x.grad, self.comm).hops(x.compute_dtype)[1]]
 
     def way(self, leaf: StateLeaf) -> Way:
         """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
@@ -447,7 +426,7 @@ class ZeroPlan(Report):
 
     def why_exact(self, leaf: StateLeaf) -> str:
         """Returns why a parameter or gradient cannot travel in blocks of integers; an empty string if it can."""
-        return why_exact(leaf, self.config.rule_for(leaf.path), self.mesh.shape)
+        return why_exact(leaf, self.config.rule_for(leaf.path))
 
     @functools.cached_property
     def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
@@ -471,7 +450,7 @@ class ZeroPlan(Report):
         """
         hops = [*self.gathers_before_loss, *micro_batches * self.gathers_of_loss, *self._gathers_after_update]
         for leaf in self.leaves:
-            cut = leaf.grad.for_collectives(self.mesh) if leaf.trained else None
+            cut = leaf.grad.cut_for_collectives if leaf.trained else None
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.config.policy.reduce)
@@ -494,7 +473,7 @@ class ZeroPlan(Report):
         """The collectives of each parameter once per step, and of each use."""
         held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
         held += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
-        return [self.way(x).hops(self.mesh, dtype) for x, dtype in held]
+        return [self.way(x).hops(dtype) for x, dtype in held]
 
     @functools.cached_property
     def gathers_of_loss(self) -> tuple[Hop, ...]:
@@ -524,7 +503,7 @@ class ZeroPlan(Report):
         for term, leaves in terms:
             for leaf in leaves:
                 if leaf.cut is None:
-                    num_bytes = leaf.bytes_per_device(self.mesh, self.comm)
+                    num_bytes = leaf.bytes_per_device
                     yield WholeLeaf(term, leaf.path, leaf.shape, num_bytes, leaf.reason)
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from jzero.jaxpr.sizes import itemsize
 from jzero.plan.layout import choose_cut, find_scan_dims
 from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
 from jzero.plan.matrices import warn_of_matrices, with_matrices
-from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh
+from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh, shard_axes
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
@@ -222,7 +222,7 @@ def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
         if isinstance(x, StateLeaf):
             leaves.append(dataclasses.replace(x, path=path_str(path)) if path[0] != prefix else x)
         else:
-            leaves.append(StateLeaf(path_str(path), np.shape(x), np.asarray(x).dtype, reason="kept by jzero"))
+            leaves.append(plan.whole_leaf(path_str(path), np.shape(x), np.asarray(x).dtype, "kept by jzero"))
     return dataclasses.replace(plan, opt_leaves=tuple(leaves), opt_treedef=jax.tree.structure(wrapped))
 
 
@@ -302,7 +302,7 @@ def _describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) 
 
     entries = [keep(names) for names in spec]
     base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
-    return StateLeaf(path_str(path), shape, _dtype_of(x), base)
+    return StateLeaf(path_str(path), shape, _dtype_of(x), mesh, shard_axes(config), base)
 
 
 def _dtype_of(x: Any) -> Any:
@@ -376,7 +376,7 @@ def _freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:
     if config.quantization.frozen != "none" and not why_not_stored(param, config.rule_for(param.path)):
         assert param.cut is not None
         param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, given, {}))
-    grad = StateLeaf(plan.path, (), plan.grad.dtype, reason="not trained")
+    grad = dataclasses.replace(plan.grad, shape=(), base=PartitionSpec(), cut=None, reason="not trained")
     update = grad.dtype if is_key(given) else given
     return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)
 

@@ -104,9 +104,9 @@ def _stage_3_line(plan: ZeroPlan) -> list[str]:
         rule = config.rule_for(leaf.path).persistent
         stays = leaf.param.size <= config.persistence_threshold if rule is None else rule
         if leaf.param.cut is None and leaf.grad.cut is not None and not stays:
-            saved += leaf.param.bytes_per_device(plan.mesh, plan.comm)
+            saved += leaf.param.bytes_per_device
             if leaf.master is None:  # a master is what stage 3 stores
-                saved -= dataclasses.replace(leaf.param, cut=leaf.grad.cut).bytes_per_device(plan.mesh, plan.comm)
+                saved -= dataclasses.replace(leaf.param, cut=leaf.grad.cut).bytes_per_device
     if config.stage not in (1, 2) or plan.offloaded or not saved:
         return []
     here = plan.bytes_per_device.params + plan.bytes_per_device.opt_state
@@ -234,7 +234,7 @@ def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: Any, trained: bool)
         "dtype": str(leaf.dtype),
         "compute_dtype": str(compute_dtype),
         "trained": trained,
-        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec(plan.comm)],
+        "spec": [list(names) if isinstance(names, tuple) else names for names in leaf.spec],
         "stored_shape": list(leaf.stored_shape),
         "stored_dtype": str(leaf.stored_dtype),
         "padding": 0 if leaf.cut is None else leaf.cut.padding,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +11,6 @@ from jzero.jaxpr.sizes import itemsize
 from jzero.plan.blocks import LEAST
 from jzero.plan.comm import Comm, Hop
 from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import AnyMesh
 
 
 class Way(NamedTuple):
@@ -32,9 +30,9 @@ class Way(NamedTuple):
     is_secondary: bool = False
     stays: bool = False
 
-    def hops(self, mesh: AnyMesh, dtype: Any) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    def hops(self, dtype: Any) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
         """Returns the collectives once per step, and those of each use in a dtype; none if it stays whole."""
-        cut = self.leaf.for_collectives(mesh)
+        cut, mesh = self.leaf.cut_for_collectives, self.leaf.mesh
         if cut is None:
             return (), ()
         cut = cut if self.kind == "none" or cut.blocks else cut.in_blocks(self.kind, dtype, mesh.shape)
@@ -47,11 +45,11 @@ class Way(NamedTuple):
 
 def why_not_stored(leaf: StateLeaf, rule: LeafRule) -> str:
     """Returns why a frozen parameter cannot be stored in blocks; an empty string if it can."""
-    return why_exact(leaf, rule, {}) if not any(leaf.base) else "cut over other mesh axes, too"
+    return why_exact(leaf, rule) if not any(leaf.base) else "cut over other mesh axes, too"
 
 
-def why_exact(leaf: StateLeaf, rule: LeafRule, mesh: Mapping[str, int]) -> str:
-    """Returns why a leaf cannot travel in blocks; an empty string if it can. `mesh` has the size of each axis."""
+def why_exact(leaf: StateLeaf, rule: LeafRule) -> str:
+    """Returns why a leaf cannot travel in blocks; an empty string if it can."""
     cut = leaf.cut
     if cut is None or rule.quantize is False:
         return "by rule" if cut else "whole"
@@ -63,5 +61,5 @@ def why_exact(leaf: StateLeaf, rule: LeafRule, mesh: Mapping[str, int]) -> str:
         return "flattened"
     if cut.num_stacked > 1:  # a loop would transpose it, and blocks cannot be
         return f"scanned over dimension {cut.num_stacked - 1}, not 0"
-    beside = cut.with_other_axes(leaf.base, mesh).of_part(mesh).size_beside
+    beside = cut.with_other_axes(leaf.base, leaf.mesh.shape).of_part(leaf.mesh.shape).size_beside
     return f"{beside} elements beside the cut, fewer than {LEAST}" if beside < LEAST else ""

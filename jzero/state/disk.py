@@ -37,7 +37,7 @@ def check_update(tx: ZeroTransformation) -> None:
     def shape(leaf: StateLeaf) -> Any:
         if leaf.in_records:
             return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
 
     params = plan.stored_params([shape(leaf.param) for leaf in plan.leaves])
     opt_state = plan.stored_opt_state(list(map(shape, plan.opt_leaves)))

@@ -174,7 +174,7 @@ def lower_init(
     abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     programs = []
     for number, group in enumerate(groups):
-        shardings = [plan.sharding(leaves[k]) for k in group]
+        shardings = [leaves[k].sharding for k in group]
         programs.append(jax.jit(functools.partial(born, number), out_shardings=shardings).lower(abstract))
     return programs, rebuild, plan
 
@@ -250,7 +250,7 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
     goes = {name: any(leaves[k].memory != "device" for k in unit) for name, unit in units.items()}
     near = [k for name, unit in units.items() if not goes[name] for k in unit]
     away = [unit for name, unit in units.items() if goes[name]]
-    sizes = [sum(leaves[k].bytes_per_device(plan.mesh, plan.comm) for k in unit) for unit in away]
+    sizes = [sum(leaves[k].bytes_per_device for k in unit) for unit in away]
     most = max([*sizes, sum(sizes) // 8], default=0)
     groups: list[list[int]] = [near] if near else []
     filled = most + 1  # so that the first unit begins a group

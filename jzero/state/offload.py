@@ -102,7 +102,7 @@ def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind:
         name = next(remaining)
         if isinstance(x, OnDisk):
             return x
-        target = plan.sharding(leaf) if kind is None else plan.device_sharding(leaf).with_memory_kind(kind)
+        target = leaf.sharding if kind is None else leaf.device_sharding.with_memory_kind(kind)
         wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
         if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
             return x

@@ -97,7 +97,7 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
 
 def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
     """Returns a leaf in its planned memory; copies one that `offload_train_state` moved."""
-    return x if memory_of(x) == plan.array_memory(leaf) else jax.device_put(x, plan.sharding(leaf))
+    return x if memory_of(x) == leaf.array_memory else jax.device_put(x, leaf.sharding)
 
 
 def _waits(state: Any) -> bool:

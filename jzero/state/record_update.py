@@ -178,7 +178,7 @@ class RecordUpdate:
         return self._laid_out(settled_state(state, self._with_zeros(update), disk))
 
     def _laid_out(self, new: State) -> State:
-        return map_state(lambda x, leaf: jax.lax.with_sharding_constraint(x, self.plan.sharding(leaf)), self.plan, new)
+        return map_state(lambda x, leaf: jax.lax.with_sharding_constraint(x, leaf.sharding), self.plan, new)
 
     def _with_zeros(self, update: StepGrads) -> StepGrads:
         """Returns gradients with zeros in place of those that nothing needs."""

@@ -222,7 +222,7 @@ def abstract_train_state(
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
         if leaf.in_records:
             return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
-        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=plan.sharding(leaf))
+        return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
 
     stored = stored_state(natural, plan)
     return adapted.rebuild(map_state(shape, plan, stored, tx=ZeroTransformation(tx, plan), with_disk=True))

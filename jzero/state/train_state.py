@@ -234,7 +234,7 @@ def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -
     near: list[StateLeaf] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
-        memory = plan.array_memory(leaf)
+        memory = leaf.array_memory
         if isinstance(x, jax.Array) and memory_of(x) != memory:
             (near if memory == "host" else away).append(leaf)
         return x

@@ -90,7 +90,7 @@ class Flow:
     @functools.cached_property
     def far(self) -> list[int]:
         """The parameters of which some columns are not on the devices once columns are chosen."""
-        shapes = {i: self.plan.part_shape(self.plan.leaves[i].grad) for i in self.plan.disk_fields}
+        shapes = {i: self.plan.leaves[i].grad.part_shape for i in self.plan.disk_fields}
         sizes = {i: shape[self.plan.column_dim(self.plan.leaves[i].grad)] for i, shape in shapes.items()}
         return [i for i, size in sizes.items() if self.plan.num_chosen(self.plan.leaves[i].grad) < size]
 
@@ -150,10 +150,10 @@ class Flow:
         """Returns one field of the chosen columns as an array on the devices, from those of the first holders."""
         leaf = self.plan.leaves[i].grad
         there = dict(zip(devices, columns, strict=True))
-        sharding = self.plan.device_sharding(leaf)
+        sharding = leaf.device_sharding
         shape = list(leaf.stored_shape)
         dim = self.plan.column_dim(leaf)
-        part = self.plan.part_shape(leaf)
+        part = leaf.part_shape
         shape[dim] = shape[dim] // part[dim] * columns[0].shape[dim]
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, arrays)
@@ -182,7 +182,7 @@ class Flow:
         return taken
 
     def _part_shape(self, i: int) -> tuple[int, ...]:
-        return self.plan.part_shape(self.plan.leaves[i].grad)
+        return self.plan.leaves[i].grad.part_shape
 
     def overlay(self, record: Record, views: Sequence[np.ndarray]) -> None:
         """Writes the columns on the devices into the fields of a record."""

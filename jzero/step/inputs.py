@@ -147,7 +147,7 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
     split, whole = plan.batch_sharding, plan.whole_sharding
     check_batch(batch, plan)
     check_rng(rng)
-    state = map_state(lambda x, leaf: shape(x, plan.sharding(leaf)), plan, state)
+    state = map_state(lambda x, leaf: shape(x, leaf.sharding), plan, state)
     batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
     return state, batch, None if rng is None else shape(rng, whole)
 
@@ -206,7 +206,7 @@ def find_closed_over(traced: TracedLoss, plan: ZeroPlan) -> list[StateLeaf]:
     least = max(plan.config.persistence_threshold, SMALL)
     _, consts = _compat.open_jaxpr(traced.jaxpr)
     return [
-        StateLeaf(f"closed over #{i}", tuple(x.shape), x.dtype, reason="closed over by the loss")
+        plan.whole_leaf(f"closed over #{i}", tuple(x.shape), x.dtype, "closed over by the loss")
         for i, x in enumerate(consts)
         if hasattr(x, "dtype") and x.size > least
     ]

@@ -85,7 +85,7 @@ class TrainStep(Step):
 
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
         # Exactly those of the input, so that the next call has the same types and compiles nothing.
-        return map_state(lambda x, leaf: plan.sharding(leaf), plan, state), None
+        return map_state(lambda x, leaf: leaf.sharding, plan, state), None
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[Any, dict[str, Any]]:
         if state.tx.plan.has_files:

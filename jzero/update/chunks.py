@@ -118,7 +118,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         there, here = map(iter, _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers)))
         return [next(there) if s else next(here) for s in stays]
 
-    spec = plan.device_sharding(x.leaf).spec
+    spec = x.leaf.device_sharding.spec
     return _map(plan, x, on_cpu if plan.config.offload.compute == "host" else in_chunks, [spec] * len(x.targets))
 
 
@@ -156,7 +156,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
 
         return _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers))[1][None]
 
-    names = tuple(jax.tree.leaves(tuple(plan.device_sharding(x.leaf).spec)))
+    names = tuple(jax.tree.leaves(tuple(x.leaf.device_sharding.spec)))
     local = on_cpu if plan.config.offload.compute == "host" else in_chunks
     return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
 
@@ -170,7 +170,7 @@ def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: An
 
 def _map(plan: ZeroPlan, x: Pass, local: Callable[..., Any], out_specs: Any) -> Any:
     """Runs `local(arrays, numbers)` on each device's part of a pass."""
-    specs = ([plan.device_sharding(x.leaf).spec] * len(x.arrays), PartitionSpec())
+    specs = ([x.leaf.device_sharding.spec] * len(x.arrays), PartitionSpec())
     run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return run(list(x.arrays), list(x.numbers))
 
@@ -184,7 +184,7 @@ def _split(plan: ZeroPlan, arrays: Sequence[Any]) -> Pieces:
 
 def first_index(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]:
     """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
-    spec = plan.device_sharding(leaf).spec
+    spec = leaf.device_sharding.spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
     return [lax.axis_index(x) * n if x else np.int32(0) for x, n in zip(names, shape, strict=True)]
 

@@ -28,7 +28,7 @@ from jzero.update.whole import Before
 
 def _specs(plan: ZeroPlan, leaf: StateLeaf) -> tuple[PartitionSpec, PartitionSpec]:
     """Returns the specs of arrays laid out like a leaf, and of one entry per chosen column of each part."""
-    spec = plan.device_sharding(leaf).spec
+    spec = leaf.device_sharding.spec
     names = tuple(jax.tree.leaves(tuple(spec)))
     return spec, PartitionSpec(names or None)
 

@@ -37,7 +37,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero.jaxpr.products import factorizes
-from jzero.plan.comm import shard_index, shard_spec
+from jzero.plan.comm import shard_index
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.mesh import batch_axes
 from jzero.plan.padded import to_natural, to_stored
@@ -136,7 +136,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Any], j
     groups = list(map(_Group, grouped, schedule.rounds))
 
     def spec(port: Port) -> PartitionSpec:
-        return shard_spec(plan.comm, port.cut, PartitionSpec())
+        return port.cut.spec(PartitionSpec(), plan.comm.shard_axes)
 
     def placed(v: Any, port: Port) -> jax.Array:
         stored = to_stored(read(v).reshape(port.leaf.shape), port.cut)
@@ -146,7 +146,7 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Any], j
         x = to_natural(y, port.cut).reshape(v.aval.shape)
         # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
         is_free = not x.ndim or (port.leaf.cut is not None and port.leaf.cut.flat)
-        return x if is_free else lax.with_sharding_constraint(x, plan.device_sharding(port.leaf))
+        return x if is_free else lax.with_sharding_constraint(x, port.leaf.device_sharding)
 
     fn = jax.shard_map(
         functools.partial(_exchange_and_compute, plan, groups, schedule.slots),

@@ -126,8 +126,8 @@ class RecordRun:
         near = [_by_device(arrays[x.kind][x.number]) for x in visit.sources if x.kind in arrays]
         counts = [_by_device(operands.numbers[x.number]) for x in visit.sources if x.kind == "number"]
         dtypes = [x for x in visit.targets if not isinstance(x, int | SumTarget)]
-        shape = self.plan.part_shape(leaf.grad)
-        on_host = self.cpu is not None or self.plan.array_memory(leaf.param) == "host"
+        shape = leaf.grad.part_shape
+        on_host = self.cpu is not None or leaf.param.array_memory == "host"
         for device in dict.fromkeys(first_holders(self.plan, leaf.grad).values()):
             at = self.cpu or device
             sums = [
@@ -181,7 +181,7 @@ class RecordRun:
             leaf = self.plan.leaves[i]
             parts = {d: call.parts[0] for (j, d), call in self.calls.items() if j == i and call.parts}
             if parts:
-                results[i] = self.files.assembled(leaf.grad, parts, self.plan.array_memory(leaf.param))
+                results[i] = self.files.assembled(leaf.grad, parts, leaf.param.array_memory)
         return results
 
     def sums(self) -> dict[int, jax.Array]:
