@@ -38,6 +38,9 @@ Atom: TypeAlias = Var | Literal
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 J = TypeVar("J", Jaxpr, ClosedJaxpr)
 
+compute_on: Callable[..., Any] = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
+"""`jax.experimental.compute_on.compute_on`, which jax 0.10 calls `compute_on2`."""
+
 CRASHES_ON_DELETED = jax.__version_info__ < (0, 12)
 """Whether a program of several devices that is called with deleted arrays ends the process instead of raising."""
 
@@ -149,31 +152,6 @@ def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., 
     return dict(jax.tree.map(anew, holding))
 
 
-def compute_on_host(fn: Callable[..., Any], args: Sequence[Any], out_memories: Any) -> Any:
-    """Runs a function on the CPU of each device's host, inside of a trace.
-
-    jax's `compute_on` (0.10 calls it `compute_on2`) would have every constant in `fn` annotated with host memory, since
-    operations may not mix memories. What happens inside of the call is the CPU's affair, so `fn` is traced for arrays
-    of no particular memory, and becomes one equation.
-
-    Args:
-      fn: The function.
-      args: Its arguments, pytrees of arrays in either memory.
-      out_memories: A `jax.memory.Space` for each of its results, in their structure or the upper part of it.
-    """
-    compute_on: Any = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
-    leaves, treedef = jax.tree.flatten(tuple(args))
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in leaves]
-    call = jax.jit(lambda *leaves: fn(*treedef.unflatten(leaves)))
-    closed, out = jax.make_jaxpr(call, return_shape=True)(*shapes)
-    treedef_out = jax.tree.structure(out)
-
-    def run(*inputs: Any) -> Any:
-        return jax.tree.unflatten(treedef_out, evaluate(closed, inputs, bind))
-
-    return compute_on(run, compute_type="device_host", out_memory_spaces=out_memories)(*leaves)
-
-
 def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
     """Yields the constants of a jaxpr that are values of a trace, unless that goes on around this call.
 
@@ -217,27 +195,6 @@ def pipelined_gathers() -> dict[str, Any]:
     if jax.__version_info__ < (0, 12):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-
-
-def evaluate(jaxpr: Any, inputs: Sequence[Any], apply: Callable[[Equation, list[Any]], list[Any]]) -> list[Any]:
-    """Evaluates a jaxpr by `apply(equation, inputs)`, each in its own context; drops values after their last use."""
-    jaxpr, consts = open_jaxpr(jaxpr)
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Any:
-        return value_of(atom) if is_literal(atom) else env[atom]
-
-    last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not is_literal(v)}
-    last_use.update({v: len(jaxpr.eqns) for v in jaxpr.outvars if not is_literal(v)})
-    for i, eqn in enumerate(jaxpr.eqns):
-        with equation_context(eqn):
-            outputs = apply(eqn, [read(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, outputs, strict=True))
-        for v in {v for v in eqn.invars if not is_literal(v)}:
-            if last_use[v] == i:
-                del env[v]
-    return [read(v) for v in jaxpr.outvars]
 
 
 def has_side_effects(eqn: Equation) -> bool:

@@ -370,7 +370,7 @@ MUTANTS = [
     Mutant(
         "shared_leaf_gathered_twice",
         "engine/bundles.py",
-        "i = index.setdefault(id(x), len(leaves))",
+        "i = index.setdefault(x, len(leaves))",
         "i = len(leaves)",
         "test_passes.py::test_a_parameter_that_goes_into_a_call_twice_is_gathered_once",
     ),
@@ -664,8 +664,8 @@ MUTANTS = [
     Mutant(
         "zero_times_infinity_is_zero",
         "plan/trainable.py",
-        'name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs)',
-        'name == "mul" and any(inputs)',
+        'name == "mul" and any(zero) and _finite_elsewhere(eqn, zero)',
+        'name == "mul" and any(zero)',
         "test_trained.py::test_what_is_not_frozen_is_trained",
         "times and zero",
     ),

@@ -11,6 +11,7 @@ from jax import lax
 from jzero import _compat
 from jzero.jaxpr.batches import NotSlicedError, slice_program
 from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.interpret import evaluate
 
 SIZE = 6  # slices; the other sizes differ, so that no dimension is mistaken for another one
 
@@ -94,7 +95,7 @@ def test_a_slice_of_the_result_is_the_result_of_a_slice(name):
     program, dims = sliced(SLICED[name])
     want = jax.tree.leaves(jax.jit(SLICED[name])(stack()))
     assert len(dims) == len(want)
-    run = jax.jit(lambda x, number: _compat.evaluate(program, [x, number], _compat.bind))
+    run = jax.jit(lambda x, number: evaluate(program, [x, number], _compat.bind))
     for number in range(SIZE):
         for dim, x, whole in zip(dims, run(stack()[number : number + 1], jnp.int32(number)), want, strict=True):
             few = x.shape[dim]
@@ -119,5 +120,5 @@ def test_slices_of_slices():
     twice, more = slice_program(once, [1, None], 3)
     assert (dims, more) == ([0], [1])
     for i, j in np.ndindex(2, 3):
-        found = _compat.evaluate(twice, [x[i : i + 1, j : j + 1], jnp.int32(i), jnp.int32(j)], _compat.bind)
+        found = evaluate(twice, [x[i : i + 1, j : j + 1], jnp.int32(i), jnp.int32(j)], _compat.bind)
         np.testing.assert_allclose(found[0], sym(x[i : i + 1, j : j + 1]), rtol=1e-5)

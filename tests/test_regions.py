@@ -9,6 +9,7 @@ import pytest
 
 from jzero import _compat
 from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import cost_of, factorizes, mixes
 from jzero.jaxpr.regions import find_regions, flow_of
 
@@ -60,7 +61,7 @@ def test_a_region_computes_what_it_replaces():
         values.update(zip(eqn.outvars, _compat.bind(eqn, [read(values, v) for v in eqn.invars]), strict=True))
     for region in regions:
         given = [values[v] for v in (*region.inputs, *region.shared)]
-        found = _compat.evaluate(region.jaxpr, given, _compat.bind)
+        found = evaluate(region.jaxpr, given, _compat.bind)
         for v, x in zip(region.outputs, found, strict=True):
             np.testing.assert_allclose(x, values[v], rtol=1e-6)
 
@@ -154,7 +155,7 @@ def test_a_flat_program_computes_the_same(p):
         return jax.lax.cond(p > 0, both, lambda a, b: (2 * a, 3 * b, jnp.zeros(3)), a, b)
 
     a, b = jax.random.normal(jax.random.key(0), A), jax.random.normal(jax.random.key(1), B)
-    found = _compat.evaluate(flattened(jax.make_jaxpr(fn)(p, a, b)), [p, a, b], _compat.bind)
+    found = evaluate(flattened(jax.make_jaxpr(fn)(p, a, b)), [p, a, b], _compat.bind)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tuple(found), fn(p, a, b))
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from jzero import _compat
 from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import mixes
 from jzero.plan.opt_leaves import find_owners
 from jzero.update.split import REDUCTIONS, Kind, kernel_of, split
@@ -91,7 +92,7 @@ class Program:
     def whole(self, inputs):
         """Evaluates the same jaxpr, operation by operation, on whole arrays."""
         closed = jax.extend.core.ClosedJaxpr(self.split.jaxpr, self.consts)
-        return _compat.evaluate(closed, inputs, _compat.bind)
+        return evaluate(closed, inputs, _compat.bind)
 
 
 def make_update(name):

@@ -37,11 +37,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 from jzero.analysis.buffers import SLICES, Buffer, Kind, Operation, Product, TracedProgram, Transfer, Value
 from jzero.analysis.sizes import bytes_of, dims_are_adjacent, product_flops, size_of
 from jzero.engine.placed import PLACED, gather_p, hops_of, operations_of
+from jzero.jaxpr.interpret import Piece, propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import REMAT, RUNS, Trait, called_jaxpr, primitives_with
 
@@ -91,25 +93,24 @@ def _run(
 ) -> list[Value]:
     """Adds the equations that the used outputs of a jaxpr need. Returns its outputs; unused ones have no buffer."""
     jaxpr, _ = _compat.open_jaxpr(jaxpr)
-    env: dict[Any, Value] = {v: program.argument(v.aval) for v in jaxpr.constvars}
-    env.update(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> Value:
-        if _compat.is_literal(atom):
-            return Value(bytes_of(atom.aval))
-        return env.get(atom, Value(bytes_of(atom.aval)))
-
     used = used or [True] * len(jaxpr.outvars)
-    wanted = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
-    needed = list(find_needed(jaxpr, wanted).equations)
-    uses = collections.Counter(v for eqn, _ in needed for v in {v for v in eqn.invars if not _compat.is_literal(v)})
-    for eqn, is_read in needed:
+    outvars = [v for v, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
+    equations, variables = find_needed(jaxpr, outvars)
+    eqns = [eqn for eqn, _ in equations]
+    uses = collections.Counter(v for eqn in eqns for v in {v for v in eqn.invars if not _compat.is_literal(v)})
+
+    def apply(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
         stack = str(eqn.source_info.name_stack)
         path = "/".join(filter(None, [name, stack]))
-        is_shared = [uses[v] > 1 for v in eqn.outvars]
-        visitor = _Visitor(program, eqn, is_read, is_shared, path, backward or "transpose(" in stack)
-        env.update(zip(eqn.outvars, visitor([read(v) for v in eqn.invars]), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+        is_read, is_shared = [v in variables for v in eqn.outvars], [uses[v] > 1 for v in eqn.outvars]
+        return _Visitor(program, eqn, is_read, is_shared, path, backward or "transpose(" in stack)(values)
+
+    constants = [program.argument(v.aval) for v in jaxpr.constvars]
+    piece = Piece(jaxpr.invars, outvars, eqns, jaxpr.constvars)
+    outputs = iter(propagate(piece, [*constants, *inputs], apply, lambda literal: Value(bytes_of(literal.aval))))
+    return [
+        next(outputs) if is_used else Value(bytes_of(v.aval)) for v, is_used in zip(jaxpr.outvars, used, strict=True)
+    ]
 
 
 @dataclasses.dataclass

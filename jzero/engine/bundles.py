@@ -17,6 +17,7 @@ import numpy as np
 
 from jzero import _compat
 from jzero.engine.lazy import Deferred, Operation, is_lazy
+from jzero.jaxpr.identity import IdDict
 
 
 @jax.tree_util.register_pytree_node_class
@@ -45,12 +46,12 @@ class Bundle:
     def of(cls, values: Iterable[Any]) -> Bundle:
         """Bundles arrays and lazy values."""
         leaves: list[Any] = []  # distinct, in the order of their first use
-        index: dict[int, int] = {}  # by identity: `==` of traced arrays is traced itself
+        index: IdDict[Any, int] = IdDict()
 
         def template(x: Any) -> Any:
             if isinstance(x, Deferred):
                 return x.operation, tuple(map(template, x.inputs))  # hashable, so that equal ones run once
-            i = index.setdefault(id(x), len(leaves))
+            i = index.setdefault(x, len(leaves))
             if i == len(leaves):
                 leaves.append(x)
             return i

@@ -34,6 +34,7 @@ from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
+from jzero.jaxpr.interpret import evaluate
 from jzero.plan.comm import Sums
 
 PyTree = Any
@@ -165,7 +166,7 @@ class _Objective:
         carried, batch, key, divisor, loss_scale = beside
         traced, sums = self.traced, self.sums
         inputs = [*(moving.get(i, x) for i, x in enumerate(params)), *carried, *batch, *key]
-        outputs = _compat.evaluate(traced.jaxpr, inputs, _compat.bind)
+        outputs = evaluate(traced.jaxpr, inputs, _compat.bind)
         outputs = [x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs]  # literals
         loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
         total = objective = widen(loss.sum if isinstance(loss, Weighted) else loss)  # fp32 or wider

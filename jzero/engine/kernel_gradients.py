@@ -19,16 +19,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from typing import Any
+from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jzero import _compat
-from jzero._compat import J
+from jzero._compat import AnyJaxpr, J
+from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
 
+Cache: TypeAlias = IdDict[AnyJaxpr, AnyJaxpr]
 
-def without_transposes(jaxpr: J, cache: dict[int, tuple[Any, Any]] | None = None) -> J:
+
+def without_transposes(jaxpr: J, cache: Cache | None = None) -> J:
     """Returns a program without transposes of products that nothing else reads, in loops and calls, too.
 
     Args:
@@ -44,7 +47,7 @@ def without_transposes(jaxpr: J, cache: dict[int, tuple[Any, Any]] | None = None
       >>> [str(eqn.primitive) for eqn in without_transposes(joint).jaxpr.eqns[-2:]]
       ['broadcast_in_dim', 'dot_general']
     """
-    cache = {} if cache is None else cache
+    cache = IdDict() if cache is None else cache
     opened, _ = _compat.open_jaxpr(jaxpr)
     eqns = [_with_bodies(eqn, cache) for eqn in opened.eqns]
     atoms = itertools.chain(opened.outvars, *(eqn.invars for eqn in eqns))
@@ -64,15 +67,15 @@ def without_transposes(jaxpr: J, cache: dict[int, tuple[Any, Any]] | None = None
     return jaxpr if is_same else _compat.with_equations(jaxpr, opened.invars, opened.outvars, kept)
 
 
-def _with_bodies(eqn: JaxprEqn, cache: dict[int, tuple[Any, Any]]) -> JaxprEqn:
+def _with_bodies(eqn: JaxprEqn, cache: Cache) -> JaxprEqn:
     """Returns a loop, call or recomputed block whose body has no such transposes."""
     name = eqn.primitive.name
     if name != "scan" and name not in CALLS and name not in REMAT:
         return eqn
     body = eqn.params["jaxpr"] if name == "scan" else called_jaxpr(eqn)
-    if id(body) not in cache:
-        cache[id(body)] = without_transposes(body, cache), body  # the id is the key: kept alive
-    new = cache[id(body)][0]
+    if body not in cache:
+        cache[body] = without_transposes(body, cache)
+    new = cache[body]
     if new is body:
         return eqn
     if name == "scan":

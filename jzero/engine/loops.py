@@ -33,6 +33,7 @@ from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
+from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, REMAT
 
 Late: TypeAlias = dict[int, jax.Array]
@@ -178,11 +179,11 @@ class _Loop:
     def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:
         """Returns one row of each stack, with the parameters that are already whole."""
         # A stack may be scanned twice, but is gathered ahead once.
-        at_hand = {id(self.stacks[j].shard): x for j, x in whole.items()}
+        at_hand = IdDict((self.stacks[j].shard, x) for j, x in whole.items())
         rows = []
         for j, (stack, x) in enumerate(zip(self.stacks, stacks, strict=True)):
             if isinstance(x, Lazy):
-                known = at_hand.get(id(stack.shard), x.whole)
+                known = at_hand.get(stack.shard, x.whole)
                 row_of = RowOf(self.walk.depth + 1, j)
                 rows.append(dataclasses.replace(x.drop_leading(), whole=known, row_of=row_of))
             else:
@@ -198,10 +199,10 @@ class _Loop:
         jax.eval_shape(
             lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
         )
-        first: dict[int, tuple[int, Any]] = {}  # by shard; a turn may gather a row more than once
+        first: IdDict[Any, tuple[int, Any]] = IdDict()  # by shard; a turn may gather a row more than once
         for row_of, dtype in self.found:
             if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
-                first.setdefault(id(self.stacks[row_of.stack].shard), (row_of.stack, dtype))
+                first.setdefault(self.stacks[row_of.stack].shard, (row_of.stack, dtype))
         return choose_prefetched({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
     def _split_result(
@@ -211,28 +212,28 @@ class _Loop:
 
         See [Note: Residuals made of parameters].
         """
-        number = {id(row.shard): j for j, row in enumerate(rows) if isinstance(row, Lazy)}
+        number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, Lazy))
         bundle = Bundle.of([x])
         known = {j for j in number.values() if j in kept or not is_cut(self.stacks[j])}
-        is_known = all(number.get(id(getattr(y, "shard", None))) in known for y in bundle.leaves)
+        is_known = all(number.get(getattr(y, "shard", None)) in known for y in bundle.leaves)
         # What is made of a parameter that stays is kept whole, too, unless whole rows are.
         stays = any(isinstance(y, Lazy) and y.stays for y in bundle.leaves)
         if not is_lazy(x) or (stays and not is_known):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
-        closed = {id(y) for y in jax.tree.leaves(self.consts)}  # the same in all turns, so not stacked
+        closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all turns, so not stacked
         arrays: list[Any] = []
         parts: list[Callable[[list[Any]], Any]] = []
         places: list[tuple[bool, int]] = []
         shared: list[Any] = []
         for leaf in bundle.leaves:
             array = leaf.shard if isinstance(leaf, Lazy) else leaf  # a shard is [D/N, F]
-            if not isinstance(array, jax.core.Tracer) or id(array) in closed:
+            if not isinstance(array, jax.core.Tracer) or array in closed:
                 places.append((True, len(shared)))
                 shared.append(leaf)
                 continue
             places.append((False, len(parts)))
-            if id(array) in number:
-                parts.append(_restore_scanned(leaf, self.stacks[number[id(array)]]))  # the stack that came in: no copy
+            if array in number:
+                parts.append(_restore_scanned(leaf, self.stacks[number[array]]))  # the stack that came in: no copy
             else:
                 parts.append(_restore_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
                 arrays.append(array)

@@ -26,6 +26,7 @@ from jzero.engine.bundles import Rows
 from jzero.engine.lazy import is_lazy
 from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
+from jzero.jaxpr.identity import IdDict
 
 
 class Meshes(NamedTuple):
@@ -44,7 +45,7 @@ class MeshFacts:
     """Facts about the meshes in the jaxprs of one trace; looks at each jaxpr once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Meshes, Jaxpr]] = {}  # keeps each jaxpr alive, since its id is the key
+        self._known: IdDict[Jaxpr, Meshes] = IdDict()
 
     def in_equation(self, eqn: JaxprEqn) -> Meshes:
         """Returns facts about the jaxprs in an equation."""
@@ -54,15 +55,15 @@ class MeshFacts:
     def of(self, jaxpr: AnyJaxpr) -> Meshes:
         """Returns facts about a jaxpr."""
         opened, _ = _compat.open_jaxpr(jaxpr)
-        if id(opened) not in self._known:
+        if opened not in self._known:
             inside = [self.in_equation(eqn) for eqn in opened.eqns]
             named = any(map(names_mesh, opened.eqns)) or any(x.named for x in inside)
             atoms = itertools.chain(opened.constvars, opened.invars, *((*e.invars, *e.outvars) for e in opened.eqns))
             # The lowering of these reads the manual axes off the mesh of the trace.
             asks = any(eqn.primitive in PLACED or eqn.primitive.name == "axis_index" for eqn in opened.eqns)
             carried = named or asks or any(x.carried for x in inside) or any(map(_compat.has_mesh, atoms))
-            self._known[id(opened)] = Meshes(named, carried), opened
-        return self._known[id(opened)][0]
+            self._known[opened] = Meshes(named, carried)
+        return self._known[opened]
 
 
 def names_mesh(eqn: JaxprEqn) -> bool:

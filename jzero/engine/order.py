@@ -31,6 +31,7 @@ from jzero.arrays.placement import memory_of
 from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
 from jzero.engine.placed import How, wait
+from jzero.jaxpr.identity import IdDict
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.platform import Fence, platform_facts
 
@@ -48,7 +49,7 @@ class Order:
     fence: Fence | None = None
     limit: int | None = None
     ahead: int | None = 0
-    _gathered: dict[int, Any] = dataclasses.field(default_factory=dict)
+    _gathered: IdDict[jax.Array, None] = dataclasses.field(default_factory=IdDict)
     _is_backward: bool = False
     _turned_at: int = 0  # number of uses before the backward pass
     _uses: list[tuple[int, list[jax.Array]]] = dataclasses.field(default_factory=list)
@@ -84,12 +85,12 @@ class Order:
         return True
 
     def note_gathered(self, params: Iterable[Lazy]) -> None:
-        """Records that parameters are gathered. Keeps their shards, so that no other array gets their `id`."""
-        self._gathered |= {id(x.shard): x.shard for x in params}
+        """Records that parameters are gathered."""
+        self._gathered.update((x.shard, None) for x in params)
 
     def was_gathered(self, x: Any) -> bool:
         """Whether a parameter has been gathered before."""
-        return isinstance(x, Lazy) and id(x.shard) in self._gathered
+        return isinstance(x, Lazy) and x.shard in self._gathered
 
     def note_used(self, results: Sequence[Any]) -> None:
         """Records a result computed from the parameters that were gathered last."""

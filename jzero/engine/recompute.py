@@ -38,8 +38,10 @@ from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero.config.keep import Keep
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
-from jzero.jaxpr.repeats import aval_bytes, keeps_heavy, split_into_parts
+from jzero.jaxpr.repeats import Part, aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.plan.mesh import HOST_MEMORY
 
@@ -198,27 +200,26 @@ class _Rewrite:
         """Evaluates a jaxpr part by part: repeated blocks, and the equations around them."""
         # A body is traced once, so sharing its layers gains nothing; "cheap" still adds checkpoints.
         if self.in_loop and self.remat != "cheap":
-            return _compat.evaluate(jaxpr, inputs, self._apply)
+            return evaluate(jaxpr, inputs, self._apply)
         jaxpr, consts = _compat.open_jaxpr(jaxpr)
         parts, is_cheap = split_into_parts(jaxpr), self.remat == "cheap"
         wrap = functools.partial(jax.checkpoint, policy=keeps_heavy) if is_cheap else lambda layer: layer
-        layers = {i: CanonicalJaxpr.of(x) for i, x in enumerate(parts) if x.is_block and _is_free(x.eqns)}
-        shared = {} if self.in_loop else {i: x for i, x in layers.items() if is_cheap or is_worth_a_call(x)}
-        numbers = {i: self.structures(x) for i, x in shared.items()}
+        layers = IdDict((x, CanonicalJaxpr.of(x)) for x in parts if x.is_block and _is_free(x.eqns))
+        shared = [] if self.in_loop else [x for x in layers if is_cheap or is_worth_a_call(layers[x])]
+        numbers = IdDict((x, self.structures(layers[x])) for x in shared)
         times = collections.Counter(numbers.values())
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        for i, part in enumerate(parts):
-            values = [env[v] for v in part.invars]
-            if is_cheap and i in layers and self._is_kept():
-                outputs = self._call_shared(layers[i], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
-            elif i in numbers and times[numbers[i]] > 1:  # a layer that occurs once stays in place
-                outputs = self._call_shared(layers[i], values, _compat.bind, wrap)
-            elif is_cheap and i in layers:
-                outputs = wrap(functools.partial(_compat.evaluate, part, apply=_compat.bind))(values)
-            else:
-                outputs = _compat.evaluate(part, values, self._apply)
-            env.update(zip(part.outvars, outputs, strict=True))
-        return [_compat.value_of(v) if _compat.is_literal(v) else env[v] for v in jaxpr.outvars]
+
+        def apply(part: Part, values: list[Any]) -> list[Any]:
+            if is_cheap and part in layers and self._is_kept():
+                return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
+            if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
+                return self._call_shared(layers[part], values, _compat.bind, wrap)
+            if is_cheap and part in layers:
+                return wrap(functools.partial(evaluate, part, apply=_compat.bind))(values)
+            return evaluate(part, values, self._apply)
+
+        program = Piece(jaxpr.invars, jaxpr.outvars, parts, jaxpr.constvars)
+        return propagate(program, [*consts, *inputs], apply, _compat.value_of)
 
     def _is_kept(self) -> bool:
         """Whether the next block is kept; counts it."""
@@ -235,7 +236,7 @@ class _Rewrite:
         if key not in self.calls:
 
             def layer(*inputs: Any) -> list[Any]:
-                return _compat.evaluate(common, inputs, apply)
+                return evaluate(common, inputs, apply)
 
             layer.__name__ = key[1] if key[1] == KEPT_BLOCK else "layer"
             self.calls[key] = jax.jit(wrap(layer))  # one object, so that jax traces it once
@@ -295,7 +296,7 @@ class _Rewrite:
             return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy) if self.remat else body
 
         if self.in_loop:
-            return list(wrap(functools.partial(_compat.evaluate, eqn.params["jaxpr"], apply=apply))(inputs))
+            return list(wrap(functools.partial(evaluate, eqn.params["jaxpr"], apply=apply))(inputs))
         common = CanonicalJaxpr.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
         return self._call_shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
 
@@ -311,7 +312,7 @@ class _Rewrite:
         # With "offload" each turn of an outermost loop is recomputed as one piece.
         inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
-            inner = functools.partial(_compat.evaluate, apply=_compat.bind)
+            inner = functools.partial(evaluate, apply=_compat.bind)
 
         def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
             named = [

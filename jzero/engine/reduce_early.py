@@ -34,18 +34,21 @@ from typing import Any, TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
-from jzero._compat import Atom, J
+from jzero._compat import AnyJaxpr, Atom, J
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.gradient_rules import GRADIENT_RULES
 from jzero.engine.makers import Makers
 from jzero.engine.placed import named_p, reduce_p, unreduced_p
 from jzero.jaxpr.edit import Editor
+from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
 Exits: TypeAlias = Sequence[GradientExit | None]
+Cache: TypeAlias = IdDict[AnyJaxpr, dict[tuple[Reduction | None, ...], AnyJaxpr]]
+"""New programs of functions, by how their results leave."""
 
 
-def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: dict[Any, Any] | None = None) -> J:
+def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: Cache | None = None) -> J:
     """Returns a program whose gradients leave as they should, see [Note: Reducing gradients where they are made].
 
     Args:
@@ -68,7 +71,7 @@ def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: dict[Any, Any
     if not any(x is not None for x in exits):
         return jaxpr
     opened, _ = _compat.open_jaxpr(jaxpr)
-    sweep = _Sweep(opened, given, {} if cache is None else cache)
+    sweep = _Sweep(opened, given, IdDict() if cache is None else cache)
     outputs = [v if how is None else sweep.want(v, how) for v, how in zip(opened.outvars, exits, strict=True)]
     for eqn in reversed(opened.eqns):
         sweep.visit(eqn)
@@ -86,7 +89,7 @@ class _Sweep:
       eqns: The equations of the new program, the last one first.
     """
 
-    def __init__(self, jaxpr: Jaxpr, given: Exits, cache: dict[Any, Any]) -> None:
+    def __init__(self, jaxpr: Jaxpr, given: Exits, cache: Cache) -> None:
         pairs = zip(jaxpr.invars, given, strict=False)
         shards = {v: how for v, how in pairs if isinstance(how, Reduction)}  # [D/N, F]
         self.makers, self.cache = Makers(jaxpr, shards), cache
@@ -170,15 +173,15 @@ class _Sweep:
         jaxpr, inside = called_jaxpr(eqn), [x if isinstance(x, Reduction) else None for x in exits]
         if eqn.primitive.name in CALLS:  # layers share one function, see `placed`
             inside = [x and dataclasses.replace(x, path=f"result {i}") for i, x in enumerate(inside)]
-        key = id(jaxpr), tuple(inside)
-        if key not in self.cache:
-            self.cache[key] = reduce_early(jaxpr, inside, cache=self.cache), jaxpr  # the id is the key: kept alive
+        programs, key = self.cache.setdefault(jaxpr, {}), tuple(inside)
+        if key not in programs:
+            programs[key] = reduce_early(jaxpr, inside, cache=self.cache)
         outs = [
             v if how is None else self.name(exits[i], self.shards[v], eqn)
             for i, (v, how) in enumerate(zip(eqn.outvars, inside, strict=True))
         ]
         is_changed = [how is not None for how in inside]
-        params = _compat.params_of_call(eqn, self.cache[key][0], is_changed)
+        params = _compat.params_of_call(eqn, programs[key], is_changed)
         return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
 
     def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:

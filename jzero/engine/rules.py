@@ -37,6 +37,8 @@ from jzero.engine.placed import named_p
 from jzero.engine.shard_rules import apply_on_shard
 from jzero.engine.walk import HeldParameters, Rule, Walk
 from jzero.jaxpr.edit import is_recomputed
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
 
@@ -103,8 +105,8 @@ def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int,
         inner = anew.enter_call([bundle.leaves[i] for i in again])
         outputs = Bundle.of(inner(jaxpr, bundle.values()))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
-        place = {id(x): i for i, x in enumerate(jax.tree.leaves(bundle))}  # to recognize inputs that it returns
-        return jax.tree.map(lambda x: _Static(place[id(x)]) if id(x) in place else x, outputs), _Static(gathered)
+        place = IdDict((x, i) for i, x in enumerate(jax.tree.leaves(bundle)))  # to recognize inputs that it returns
+        return jax.tree.map(lambda x: _Static(place[x]) if x in place else x, outputs), _Static(gathered)
 
     call.__name__ = eqn.params.get("name", "jit")
     return jax.jit(call)
@@ -137,11 +139,10 @@ def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 
     moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(near, moving, is_leaf=lambda x: isinstance(x, Lazy)))
-    held = {
-        id(x): x for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device"
-    }  # the same array is one operand
-    held = dict(zip(held, lax.optimization_barrier(list(held.values())), strict=True))
-    behind = treedef.unflatten([held.get(id(x), x) for x in leaves])
+    # The same array is one operand.
+    held = IdDict((x, x) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
+    held = IdDict(zip(held, lax.optimization_barrier(list(held)), strict=True))
+    behind = treedef.unflatten([held.get(x, x) for x in leaves])
     return [x if stay else y for x, y, stay in zip(values, behind, stays, strict=True)]
 
 
@@ -178,16 +179,19 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
 
 def _lazy_outputs(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Returns, for each output of a branch, its lazy value, `_EMPTY` if the branch leaves it empty, else `None`."""
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
-    known = {v: x for v, x in zip(jaxpr.invars, inputs, strict=True) if is_lazy(x)}
-    for eqn in jaxpr.eqns:
-        values = [_compat.value_of(v) if _compat.is_literal(v) else known.get(v) for v in eqn.invars]
+
+    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
+        unknown: list[Any] = [None] * len(eqn.outvars)
         if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
-            known[eqn.outvars[0]] = _EMPTY
-        elif any(map(is_lazy, values)) and all(x is not None for x in values):
-            kept = apply_on_shard(eqn, values) or defer(eqn, values)
-            known |= {} if kept is None else {eqn.outvars[0]: kept}
-    return [None if _compat.is_literal(v) else known.get(v) for v in jaxpr.outvars]
+            return [_EMPTY, *unknown[1:]]
+        if any(map(is_lazy, values)) and all(x is not None for x in values):
+            return [apply_on_shard(eqn, values) or defer(eqn, values), *unknown[1:]]
+        return unknown
+
+    opened, _ = _compat.open_jaxpr(jaxpr)
+    known = [*[None] * len(opened.constvars), *(x if is_lazy(x) else None for x in inputs)]
+    outputs = propagate(opened, known, apply, _compat.value_of)
+    return [x if x is _EMPTY or is_lazy(x) else None for x in outputs]
 
 
 def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

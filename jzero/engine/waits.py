@@ -21,15 +21,17 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, J
 from jzero.engine.placed import reduce_p, unreduced_p, wait_p
 from jzero.jaxpr.edit import Editor, is_recomputed
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
-Cache: TypeAlias = dict[int, tuple[AnyJaxpr, AnyJaxpr]]
+Cache: TypeAlias = IdDict[AnyJaxpr, AnyJaxpr]
 
 
 def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
@@ -40,8 +42,9 @@ def wait_for_gradients(jaxpr: J, cache: Cache | None = None) -> J:
       cache: The programs of calls: layers that share one function share its new program, too.
     """
     opened, _ = _compat.open_jaxpr(jaxpr)
-    pass_ = _Waits({} if cache is None else cache)
-    awaited = _find_awaited(jaxpr, [None] * len(opened.invars))
+    pass_ = _Waits(IdDict() if cache is None else cache)
+    awaited: dict[Var, bool] = {}
+    _find_awaited(opened, [None] * len(opened.invars), awaited)
     for eqn in opened.eqns:
         pass_.visit(eqn, awaited)
     return _compat.with_equations(jaxpr, opened.invars, [pass_.read(v) for v in opened.outvars], pass_.eqns)
@@ -95,9 +98,9 @@ class _Waits(Editor):
     def enter(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns a call whose function waits."""
         jaxpr = called_jaxpr(eqn)
-        if id(jaxpr) not in self.cache:
-            self.cache[id(jaxpr)] = wait_for_gradients(jaxpr, self.cache), jaxpr  # the id is the key: kept alive
-        return eqn.replace(params=_compat.params_of_call(eqn, self.cache[id(jaxpr)][0], [False] * len(eqn.outvars)))
+        if jaxpr not in self.cache:
+            self.cache[jaxpr] = wait_for_gradients(jaxpr, self.cache)
+        return eqn.replace(params=_compat.params_of_call(eqn, self.cache[jaxpr], [False] * len(eqn.outvars)))
 
 
 def _carried(eqn: JaxprEqn) -> list[Atom]:
@@ -109,23 +112,29 @@ def _carried(eqn: JaxprEqn) -> list[Atom]:
     return [v for v, before, after in starts if before is not after and _is_activation(v)]
 
 
-def _find_awaited(jaxpr: AnyJaxpr, given: Sequence[bool | None]) -> dict[Var, bool]:
-    """Returns the gradients among a program's values, each with whether it is awaited outside blocks."""
-    opened, _ = _compat.open_jaxpr(jaxpr)
-    found = {v: x for v, x in zip(opened.invars, given, strict=True) if x is not None}
-    for eqn in opened.eqns:
+def _find_awaited(jaxpr: Jaxpr, inputs: Sequence[bool | None], awaited: dict[Var, bool]) -> list[bool | None]:
+    """Returns for each output, if it is a gradient, whether it is awaited outside blocks; else `None`.
+
+    Args:
+      jaxpr: The program.
+      inputs: The same for its inputs.
+      awaited: Gets the same for all gradients that the program makes.
+    """
+
+    def apply(eqn: JaxprEqn, into: list[bool | None]) -> list[bool | None]:
+        outs: list[bool | None]
         if eqn.primitive in (reduce_p, unreduced_p):
-            found[eqn.outvars[0]] = eqn.params["is_awaited"]
-            continue
-        into = [None if isinstance(v, Literal) else found.get(v) for v in eqn.invars]
-        if eqn.primitive.name == "scan" or eqn.primitive.name in RUNS:
+            outs = [eqn.params["is_awaited"]]
+        elif eqn.primitive.name == "scan" or eqn.primitive.name in RUNS:
             inner, _ = _compat.open_jaxpr(called_jaxpr(eqn))
-            inside = _find_awaited(inner, into)
-            outs = [None if isinstance(v, Literal) else inside.get(v) for v in inner.outvars]
-            found |= {v: x for v, x in zip(eqn.outvars, outs, strict=True) if x is not None}
-        elif any(x is not None for x in into):
-            found |= dict.fromkeys(eqn.outvars, any(into))
-    return found
+            outs = _find_awaited(inner, into, {})
+        else:
+            is_gradient = any(x is not None for x in into)
+            outs = [any(into) if is_gradient else None] * len(eqn.outvars)
+        awaited.update((v, x) for v, x in zip(eqn.outvars, outs, strict=True) if x is not None)
+        return outs
+
+    return propagate(jaxpr, [*[None] * len(jaxpr.constvars), *inputs], apply, lambda literal: None)
 
 
 def _is_number(v: Atom) -> bool:

@@ -42,6 +42,8 @@ from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.uses import reads_of
 
 _TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
@@ -129,7 +131,7 @@ class Walk:
 
     def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Evaluates a jaxpr, given arrays and lazy values. Outputs are lazy if they are made of parameters alone."""
-        return _compat.evaluate(jaxpr, inputs, self._apply)
+        return evaluate(jaxpr, inputs, self._apply)
 
     def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         if self.order.enter_pass(is_backward=_compat.is_transposed(eqn)):
@@ -192,12 +194,12 @@ class Walk:
     def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs of a jaxpr, of which those that stay are whole; see [Note: Parameters that stay]."""
         bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
-        variables = {id(x): v for x, v in zip(inputs, body.invars, strict=True)}
+        variables = IdDict(zip(inputs, body.invars, strict=True))
         leaves = list(bundle.leaves)
         staying = {i: x for i, x in enumerate(leaves) if isinstance(x, Lazy) and x.stays}
         if not staying:
             return list(inputs)
-        read = {i: _as_read(x, body, variables.get(id(x))) for i, x in staying.items()}
+        read = {i: _as_read(x, body, variables.get(x)) for i, x in staying.items()}
         self.gather([x for x in map(self.held.fill, read.values()) if is_cut(x)])
         for i, x in read.items():
             leaves[i] = dataclasses.replace(leaves[i], whole=self.held.fill(x).whole)

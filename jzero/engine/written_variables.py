@@ -15,22 +15,24 @@ unchanged.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero._text import path_str
 from jzero.arrays.casts import holds
 from jzero.engine.trace import TracedLoss, Written
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS
 
 PyTree = Any
-Atom = Any
 
 Changed = Mapping[str, Mapping[str, Any]]
 """What the loss wrote, by field of the train state and path in the field."""
@@ -173,16 +175,12 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
 
 def _roots(jaxpr: Jaxpr) -> list[Atom]:
     """Returns the origin of each output: an input, or the result of the equation that made the value."""
-    origin: dict[Any, Any] = {}
 
-    def root(atom: Atom) -> Atom:
-        return atom if _compat.is_literal(atom) else origin.get(atom, atom)
+    def apply(eqn: JaxprEqn, origins: list[Atom]) -> list[Atom]:
+        forwarded = itertools.zip_longest(eqn.outvars, _forwarded_inputs(eqn))
+        return [v if number is None else origins[number] for v, number in forwarded]
 
-    for eqn in jaxpr.eqns:
-        for out, number in zip(eqn.outvars, _forwarded_inputs(eqn), strict=False):
-            if number is not None:
-                origin[out] = root(eqn.invars[number])  # an end already, since makers come first
-    return [root(atom) for atom in jaxpr.outvars]
+    return propagate(jaxpr, [*jaxpr.constvars, *jaxpr.invars], apply, lambda literal: literal)
 
 
 def _forwarded_inputs(eqn: JaxprEqn) -> Sequence[int | None]:
@@ -209,4 +207,4 @@ def _forwarded_inputs(eqn: JaxprEqn) -> Sequence[int | None]:
 
 def _match_outputs_to_inputs(jaxpr: Jaxpr) -> list[int | None]:
     numbers = {v: i for i, v in enumerate(jaxpr.invars)}
-    return [None if _compat.is_literal(root) else numbers.get(root) for root in _roots(jaxpr)]
+    return [None if isinstance(root, Literal) else numbers.get(root) for root in _roots(jaxpr)]

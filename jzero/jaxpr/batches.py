@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero.jaxpr.interpret import open_program, propagate
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.jaxpr.products import FACTORIZATIONS
 
@@ -75,20 +77,15 @@ class _Slices:
 
     def evaluate(self, jaxpr: Any, inputs: Sequence[_Sliced]) -> list[_Sliced]:
         """Returns the outputs of a jaxpr."""
-        opened, consts = _compat.open_jaxpr(jaxpr)
-        env: dict[Any, _Sliced] = {v: _Sliced(x, None) for v, x in zip(opened.constvars, consts, strict=True)}
-        env.update(zip(opened.invars, inputs, strict=True))
+        program, consts = open_program(jaxpr)
+        values = [*(_Sliced(x, None) for x in consts), *inputs]
+        return propagate(program, values, self._in_context, lambda literal: _Sliced(_compat.value_of(literal), None))
 
-        def read(atom: Any) -> _Sliced:
-            return _Sliced(_compat.value_of(atom), None) if _compat.is_literal(atom) else env[atom]
+    def _in_context(self, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
+        with _compat.equation_context(eqn):
+            return self._equation(eqn, inputs)
 
-        for eqn in opened.eqns:
-            with _compat.equation_context(eqn):
-                outs = self._equation(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in opened.outvars]
-
-    def _equation(self, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+    def _equation(self, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
         name = eqn.primitive.name
         if all(x.dim is None for x in inputs):
             return [_Sliced(x, None) for x in _compat.bind(eqn, [x.x for x in inputs])]

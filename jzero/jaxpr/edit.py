@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from jzero import _compat
 from jzero._compat import Atom
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT
 
 
@@ -46,17 +47,14 @@ class Editor:
     def trace(self, fn: Callable[..., Any], inputs: Sequence[Atom], near: JaxprEqn | None) -> list[Atom]:
         """Appends the equations of a function of arrays, in the scopes of an equation; returns its results."""
         jaxpr, consts = _compat.traced(fn, [v.aval for v in inputs])
-        values: dict[Var, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
-        values.update((v, _compat.literal(x, v.aval)) for v, x in zip(jaxpr.constvars, consts, strict=True))
+        constants: list[Atom] = [_compat.literal(x, v.aval) for v, x in zip(jaxpr.constvars, consts, strict=True)]
 
-        def read(atom: Atom) -> Atom:
-            return atom if isinstance(atom, Literal) else values[atom]
-
-        for eqn in jaxpr.eqns:
+        def append(eqn: JaxprEqn, values: list[Atom]) -> list[Var]:
             outs = [_compat.variable(v.aval) for v in eqn.outvars]
-            self.eqns.append(_compat.moved(eqn, list(map(read, eqn.invars)), outs, near))
-            values.update(zip(eqn.outvars, outs, strict=True))
-        return list(map(read, jaxpr.outvars))
+            self.eqns.append(_compat.moved(eqn, values, outs, near))
+            return outs
+
+        return propagate(jaxpr, [*constants, *inputs], append, lambda literal: literal)
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:

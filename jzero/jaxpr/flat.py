@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero.jaxpr.interpret import evaluate, propagate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
 
@@ -37,11 +39,11 @@ def flattened(jaxpr: Any, *, chooses: bool = False) -> Any:
     def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         if name in RUNS and not eqn.effects:
-            return _compat.evaluate(called_jaxpr(eqn), inputs, apply)
+            return evaluate(called_jaxpr(eqn), inputs, apply)
         if name == "cond" and not eqn.effects and mixes(eqn):
             return _split(eqn, inputs)
         if name == "cond" and not eqn.effects and chooses:
-            results = [_compat.evaluate(branch, inputs[1:], apply) for branch in eqn.params["branches"]]
+            results = [evaluate(branch, inputs[1:], apply) for branch in eqn.params["branches"]]
             return [
                 x[0] if all(y is x[0] for y in x) else lax.select_n(inputs[0], *x) for x in zip(*results, strict=True)
             ]
@@ -49,7 +51,7 @@ def flattened(jaxpr: Any, *, chooses: bool = False) -> Any:
 
     opened, _ = _compat.open_jaxpr(jaxpr)
     shapes = [_compat.shape_of(v.aval) for v in opened.invars]
-    flat = jax.make_jaxpr(lambda *xs: _compat.evaluate(jaxpr, xs, apply))(*shapes)
+    flat = jax.make_jaxpr(lambda *xs: evaluate(jaxpr, xs, apply))(*shapes)
     return _compat.with_outputs(flat, [True] * len(opened.outvars))
 
 
@@ -81,14 +83,12 @@ def _groups(sets: Sequence[set[int]]) -> Iterable[list[int]]:
 def _operands_of_outputs(jaxpr: Any) -> list[set[int]]:
     """Returns for each output the numbers of the inputs that it depends on."""
     opened, _ = _compat.open_jaxpr(jaxpr)
-    reads: dict[Any, set[int]] = {v: {k} for k, v in enumerate(opened.invars)}
 
-    def of(atoms: Iterable[Any]) -> set[int]:
-        return set().union(*(reads.get(v, set()) for v in atoms if not _compat.is_literal(v)))
+    def apply(eqn: JaxprEqn, read: list[set[int]]) -> list[set[int]]:
+        return [set().union(*read)] * len(eqn.outvars)
 
-    for eqn in opened.eqns:
-        reads.update(dict.fromkeys(eqn.outvars, of(eqn.invars)))
-    return [of([v]) for v in opened.outvars]
+    inputs = [*(set() for _ in opened.constvars), *({k} for k in range(len(opened.invars)))]
+    return propagate(opened, inputs, apply, lambda literal: set())
 
 
 def _part(jaxpr: Any, outputs: Sequence[int], used: Sequence[int]) -> Callable[..., list[Any]]:
@@ -98,6 +98,6 @@ def _part(jaxpr: Any, outputs: Sequence[int], used: Sequence[int]) -> Callable[.
 
     def run(*operands: Any) -> list[Any]:
         given = dict(zip(used, operands, strict=True))
-        return _compat.evaluate(kept, [given.get(k) for k in range(len(opened.invars))], _compat.bind)
+        return evaluate(kept, [given.get(k) for k in range(len(opened.invars))], _compat.bind)
 
     return run

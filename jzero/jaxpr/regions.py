@@ -16,7 +16,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from jax.extend.core import JaxprEqn
+
 from jzero import _compat
+from jzero.jaxpr.interpret import Piece
 from jzero.jaxpr.products import mixes
 
 Owners: TypeAlias = frozenset[int]
@@ -24,15 +27,6 @@ IsAnchor: TypeAlias = Callable[[Any, int], bool]
 
 LONGEST = 12
 """Most equations that move into a region for one number, such as a norm of its operands."""
-
-
-class Piece(NamedTuple):
-    """An open jaxpr, as `_compat.evaluate` takes it."""
-
-    constvars: Sequence[Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    eqns: Sequence[Any]
 
 
 class Region(NamedTuple):
@@ -50,7 +44,7 @@ class Region(NamedTuple):
 
     owner: int
     level: int
-    jaxpr: Piece
+    jaxpr: Piece[JaxprEqn]
     inputs: list[Any]
     shared: list[Any]
     outputs: list[Any]
@@ -250,7 +244,7 @@ def _region(graph: _Graph, owner: int, members: set[int]) -> Region:
         for v in graph.eqns[i].outvars
         if v in graph.outputs or not members.issuperset(graph.read_by.get(v, []))
     ]
-    return Region(owner, 0, Piece([], [*inputs, *shared], outputs, eqns), inputs, shared, outputs, frozenset(core))
+    return Region(owner, 0, Piece([*inputs, *shared], outputs, eqns), inputs, shared, outputs, frozenset(core))
 
 
 def _levels(graph: _Graph, regions: Sequence[Region]) -> list[int] | None:

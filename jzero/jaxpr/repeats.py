@@ -37,7 +37,7 @@ THIN = 256
 
 
 class Part(NamedTuple):
-    """A run of a jaxpr's equations, with the attributes of a jaxpr that `_compat.evaluate` needs.
+    """A run of a jaxpr's equations, with the attributes of a jaxpr that `interpret` needs.
 
     Attributes:
       invars: Earlier variables that it reads.

@@ -19,9 +19,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.jaxpr.row_layouts import scattered
 from jzero.jaxpr.row_moves import element, of_last_pass, stacked
@@ -107,25 +109,14 @@ class _Interpreter:
 
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
-        self._known: dict[Any, tuple[Any, list[RowFacts]]] = {}  # keeps the jaxpr alive: no other gets its id
+        self._known: IdDict[Jaxpr, dict[tuple[RowFacts, ...], list[RowFacts]]] = IdDict()
 
     def __call__(self, jaxpr: Any, inputs: Sequence[RowFacts]) -> list[RowFacts]:
         opened, _ = _compat.open_jaxpr(jaxpr)
-        key = (id(opened), *inputs)
-        if key not in self._known:
-            self._known[key] = opened, self._run(opened, inputs)
-        return self._known[key][1]
-
-    def _run(self, jaxpr: Any, inputs: Sequence[RowFacts]) -> list[RowFacts]:
-        env = dict.fromkeys(jaxpr.constvars, EQUAL)
-        env.update(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(atom: Any) -> RowFacts:
-            return _literal(atom) if _compat.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self._results(eqn, [read(x) for x in eqn.invars]), strict=True))
-        return [read(x) for x in jaxpr.outvars]
+        known, key = self._known.setdefault(opened, {}), tuple(inputs)
+        if key not in known:
+            known[key] = propagate(opened, [*[EQUAL] * len(opened.constvars), *inputs], self._results, _literal)
+        return known[key]
 
     def _results(self, eqn: JaxprEqn, ins: list[RowFacts]) -> list[RowFacts]:
         name = eqn.primitive.name

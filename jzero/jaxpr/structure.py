@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
+from jzero.jaxpr.identity import IdDict
 
 FEWEST = 16
 """Fewest equations of a layer that becomes a call without being recomputed; with fewer, a call takes as long."""
@@ -91,13 +93,13 @@ class Structures:
     def __init__(self, *, in_rule: bool = False) -> None:
         self._of_rules = None if in_rule else Structures(in_rule=True)  # in a rule, functions count without theirs
         self._numbers: dict[Any, int] = {}
-        self._known: dict[int, tuple[Any, int]] = {}  # keeps the jaxpr alive: no other gets its id
+        self._known: IdDict[AnyJaxpr | CanonicalJaxpr, int] = IdDict()
 
     def __call__(self, jaxpr: Any) -> int:
         """Returns the number of an open or closed jaxpr."""
-        if id(jaxpr) not in self._known:
-            self._known[id(jaxpr)] = jaxpr, self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
-        return self._known[id(jaxpr)][1]
+        if jaxpr not in self._known:
+            self._known[jaxpr] = self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
+        return self._known[jaxpr]
 
     def _structure(self, jaxpr: Any) -> Any:
         jaxpr, consts = _compat.open_jaxpr(jaxpr)

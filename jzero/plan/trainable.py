@@ -15,17 +15,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jzero import _compat
 from jzero._text import path_str
 from jzero.config.precision import is_key
+from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 from jzero.plan.padded import is_padded
@@ -183,10 +185,8 @@ def find_frozen(tx: Any, jaxpr: Any, has_state: Sequence[bool]) -> list[bool]:
     if jaxpr is None or all(has or out for has, out in zip(has_state, left_out, strict=True)):
         return left_out
     opened, _ = _compat.open_jaxpr(jaxpr)
-    zero = _zeros(opened, {})
-    candidates = [
-        not has and (_compat.is_literal(v) or v in zero) for has, v in zip(has_state, opened.outvars[:num], strict=True)
-    ]
+    zero = _zeros(opened, [False] * len(opened.invars))
+    candidates = [not has and is_zero for has, is_zero in zip(has_state, zero[:num], strict=True)]
     others = [
         v for v, is_zero in zip(jaxpr.outvars, candidates + [False] * len(jaxpr.outvars), strict=False) if not is_zero
     ]
@@ -198,26 +198,18 @@ def find_frozen(tx: Any, jaxpr: Any, has_state: Sequence[bool]) -> list[bool]:
     ]
 
 
-def _zeros(jaxpr: Any, known: Mapping[Any, bool]) -> set[Any]:
-    """Returns the variables that are zero for all inputs; `known` says which inputs are zero."""
-    zero = {v for v, is_zero in known.items() if is_zero}
+def _zeros(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """Returns for each output whether it is zero for all inputs; `inputs` says which of these are zero."""
 
-    def is_zero(atom: Any) -> bool:
-        return not np.any(atom.val) if _compat.is_literal(atom) else atom in zero
-
-    for eqn in jaxpr.eqns:
+    def apply(eqn: JaxprEqn, zero: list[bool]) -> list[bool]:
         name = eqn.primitive.name
-        inputs = [is_zero(v) for v in eqn.invars]
         if name in CALLS:
-            inner, _ = _compat.open_jaxpr(called_jaxpr(eqn))
-            below = _zeros(inner, dict(zip(inner.invars, inputs, strict=True)))
-            outputs = [not np.any(v.val) if _compat.is_literal(v) else v in below for v in inner.outvars]
-            zero.update(v for v, z in zip(eqn.outvars, outputs, strict=True) if z)
-        elif (name in primitives_with(Trait.KEEPS_ZERO) and all(inputs[1:] if name == "select_n" else inputs)) or (
-            name == "mul" and any(inputs) and _finite_elsewhere(eqn, inputs)
-        ):
-            zero.update(eqn.outvars)
-    return zero
+            return _zeros(_compat.open_jaxpr(called_jaxpr(eqn))[0], zero)
+        keeps = name in primitives_with(Trait.KEEPS_ZERO) and all(zero[1:] if name == "select_n" else zero)
+        return [keeps or (name == "mul" and any(zero) and _finite_elsewhere(eqn, zero))] * len(eqn.outvars)
+
+    constants = [False] * len(jaxpr.constvars)
+    return propagate(jaxpr, [*constants, *inputs], apply, lambda literal: not np.any(literal.val))
 
 
 def _finite_elsewhere(eqn: Any, is_zero: Sequence[bool]) -> bool:

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero.jaxpr.interpret import Piece, evaluate
 from jzero.jaxpr.liveness import find_needed
 
 LARGE = 1024
@@ -43,30 +45,27 @@ def one_leaf_at_a_time(
       wanted: Indices of the outputs that are needed; the others come back as zeros.
       zeroed: Indices of outputs that become zeros, as does what is made of them.
     """
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, key], strict=True))
-    last: Any = None
-
-    def read(atom: Any) -> Any:
-        return atom.val if _compat.is_literal(atom) else env[atom]
-
     # No constants: the compiler would fold what is made of them, such as blocks of 8 bits, which takes minutes.
     zero = _zero_of(jax.random.key_data(key).reshape(-1)[0]) if zeroed else None
     blank = {k: _full(v.aval, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
     given = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
-    env |= given
-    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted]
-    for eqn, is_read in find_needed(jaxpr, outvars, side_effects=side_effects, given=given).equations:
+    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted and k not in zeroed]
+    needed = find_needed(jaxpr, outvars, side_effects=side_effects, given=given)
+    last: Any = None
+
+    def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        nonlocal last
         draws = _draws(eqn)
-        inputs = [read(v) for v in eqn.invars]
         if draws and last is not None:
             inputs = [_delay_key(x, last) if _is_key(x) else x for x in inputs]
-        with _compat.equation_context(eqn):
-            outputs = _compat.bind(eqn, inputs)
-        made = [x for x, needed in zip(outputs, is_read, strict=True) if needed]
-        env.update(zip((v for v, needed in zip(eqn.outvars, is_read, strict=True) if needed), made, strict=True))
+        outputs = _compat.bind(eqn, inputs)
         if draws:
-            last = made[0]
-    return [blank[k] if k in zeroed else read(v) if k in wanted else 0 for k, v in enumerate(jaxpr.outvars)]
+            last = next(x for v, x in zip(eqn.outvars, outputs, strict=True) if v in needed.variables)
+        return [given.get(v, x) for v, x in zip(eqn.outvars, outputs, strict=True)]
+
+    program = Piece([*jaxpr.invars, *given], outvars, [eqn for eqn, _ in needed.equations], jaxpr.constvars)
+    made = iter(evaluate(program, [*consts, key, *given.values()], apply))
+    return [blank[k] if k in zeroed else next(made) if k in wanted else 0 for k in range(len(jaxpr.outvars))]
 
 
 def _draws(eqn: Any) -> bool:

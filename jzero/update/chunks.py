@@ -28,9 +28,9 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from jzero import _compat
 from jzero.arrays.casts import positions_of
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
+from jzero.arrays.host_compute import compute_on_host
 from jzero.arrays.placement import memory_of, on_device
 from jzero.plan.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
@@ -202,9 +202,7 @@ def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
 def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
     """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
     kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
-    return _compat.compute_on_host(
-        fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (kept, jax.memory.Space.Device)
-    )
+    return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (kept, jax.memory.Space.Device))
 
 
 def _to_cpu(plan: ZeroPlan, x: jax.Array) -> jax.Array:

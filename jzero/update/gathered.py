@@ -14,6 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
 from jzero.plan.mesh import batch_axes
@@ -25,14 +27,14 @@ class Everywhere:
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self._whole: dict[int, tuple[Any, jax.Array]] = {}
+        self._whole: IdDict[jax.Array, jax.Array] = IdDict()
 
     def __call__(self, eqn: Any, inputs: list[Any]) -> list[Any]:
         """Returns the results of an equation."""
         if not mixes(eqn):
             return _compat.bind(eqn, inputs)
         if eqn.primitive.name in RUNS:
-            return _compat.evaluate(called_jaxpr(eqn), inputs, self)
+            return evaluate(called_jaxpr(eqn), inputs, self)
         if eqn.primitive.name == "cond":
             return list(lax.switch(inputs[0], [self._function(x) for x in eqn.params["branches"]], *inputs[1:]))
         fn = jax.shard_map(
@@ -46,12 +48,12 @@ class Everywhere:
         return list(fn(*map(self._gather, inputs)))
 
     def _function(self, jaxpr: Any) -> Any:
-        return lambda *inputs: _compat.evaluate(jaxpr, inputs, self)
+        return lambda *inputs: evaluate(jaxpr, inputs, self)
 
     def _gather(self, x: Any) -> Any:
         """Returns an array whole on every device; the same one for each use."""
         if not jnp.ndim(x):
             return x
-        if id(x) not in self._whole:  # keeps the array alive: its id is the key
-            self._whole[id(x)] = x, lax.with_sharding_constraint(x, self.plan.whole_sharding)
-        return self._whole[id(x)][1]
+        if x not in self._whole:
+            self._whole[x] = lax.with_sharding_constraint(x, self.plan.whole_sharding)
+        return self._whole[x]

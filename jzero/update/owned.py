@@ -36,6 +36,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
+from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
 from jzero.plan.comm import shard_index
 from jzero.plan.matrices import Port, Work, schedule_of
@@ -116,7 +117,7 @@ class _Group:
         def run(operands: Sequence[Any], number: Any) -> list[jax.Array]:
             values = [x if s else x[jnp.asarray(work_of)[number]] for x, s in zip(tables, same, strict=True)]
             numbers = list(jnp.asarray(slices)[number])
-            return _compat.evaluate(self.works[0].jaxpr, [*operands, *values, *numbers], _compat.bind)
+            return evaluate(self.works[0].jaxpr, [*operands, *values, *numbers], _compat.bind)
 
         return run
 

@@ -21,6 +21,7 @@ from jzero import _compat
 from jzero.arrays.casts import holds, positions_of, round_to
 from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
+from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
 from jzero.plan.leaves import StateLeaf
@@ -270,15 +271,15 @@ class Run:
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
         reads = [self.stored(v, leaf) for v in kernel.reads]
-        known = {id(x): x for x in (*reads, *targets) if isinstance(x, jax.Array)}
-        arrays, numbers = ([x for x in known.values() if bool(x.ndim) == has_dims] for has_dims in (True, False))
+        known = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
+        arrays, numbers = ([x for x in known if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
         def on_chunks(chunks: Sequence[Any], positions: Any, some: Sequence[Any]) -> list[jax.Array]:
-            here = dict(zip(map(id, (*arrays, *numbers)), (*chunks, *some), strict=True))
-            return fn([positions() if x is None else here[id(x)] for x in reads], chunks[0].shape)
+            here = IdDict(zip((*arrays, *numbers), (*chunks, *some), strict=True))
+            return fn([positions() if x is None else here[x] for x in reads], chunks[0].shape)
 
-        place = {id(x): k for k, x in enumerate(arrays)}
-        return Pass(leaf, on_chunks, arrays, numbers, [place.get(id(x), x) for x in targets])
+        place = IdDict((x, k) for k, x in enumerate(arrays))
+        return Pass(leaf, on_chunks, arrays, numbers, [place.get(x, x) for x in targets])
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

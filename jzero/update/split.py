@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero.jaxpr.interpret import Piece, propagate
 from jzero.jaxpr.primitives import Trait, primitives_with
-from jzero.jaxpr.regions import Piece
 
 MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".split())
 """Operations that return the elements of their operand in the same order."""
@@ -72,30 +73,28 @@ class Kernel(NamedTuple):
     eqns: tuple[Any, ...]
     outs: tuple[Any, ...]
 
-    def piece(self) -> Piece:
+    def piece(self) -> Piece[JaxprEqn]:
         """Returns it in the form of an open jaxpr."""
-        return Piece((), self.reads, self.outs, self.eqns)
+        return Piece(self.reads, self.outs, self.eqns)
 
     def __call__(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[jax.Array]:
         """Returns its results on arrays of a shape; numbers among the `values` are 0-d."""
-        env = dict(zip(self.reads, values, strict=True))
-
-        def read(atom: Any) -> Any:
-            return _compat.value_of(atom) if _compat.is_literal(atom) else env[atom]
 
         def spread(atom: Any, x: Any) -> jax.Array:
             return jnp.broadcast_to(jnp.asarray(x, atom.aval.dtype), shape)
 
-        for eqn in self.eqns:
-            inputs = [read(v) for v in eqn.invars]
+        def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             if eqn.primitive.name in (*MOVES, "broadcast_in_dim"):
-                env[eqn.outvars[0]] = inputs[0]
-                continue
+                return inputs[:1]
             if any(map(jnp.ndim, inputs)):  # numbers that were arrays become arrays again
-                inputs = [spread(v, x) if v.aval.shape else x for v, x in zip(eqn.invars, inputs, strict=True)]
+                inputs = [
+                    spread(v, x) if _compat.type_of(v).shape else x for v, x in zip(eqn.invars, inputs, strict=True)
+                ]
             with _compat.equation_context(eqn):
-                env.update(zip(eqn.outvars, _compat.bind(eqn, inputs), strict=True))
-        return [spread(v, read(v)) for v in self.outs]
+                return _compat.bind(eqn, inputs)
+
+        results = propagate(self.piece(), values, apply, _compat.value_of)
+        return list(map(spread, self.outs, results))
 
 
 class Split(NamedTuple):
