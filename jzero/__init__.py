@@ -64,13 +64,13 @@ if TYPE_CHECKING:
     from jzero.engine.recompute import offload_activations as offload_activations
     from jzero.hf.mapping import From as From
     from jzero.hf.mapping import Mapping as Mapping
+    from jzero.layout.mesh import make_mesh as make_mesh
     from jzero.monitor.monitor import Monitor as Monitor
     from jzero.monitor.sinks import Csv as Csv
     from jzero.monitor.sinks import JsonLines as JsonLines
     from jzero.monitor.sinks import TensorBoard as TensorBoard
     from jzero.monitor.trackers import MLflow as MLflow
     from jzero.monitor.trackers import WandB as WandB
-    from jzero.plan.mesh import make_mesh as make_mesh
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
     from jzero.state.disk_space import DiskStats as DiskStats
@@ -198,7 +198,7 @@ _HOMES = {
         "set_full_opt_state",
         "set_full_param",
     ),
-    "jzero.plan.mesh": ("make_mesh",),
+    "jzero.layout.mesh": ("make_mesh",),
     "jzero.state.offload": ("offload_train_state", "reload_train_state"),
     "jzero.plan.opt_state": ("ZeroOptState",),
     "jzero.step.overflow": ("LossScaleError",),

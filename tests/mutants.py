@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "consumed_leaf_read",
-        "plan/padded.py",
+        "layout/padded.py",
         "        self.check_alive()\n",
         "",
         "test_nnx.py::test_input_is_kept_when_sharding_and_consumed_by_a_step",
@@ -139,7 +139,7 @@ MUTANTS = [
     # Collectives.
     Mutant(
         "reduction_doubled",
-        "plan/comm.py",
+        "layout/comm.py",
         "lambda x: lax.psum_scatter(x, self.axis,",
         "lambda x: lax.psum_scatter(x + x, self.axis,",
         "test_engine.py::test_gradients_equal_plain_jax_at_stage_3",
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_not_summed",
-        "plan/comm.py",
+        "layout/comm.py",
         "return sum_along(self.inner.reduce(x, cut), self.axis)",
         "return self.inner.reduce(x, cut)",
         "test_engine.py::test_hybrid_sharding_replicates_the_shards",
@@ -155,14 +155,14 @@ MUTANTS = [
     ),
     Mutant(
         "predivide_dropped",
-        "plan/comm.py",
+        "layout/comm.py",
         "return x if self.predivide == 1 else x / self.predivide",
         "return x",
         "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
     ),
     Mutant(
         "gathered_along_other_axes",
-        "plan/parts.py",
+        "layout/parts.py",
         "    if not before:\n",
         "    if True:\n",
         "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
@@ -171,21 +171,21 @@ MUTANTS = [
     # Layout and plan.
     Mutant(
         "stored_size_rounded_down",
-        "plan/layout.py",
+        "layout/cut.py",
         "return -(-self.natural_size // number) * number",
         "return max(1, self.natural_size // number) * number",
         "test_layout.py::test_every_device_holds_an_equal_part_and_together_they_hold_the_leaf",
     ),
     Mutant(
         "scanned_dimension_cut",
-        "plan/layout.py",
+        "plan/choice.py",
         "if d != scan_dim and d not in taken_dims]",
         "if d not in taken_dims]",
         "test_layout.py::test_scanned_dimensions_and_those_of_other_axes_are_never_cut",
     ),
     Mutant(
         "never_flattened",
-        "plan/layout.py",
+        "plan/choice.py",
         "if cut.padding > MAX_PADDING * size and",
         "if cut.padding > MAX_PADDING * size * size and",
         "test_layout.py::test_known_leaves",
@@ -522,7 +522,7 @@ MUTANTS = [
     ),
     Mutant(
         "hops_in_the_other_order",
-        "plan/comm.py",
+        "layout/comm.py",
         "for hop in (self.between, self.within):",
         "for hop in (self.within, self.between):",
         "test_two_hops.py::test_two_hops_train_like_one",
@@ -537,14 +537,14 @@ MUTANTS = [
     ),
     Mutant(
         "nan_lost_in_rounding",
-        "plan/blocks.py",
+        "layout/blocks.py",
         "scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)",
         "scale = jnp.where(jnp.isfinite(most), scale, 0)",
         "test_quantization.py::test_what_is_not_finite_fills_its_block_alone",
     ),
     Mutant(
         "gradients_rounded_within_nodes",
-        "plan/comm.py",
+        "layout/comm.py",
         "comm = TwoHop(within, slow,",
         "comm = TwoHop(slow if rounds == 'none' else Rounded(within, rounds), slow,",
         "test_quantization.py::test_reductions_sum_what_each_device_or_node_rounds",
@@ -559,7 +559,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_send_nothing",
-        "plan/comm.py",
+        "layout/comm.py",
         "*([over_groups] if self.num_replicas > 1 else [])",
         "*[]",
         "test_sent.py::test_micro_batches_and_replicas_count",
@@ -785,7 +785,7 @@ MUTANTS = [
     # Precision and the loss scale.
     Mutant(
         "edits_ignored",
-        "arrays/casts.py",
+        "layout/casts.py",
         "return lax.select(same, master, lax.convert_element_type(param, master.dtype))",
         "return master",
         "test_precision.py::test_an_edit_by_replace_is_taken_over",
@@ -793,7 +793,7 @@ MUTANTS = [
     ),
     Mutant(
         "truncated_not_rounded",
-        "arrays/casts.py",
+        "layout/casts.py",
         "(bits + noise) & jnp.uint32(0xFFFF0000)",
         "bits & jnp.uint32(0xFFFF0000)",
         "test_precision.py::test_stochastic_rounding_is_fair_and_exact_where_it_can_be",
@@ -1089,7 +1089,7 @@ MUTANTS = [
     ),
     Mutant(
         "nf4_levels_are_even",
-        "plan/blocks.py",
+        "layout/blocks.py",
         '_levels(z) if kind == "nf4"',
         'z.astype(jnp.float32) / 8 if kind == "nf4"',
         "test_quantization.py::test_blocks_are_those_of_the_definition",

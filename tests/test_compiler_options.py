@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jzero
 from jzero.analysis.collectives import find_collectives
-from jzero.plan.comm import comm_of
+from jzero.layout.comm import comm_of
 from jzero.step import compiler_options as _compiler_options
 from tests import models
 from tests.tiers import singles

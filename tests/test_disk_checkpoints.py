@@ -25,9 +25,9 @@ from jzero.checkpoint.disk_places import chunks_of, in_natural, in_stored
 from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.disk import files as disk_files
 from jzero.disk.files import DiskError
-from jzero.plan.layout import Cut
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.records import rectangles
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.records import rectangles
 from jzero.state.disk import files_of
 from tests import disk_checkpoint_run, multiprocess_worker
 from tests.checkpoint_states import ONE_DEVICE, arrays, assert_same_bits, mesh

@@ -14,8 +14,9 @@ from hypothesis.extra.numpy import array_shapes
 
 from jzero import LeafRule
 from jzero._text import key_names
-from jzero.plan.layout import MAX_PADDING, Cut, choose_cut, find_scan_dims
-from jzero.plan.padded import to_natural, to_stored
+from jzero.layout.cut import Cut
+from jzero.layout.padded import to_natural, to_stored
+from jzero.plan.choice import MAX_PADDING, choose_cut, find_scan_dims
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]
 pure = settings(max_examples=150, deadline=None, derandomize=True)  # no device: thousands a second

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jzero
-from jzero.plan import mesh as _mesh
+from jzero.layout import mesh as _mesh
 from tests import models
 from tests.checkpoint_states import arrays, assert_same_bits, nnx_state, sharded
 from tests.tiers import default_for, slow

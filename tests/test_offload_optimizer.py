@@ -503,14 +503,14 @@ def test_what_cannot_be():
 
 
 def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr("jzero.plan.mesh.memory_kinds", lambda device: ["device"])
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
     with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
         mlp_state(3)
 
 
 def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
     """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
-    monkeypatch.setattr("jzero.plan.mesh.memory_kinds", lambda device: [])
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: [])
     monkeypatch.setattr("jzero.plan.plan.memory_kinds", lambda device: [])
     monkeypatch.setattr("jzero.plan.planner._PLANS", weakref.WeakKeyDictionary())  # an equal one knows other memories
     state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from optax import contrib
 
 import jzero
-from jzero.plan.padded import is_padded
+from jzero.layout.padded import is_padded
 
 CONFIG = jzero.ZeroConfig(stage=3, persistence_threshold=0)
 TOKENS = np.arange(32) % 61

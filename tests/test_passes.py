@@ -21,8 +21,8 @@ from jzero.engine.recompute import recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
-from jzero.plan.comm import Direct, Sums
-from jzero.plan.layout import Cut
+from jzero.layout.comm import Direct, Sums
+from jzero.layout.cut import Cut
 
 WIDTH = 16
 BATCH = np.random.default_rng(1).normal(size=(16, WIDTH)).astype(np.float32)

@@ -14,7 +14,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.arrays.casts import apply_edits, positions_of, round_stochastically
+from jzero.layout.casts import apply_edits, positions_of, round_stochastically
 from tests import models
 from tests.tiers import singles, slow, stages
 

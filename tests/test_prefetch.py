@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero import _compat
-from jzero.plan.platform import PLATFORMS
+from jzero.layout.platform import PLATFORMS
 from tests import test_engine
 from tests.test_engine import LOSSES, D, branches
 from tests.tiers import default_for, singles, slow

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.analysis.collectives import bytes_on_port
-from jzero.plan.blocks import pack, packed_size, unpack
-from jzero.plan.layout import Cut
-from jzero.plan.padded import pack_shard, to_natural, to_stored
+from jzero.layout.blocks import pack, packed_size, unpack
+from jzero.layout.cut import Cut
+from jzero.layout.padded import pack_shard, to_natural, to_stored
 from tests.compiled import analyze
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
 from tests.tiers import singles, slow

@@ -14,8 +14,8 @@ from jax import lax
 import jzero
 from jzero.analysis.relocation import relaid
 from jzero.analysis.sent import sent
-from jzero.plan.mesh import num_along
-from jzero.plan.platform import PLATFORMS
+from jzero.layout.mesh import num_along
+from jzero.layout.platform import PLATFORMS
 from tests import models
 from tests.compiled import analyze
 from tests.tiers import singles

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from jzero.plan.platform import PLATFORMS
+from jzero.layout.platform import PLATFORMS
 from tests import test_two_hops
 from tests.compiled import analyze
 from tests.tiers import singles

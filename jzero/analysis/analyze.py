@@ -28,7 +28,7 @@ from jzero.analysis.traced import trace_program
 from jzero.analysis.violations import Compiled, axes_of, find_violations
 from jzero.config.keep import Keep
 from jzero.config.zero import ZeroConfig
-from jzero.plan.mesh import make_mesh, platform_of
+from jzero.layout.mesh import make_mesh, platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
 

@@ -10,7 +10,7 @@ from typing import Any
 from jzero.analysis.candidates import NEAR, Candidate, describe
 from jzero.analysis.compiled_step import compile_step
 from jzero.analysis.search import Search, by_cost
-from jzero.plan.mesh import platform_of
+from jzero.layout.mesh import platform_of
 
 RIVALS = 3
 """How many candidates that fit are compiled, as reckoned times are not exact."""

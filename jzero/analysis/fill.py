@@ -35,8 +35,8 @@ from jzero.analysis.step_memory import StepMemory, memory_of_step
 from jzero.arrays.processes import agree, are_several
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, check, number, optional
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import platform_of
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import platform_of
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.zero import ZeroConfig
-from jzero.plan.mesh import AnyMesh, axes_of_config, make_mesh
+from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.state.shard import abstract_train_state
 from jzero.state.train_state import adapt, plan_if_sharded

@@ -23,7 +23,7 @@ from jzero.config.offload import Offload
 from jzero.config.quantization import Quantization
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
-from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.plan.plan import ZeroPlan
 from jzero.step.inputs import check_batch
 from jzero.step.train_step import TrainStep, make_train_step

@@ -24,8 +24,8 @@ from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom
 from jzero.engine.placed import gather_p, hops_of, named_p, reduce_p, wait_p
 from jzero.jaxpr.primitives import Trait, primitives_with
-from jzero.plan.comm import Hop
-from jzero.plan.layout import Cut
+from jzero.layout.comm import Hop
+from jzero.layout.cut import Cut
 
 MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "optimization_barrier", "zero_wait"}
 

@@ -19,9 +19,9 @@ from jax.sharding import SingleDeviceSharding
 from jzero.analysis.memory import Memory, memory_of
 from jzero.analysis.relocation import plan_of_argument
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.mesh import HOST_MEMORY, platform_of
+from jzero.layout.mesh import HOST_MEMORY, platform_of
+from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.records import Rectangle
 from jzero.state.disk import detached
 from jzero.step.inputs import optional_rng
 from jzero.step.train_step import TrainStep

@@ -24,7 +24,7 @@ from jzero.analysis.stages import arrays_on_host
 from jzero.analysis.step_time import StepTime, step_time, traffic_of
 from jzero.analysis.traced import trace_program
 from jzero.config.zero import ZeroConfig
-from jzero.plan.mesh import AnyMesh, platform_of
+from jzero.layout.mesh import AnyMesh, platform_of
 from jzero.plan.plan import BytesPerDevice, ZeroPlan
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep

@@ -27,8 +27,8 @@ from jzero.analysis.collectives import bytes_on_port
 from jzero.analysis.costs import rate_of
 from jzero.analysis.machines import Machine
 from jzero.analysis.violations import UPDATE
-from jzero.plan.comm import PASSES
-from jzero.plan.mesh import AnyMesh
+from jzero.layout.comm import PASSES
+from jzero.layout.mesh import AnyMesh
 
 EXPOSED = 0.5
 """Of the shorter of computation and communication, the part that nothing hides, if both take equally long."""

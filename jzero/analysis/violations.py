@@ -24,8 +24,8 @@ from jzero.analysis.collectives import Collective
 from jzero.analysis.hlo import Program
 from jzero.analysis.memory import Memory
 from jzero.analysis.sent import Fate, Sent
-from jzero.plan.comm import Comm
-from jzero.plan.mesh import AnyMesh
+from jzero.layout.comm import Comm
+from jzero.layout.mesh import AnyMesh
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero.plan.comm import Comm, Sums, own_part, sum_along
-from jzero.plan.layout import Cut
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.padded import to_natural, to_stored
+from jzero.layout.comm import Comm, Sums, own_part, sum_along
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
 

@@ -20,10 +20,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
-from jzero.plan.leaves import Memory, StateLeaf
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import Memory, StateLeaf
+from jzero.layout.on_disk import OnDisk
+from jzero.layout.records import Rectangle, field_offsets
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.records import Rectangle, field_offsets
 from jzero.plan.table import format_bytes
 
 QUIET_S = 30.0

@@ -13,13 +13,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.casts import apply_edits
-from jzero.arrays.misfits import describe_misfit
-from jzero.plan.layout import Cut
-from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
-from jzero.plan.mesh import HOST_MEMORY, AnyMesh, mesh_platform
-from jzero.plan.on_disk import OnDisk
-from jzero.plan.padded import is_padded, pack_shard, to_natural, to_stored
+from jzero.layout.casts import apply_edits
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import LeafPlan, Memory, StateLeaf
+from jzero.layout.mesh import HOST_MEMORY, AnyMesh, mesh_platform
+from jzero.layout.misfits import describe_misfit
+from jzero.layout.on_disk import OnDisk
+from jzero.layout.padded import is_padded, pack_shard, to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
 Look: TypeAlias = Callable[[np.ndarray], None]

@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.arrays.placement import on_device
-from jzero.plan.layout import Cut
+from jzero.layout.cut import Cut
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16

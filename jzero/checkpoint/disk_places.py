@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import jax
 
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.records import Rectangle, rectangles
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.records import Rectangle, rectangles
 
 
 class Piece(NamedTuple):

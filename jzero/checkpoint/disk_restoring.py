@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jzero.arrays.casts import round_to
 from jzero.arrays.disk_files import StateFiles
-from jzero.arrays.misfits import describe_misfit
 from jzero.checkpoint.checksum import natural_sizes, over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import Piece, in_natural
 from jzero.checkpoint.disk_saving import masters_on_disk, one_device, owned_records
 from jzero.checkpoint.extras import everywhere
+from jzero.layout.casts import round_to
+from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import open_files
 

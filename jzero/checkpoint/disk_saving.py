@@ -20,15 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import apply_edits
 from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.arrays.placement import natural_leaf, stored_leaf
 from jzero.checkpoint.checksum import natural_sizes, sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
 from jzero.disk.files import page_aligned
-from jzero.plan.leaves import LeafPlan
+from jzero.layout.casts import apply_edits
+from jzero.layout.leaves import LeafPlan
+from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.records import Rectangle
 
 KEPT_RECORDS = 3
 """Records of a parameter that stay in memory while chunks are put together; most chunks take no more."""

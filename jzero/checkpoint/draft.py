@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from etils import epath
 
-from jzero.arrays.misfits import describe_misfit
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.layers import Layers
 from jzero.checkpoint.leaves import Keys
@@ -34,6 +33,7 @@ from jzero.checkpoint.safetensors_files import (
 from jzero.hf.folder import companions, known_shapes
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.presets import resolve_mapping
+from jzero.layout.misfits import describe_misfit
 
 Decode: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], np.ndarray]
 

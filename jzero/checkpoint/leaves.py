@@ -24,7 +24,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._text import key_names
-from jzero.arrays.casts import apply_edits, round_to
 from jzero.arrays.placement import (
     device_sharding,
     edit_master,
@@ -38,10 +37,11 @@ from jzero.arrays.placement import (
     stored_leaf,
     unpack_leaf,
 )
-from jzero.plan.layout import Cut
-from jzero.plan.leaves import LeafPlan, StateLeaf
-from jzero.plan.on_disk import ChangedFiles, OnDisk
-from jzero.plan.padded import to_natural, to_stored
+from jzero.layout.casts import apply_edits, round_to
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from etils import epath
 
-from jzero.arrays.misfits import describe_misfit
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.leaves import Keys, WantedLeaf
@@ -22,7 +21,8 @@ from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
 from jzero.checkpoint.shards import placed
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.presets import resolve_mapping
-from jzero.plan.layout import Cut
+from jzero.layout.cut import Cut
+from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
 from jzero.state.pending import apply_pending
 from jzero.state.train_state import adapt_sharded, check_alive

@@ -14,7 +14,7 @@ from jzero._text import Report
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
 
 Rename = Mapping[str, str]
 

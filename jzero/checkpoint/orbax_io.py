@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
-from jzero.plan.layout import Cut
+from jzero.layout.cut import Cut
 
 STATE = "default"
 """Item of a checkpoint that holds the state: the default name of Orbax's own manager."""

@@ -21,7 +21,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import on_device, place_leaf
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
@@ -34,8 +33,9 @@ from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
 from jzero.config.settings import FLAG, check_fields
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.misfits import describe_misfit
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import check_newest, files_of, kept_on_disk

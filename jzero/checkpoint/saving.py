@@ -36,7 +36,7 @@ from jzero.checkpoint.orbax_io import (
 )
 from jzero.checkpoint.sharing import check_shared
 from jzero.checkpoint.uninterrupted import Uninterrupted
-from jzero.plan.on_disk import ChangedFiles, OnDisk
+from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import check_newest, files_of

@@ -17,7 +17,7 @@ from jzero.data.order import MAX_SHUFFLED, Order
 from jzero.data.pipeline import OrderedExamples, Pipeline
 from jzero.data.position import Position, Schedule
 from jzero.data.rows import local_rows
-from jzero.plan.mesh import make_mesh
+from jzero.layout.mesh import make_mesh
 
 
 def make_loader(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero.config.zero import ZeroConfig
-from jzero.plan.mesh import batch_axes, check_mesh, num_batch_shards
+from jzero.layout.mesh import batch_axes, check_mesh, num_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.plan.comm import Comm, Sums
-from jzero.plan.layout import Cut
+from jzero.layout.comm import Comm, Sums
+from jzero.layout.cut import Cut
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import batch_index, sum_over
 from jzero.arrays.placement import memory_of
 from jzero.config.keep import Keep
@@ -35,11 +34,12 @@ from jzero.engine.roles import Parameter
 from jzero.engine.rules import start_walk
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.waits import wait_for_gradients
-from jzero.plan.comm import Sums
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes, num_batch_shards
+from jzero.layout.casts import round_without_derivative
+from jzero.layout.comm import Sums
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.platform import platform_facts
 from jzero.plan.ways import Way
 
 PyTree = Any

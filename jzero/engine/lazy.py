@@ -29,9 +29,9 @@ from jzero.arrays.placement import on_device
 from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.comm import Comm
-from jzero.plan.layout import Cut
-from jzero.plan.padded import pack_shard
+from jzero.layout.comm import Comm
+from jzero.layout.cut import Cut
+from jzero.layout.padded import pack_shard
 from jzero.plan.ways import Way
 
 MAX_DEFERRED = 16

@@ -29,9 +29,9 @@ from jzero.arrays.placement import overwrite
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.rows import RowFacts
-from jzero.plan.comm import Sums
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes
+from jzero.layout.comm import Sums
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
 

@@ -16,9 +16,9 @@ from jax import lax
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.arrays.placement import memory_of, on_device
 from jzero.config.precision import scale_by, wide_dtype
-from jzero.plan.comm import sum_along
+from jzero.layout.comm import sum_along
+from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.platform import platform_facts
 
 
 def grad_norm(reduced: list[jax.Array], factors: list[jax.Array | None], plan: ZeroPlan) -> tuple[jax.Array, jax.Array]:

@@ -32,8 +32,8 @@ from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
 from jzero.engine.placed import How, wait
 from jzero.jaxpr.identity import IdDict
+from jzero.layout.platform import Fence, platform_facts
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.platform import Fence, platform_facts
 
 
 @dataclasses.dataclass

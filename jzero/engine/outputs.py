@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jzero._text import path_str
 from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import wide_dtype, widen
-from jzero.plan.comm import Sums
+from jzero.layout.comm import Sums
 
 PyTree = Any
 

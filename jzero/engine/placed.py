@@ -32,12 +32,12 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, mlir
 
 from jzero import _compat
-from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.placement import on_device
 from jzero.disk.rows import take_row
-from jzero.plan.comm import Comm, Hop, Sums
-from jzero.plan.layout import Cut
+from jzero.layout.casts import round_without_derivative
+from jzero.layout.comm import Comm, Hop, Sums
+from jzero.layout.cut import Cut
 
 How: TypeAlias = Literal["barrier", "light", "select"]
 

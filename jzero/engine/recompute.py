@@ -43,7 +43,7 @@ from jzero.jaxpr.interpret import Piece, evaluate, propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
 from jzero.jaxpr.repeats import Part, aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
-from jzero.plan.mesh import HOST_MEMORY
+from jzero.layout.mesh import HOST_MEMORY
 
 Apply = Callable[[Any, list[Any]], list[Any]]
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep

@@ -60,8 +60,8 @@ def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: Cache | None 
     Example:
       >>> from jzero.engine.gradient_exits import Reduction
       >>> from jzero.engine.reduce_early import reduce_early
-      >>> from jzero.plan.comm import Direct, Sums
-      >>> from jzero.plan.layout import Cut
+      >>> from jzero.layout.comm import Direct, Sums
+      >>> from jzero.layout.cut import Cut
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
       >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))
       >>> exit = Reduction("w", Cut(0, (64, 8), 8), Direct("data"), Sums(("data",)), jnp.dtype("float32"), by_use=True)

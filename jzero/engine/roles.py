@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.lazy import Lazy, make_lazy
 from jzero.engine.placed import reduce_p
-from jzero.plan.comm import Comm, Levels, Sums
-from jzero.plan.leaves import LeafPlan
+from jzero.layout.casts import round_without_derivative
+from jzero.layout.comm import Comm, Levels, Sums
+from jzero.layout.leaves import LeafPlan
 from jzero.plan.ways import Way
 
 

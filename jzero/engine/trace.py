@@ -24,9 +24,9 @@ from jzero import _compat
 from jzero.config.keep import Keep
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
 from jzero.jaxpr.rows import RowFacts, row_facts
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes, num_batch_shards
-from jzero.plan.padded import is_padded, unbox
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 
 PyTree = Any

@@ -27,10 +27,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jzero import _compat
 from jzero._compat import Atom
 from jzero._text import path_str
-from jzero.arrays.casts import holds
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS
+from jzero.layout.casts import holds
 
 PyTree = Any
 

@@ -14,7 +14,7 @@ from jax import lax
 from jzero.engine.trace import FROZEN
 from jzero.engine.written_variables import Changed, WrittenShape, by_path
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
-from jzero.plan.padded import is_padded, unbox
+from jzero.layout.padded import is_padded, unbox
 from jzero.state.model_size import Params, register_model_view, state_params
 from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
 

@@ -26,10 +26,11 @@ from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import cost_of, factorizes, mixes
 from jzero.jaxpr.regions import Region, find_regions
 from jzero.jaxpr.structure import Structures
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import mesh_platform
 from jzero.plan.assignment import MatrixKind, MatrixWork, Schedule, WholeMatrix, assign
-from jzero.plan.layout import Cut, choose_cut
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import mesh_platform
+from jzero.plan.choice import choose_cut
 from jzero.plan.plan import ZeroPlan
 
 

@@ -23,9 +23,9 @@ from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.regions import flow_of
-from jzero.plan.layout import choose_cut, choose_even_cut
-from jzero.plan.leaves import LeafPlan, StateLeaf
-from jzero.plan.mesh import AnyMesh, axis_size
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.mesh import AnyMesh, axis_size
+from jzero.plan.choice import choose_cut, choose_even_cut
 
 PyTree = Any
 

@@ -14,13 +14,13 @@ from jzero._text import Report
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes, itemsize
+from jzero.layout.comm import Comm, Hop, comm_of
+from jzero.layout.leaves import LeafPlan, Memory, StateLeaf
+from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, names_host_memory
+from jzero.layout.padded import Padded
+from jzero.layout.records import Rectangle, field_offsets, rectangles
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
-from jzero.plan.comm import Comm, Hop, comm_of
 from jzero.plan.kept import Kept
-from jzero.plan.leaves import LeafPlan, Memory, StateLeaf
-from jzero.plan.mesh import AnyMesh, axis_size, batch_axes, names_host_memory
-from jzero.plan.padded import Padded
-from jzero.plan.records import Rectangle, field_offsets, rectangles
 from jzero.plan.table import format_plan, plan_as_dict
 from jzero.plan.ways import Way, why_exact, why_not_stored
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jzero.plan.mesh import batch_axes
+from jzero.layout.mesh import batch_axes
 
 if TYPE_CHECKING:
-    from jzero.plan.leaves import LeafPlan, StateLeaf
+    from jzero.layout.leaves import LeafPlan, StateLeaf
     from jzero.plan.plan import ZeroPlan
 
 Row = Sequence[str]

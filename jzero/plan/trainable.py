@@ -30,7 +30,7 @@ from jzero.config.precision import is_key
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
-from jzero.plan.padded import is_padded
+from jzero.layout.padded import is_padded
 
 PyTree = Any
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jzero.config.zero import LeafRule
 from jzero.jaxpr.sizes import itemsize
-from jzero.plan.blocks import LEAST
-from jzero.plan.comm import Comm, Hop
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.blocks import LEAST
+from jzero.layout.comm import Comm, Hop
+from jzero.layout.leaves import StateLeaf
 
 
 class Way(NamedTuple):

@@ -16,10 +16,10 @@ from jzero.arrays.processes import succeed_together
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import DiskStore, RamStore, Store
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.on_disk import OnDisk
+from jzero.layout.records import field_offsets
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.records import field_offsets
 from jzero.update.find_visits import check_adds_up
 from jzero.update.transformation import ZeroTransformation
 from jzero.update.whole import Grad

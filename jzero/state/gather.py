@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.arrays.casts import apply_edits
 from jzero.arrays.fingerprints import describe_value
 from jzero.arrays.placement import Look, gather_leaves, make_strongly_typed, place_leaf
 from jzero.arrays.processes import agree
 from jzero.config.settings import FLAG, check
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.casts import apply_edits
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.layouts import FLOAT, find_shardings, lay_out

@@ -25,7 +25,7 @@ from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import check_arrays, make_plan, other_fields
 from jzero.plan.trainable import restrict_opt_state

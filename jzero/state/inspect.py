@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.arrays.casts import apply_edits
-from jzero.arrays.misfits import describe_misfit
 from jzero.arrays.placement import gather_leaves
 from jzero.config.precision import is_key, widen
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.padded import is_padded
+from jzero.layout.casts import apply_edits
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.misfits import describe_misfit
+from jzero.layout.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.disk import files_of, kept_on_disk

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.casts import round_without_derivative
 from jzero.arrays.placement import on_device
 from jzero.config.precision import cast_dtype
 from jzero.config.settings import Setting, optional
-from jzero.plan.layout import Cut
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.padded import to_natural
+from jzero.layout.casts import round_without_derivative
+from jzero.layout.cut import Cut
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.padded import to_natural
 from jzero.plan.plan import ZeroPlan
 
 KINDS = "a dictionary from regular expressions to a `PartitionSpec` or `NamedSharding` each, or a tree of these"

@@ -12,7 +12,7 @@ import numpy as np
 
 from jzero._text import key_names
 from jzero.config.zero import LeafRule
-from jzero.plan.layout import find_scan_dims
+from jzero.plan.choice import find_scan_dims
 from jzero.state.train_state import adapt, load_integrations, map_state
 from jzero.update.transformation import ZeroTransformation
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jzero.arrays.placement import make_strongly_typed, memory_of, stored_leaf
 from jzero.config.precision import scale_by
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.opt_state import with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import is_plain, map_state, write_fields

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from jzero.config.settings import NAMES, check
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import HOST_MEMORY, check_host_memory
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import HOST_MEMORY, check_host_memory
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields
 from jzero.state.train_state import adapt_sharded, check_alive, map_state

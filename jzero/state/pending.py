@@ -24,7 +24,7 @@ from jzero.arrays.processes import succeed_together
 from jzero.config.settings import FLAG, check
 from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.disk.stores import CopyingStore
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import attached, check_newest, detached, files_of, open_files
 from jzero.state.next_state import StepGrads

@@ -15,10 +15,10 @@ from jzero.arrays.placement import gather_padded, place_leaf
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
-from jzero.plan.on_disk import ChangedFiles, OnDisk
-from jzero.plan.padded import is_padded, unbox
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
+from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer

@@ -15,10 +15,10 @@ import optax
 from jzero._text import path_str
 from jzero.arrays.placement import edit_master, gather_padded, memory_of
 from jzero.config.precision import is_key
-from jzero.plan.leaves import LeafPlan, StateLeaf
-from jzero.plan.on_disk import ChangedFiles, OnDisk
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.on_disk import ChangedFiles, OnDisk
+from jzero.layout.padded import is_padded
 from jzero.plan.opt_state import ZeroOptState
-from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import other_fields, own_opt_state
 from jzero.update.transformation import ZeroTransformation

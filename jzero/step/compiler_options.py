@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jzero import _compat
-from jzero.plan.mesh import axis_size, mesh_platform
+from jzero.layout.mesh import axis_size, mesh_platform
 from jzero.plan.plan import ZeroPlan
 
 CompilerOptions: TypeAlias = Mapping[str, Any] | Literal["recommended"]

@@ -19,9 +19,9 @@ from jzero.config.settings import ONE_KEY, check, optional
 from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes, num_batch_shards
-from jzero.plan.padded import is_padded, unbox
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 

@@ -21,8 +21,8 @@ from jzero.engine.outputs import spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
 from jzero.engine.written_variables import drop_unwritten, split_mutable
-from jzero.plan.mesh import batch_axes, num_batch_shards
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.state.disk import detached, for_loss, run_on_rows
 from jzero.state.train_state import adapt_sharded, check_alive, check_in_place

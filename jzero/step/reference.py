@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.arrays.casts import round_to
 from jzero.arrays.placement import overwrite, place_array
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
@@ -20,8 +19,9 @@ from jzero.engine.outputs import Weighted
 from jzero.engine.rules import start_walk
 from jzero.engine.trace import carried_leaves
 from jzero.engine.written_variables import Changed, by_path
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.mesh import batch_axes
+from jzero.layout.casts import round_to
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args

@@ -19,7 +19,7 @@ from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.row_values import Cause
 from jzero.jaxpr.rows import RowFacts
-from jzero.plan.mesh import batch_axes
+from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
 

@@ -17,8 +17,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.arrays.placement import natural_leaf, stored_leaf
-from jzero.plan.leaves import LeafPlan, StateLeaf
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, first_index
 from jzero.update.find_visits import targets_of, visit_of

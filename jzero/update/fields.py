@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jzero.arrays.placement import check_leaf_shape, memory_of, natural_leaf, stored_leaf
-from jzero.plan.leaves import StateLeaf
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.whole import Before
 

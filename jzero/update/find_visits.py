@@ -15,7 +15,7 @@ import jax
 from jzero import _compat
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
-from jzero.plan.on_disk import OnDisk
+from jzero.layout.on_disk import OnDisk
 from jzero.update.fields import far_params, owners_of_inputs, placed_fields
 from jzero.update.run import Run, numbers_of, traced
 from jzero.update.split import Kind

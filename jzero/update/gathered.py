@@ -18,7 +18,7 @@ from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
-from jzero.plan.mesh import batch_axes
+from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
 
 

@@ -38,10 +38,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
-from jzero.plan.comm import shard_index
+from jzero.layout.comm import shard_index
+from jzero.layout.mesh import batch_axes
+from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.matrices import Port, Work, schedule_of
-from jzero.plan.mesh import batch_axes
-from jzero.plan.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
 

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.arrays.placement import on_device
 from jzero.disk.pipeline import Pipeline, RunStats
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, number_of_part
 from jzero.update.find_visits import NextPass

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.arrays.casts import holds, positions_of, round_to
 from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
 from jzero.jaxpr.structure import Structures
-from jzero.plan.leaves import StateLeaf
+from jzero.layout.casts import holds, positions_of, round_to
+from jzero.layout.leaves import StateLeaf
+from jzero.layout.on_disk import OnDisk
 from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
-from jzero.plan.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
 from jzero.update.fields import Field, far_params, owners_of_inputs, placed_fields

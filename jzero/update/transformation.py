@@ -20,16 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
-from jzero.arrays.casts import round_to
 from jzero.arrays.collectives import gather_leaf, gather_onto
 from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
-from jzero.plan.leaves import LeafPlan, StateLeaf
+from jzero.layout.casts import round_to
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.padded import is_padded
+from jzero.layout.platform import platform_facts
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
-from jzero.plan.padded import is_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
-from jzero.plan.platform import platform_facts
 from jzero.update.columns import with_others
 from jzero.update.extra_args import check_grads, check_params_stored
 from jzero.update.find_visits import NextPass, find_visits

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import apply_edits, positions_of, round_stochastically, round_to
 from jzero.arrays.placement import make_strongly_typed
 from jzero.config.precision import Precision, is_float8, is_key, scale_by
-from jzero.plan.leaves import LeafPlan
+from jzero.layout.casts import apply_edits, positions_of, round_stochastically, round_to
+from jzero.layout.leaves import LeafPlan
 from jzero.plan.plan import ZeroPlan
 from jzero.update.extra_args import extra_args, said_clearly
 

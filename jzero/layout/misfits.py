@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.casts import round_without_derivative
+from jzero.layout.casts import round_without_derivative
 
 
 def describe_misfit(x: Any, dtype: Any) -> str:
@@ -23,7 +23,7 @@ def describe_misfit(x: Any, dtype: Any) -> str:
       dtype: The dtype of the cast.
 
     Example:
-      >>> from jzero.arrays.misfits import describe_misfit
+      >>> from jzero.layout.misfits import describe_misfit
       >>> describe_misfit(np.array([3, 300]), np.dtype("int8"))
       'int64 numbers from 3 to 300, and int8 holds those from -128 to 127'
     """

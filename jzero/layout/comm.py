@@ -24,10 +24,10 @@ from jax import lax
 from jzero.config.precision import cast_dtype, is_float8
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.blocks import pack, packed_size, unpack
-from jzero.plan.layout import Cut
-from jzero.plan.mesh import AnyMesh
-from jzero.plan.parts import apply_to_parts
+from jzero.layout.blocks import pack, packed_size, unpack
+from jzero.layout.cut import Cut
+from jzero.layout.mesh import AnyMesh
+from jzero.layout.parts import apply_to_parts
 
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 """How often devices send an array, but for their own part, by HLO's name of the collective."""

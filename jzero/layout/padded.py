@@ -36,10 +36,10 @@ import numpy as np
 from jax import lax
 
 from jzero import _compat, _flax
-from jzero.plan.blocks import pack, packed_size, unpack
-from jzero.plan.layout import Cut
-from jzero.plan.on_disk import OnDisk
-from jzero.plan.parts import apply_to_parts
+from jzero.layout.blocks import pack, packed_size, unpack
+from jzero.layout.cut import Cut
+from jzero.layout.on_disk import OnDisk
+from jzero.layout.parts import apply_to_parts
 
 
 def to_stored(x: jax.Array, cut: Cut) -> jax.Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from jzero.plan.mesh import AnyMesh, mesh_platform
+from jzero.layout.mesh import AnyMesh, mesh_platform
 
 Fence: TypeAlias = Literal["whole", "light", "data"]
 

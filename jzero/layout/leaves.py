@@ -10,9 +10,9 @@ from typing import Any, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.jaxpr.sizes import array_bytes
-from jzero.plan.layout import Cut
-from jzero.plan.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
-from jzero.plan.padded import box, is_padded
+from jzero.layout.cut import Cut
+from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
+from jzero.layout.padded import box, is_padded
 
 PyTree = Any
 Memory = Literal["device", "host", "ram", "disk"]
