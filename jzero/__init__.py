@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from jzero.monitor.trackers import WandB as WandB
     from jzero.plan.opt_state import ZeroOptState as ZeroOptState
     from jzero.plan.plan import ZeroPlan as ZeroPlan
+    from jzero.state.adapter import plan_of as plan_of
     from jzero.state.disk_space import DiskStats as DiskStats
     from jzero.state.disk_space import disk_stats as disk_stats
     from jzero.state.disk_space import release_disk as release_disk
@@ -93,7 +94,6 @@ if TYPE_CHECKING:
     from jzero.state.shard import plan_train_state as plan_train_state
     from jzero.state.shard import shard_train_state as shard_train_state
     from jzero.state.train_state import TrainState as TrainState
-    from jzero.state.train_state import plan_of as plan_of
     from jzero.step.equivalence import EquivalenceReport as EquivalenceReport
     from jzero.step.equivalence import check_equivalence as check_equivalence
     from jzero.step.overflow import LossScaleError as LossScaleError
@@ -206,7 +206,8 @@ _HOMES = {
     "jzero.config.precision": ("DynamicLossScale", "Precision"),
     "jzero.config.keep": ("Keep",),
     "jzero.config.quantization": ("Quantization",),
-    "jzero.state.train_state": ("TrainState", "plan_of"),
+    "jzero.state.adapter": ("plan_of",),
+    "jzero.state.train_state": ("TrainState",),
     "jzero.state.disk_space": ("DiskStats", "disk_stats", "release_disk"),
     "jzero.state.pending": ("apply_pending",),
     "jzero.state.gather": ("gather_params", "natural_params", "unshard_train_state", "update_params"),

@@ -24,7 +24,7 @@ from jzero.config.settings import FLAG, check, number, optional, some_of, whole
 from jzero.config.zero import ZeroConfig
 from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
-from jzero.state.train_state import adapt
+from jzero.state.adapter import adapt
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jzero.config.zero import ZeroConfig
 from jzero.layout.mesh import AnyMesh, axes_of_config, make_mesh
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt, plan_if_sharded
 from jzero.state.shard import abstract_train_state
-from jzero.state.train_state import adapt, plan_if_sharded
 
 
 def abstract_mesh(num_devices: int, axes: dict[str, int]) -> AbstractMesh:

@@ -18,7 +18,9 @@ from jzero.checkpoint.parts import checked_leaves
 from jzero.checkpoint.restoring import PARAMS
 from jzero.checkpoint.safetensors_files import ExportReport
 from jzero.hf.mapping import Mapping as NameMapping
-from jzero.state.train_state import adapt_sharded, check_alive
+from jzero.plan.state_fields import frozen_fields
+from jzero.state.adapter import adapt_sharded
+from jzero.state.train_state import check_alive
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -77,7 +79,7 @@ def export_params(
     adapted = adapt_sharded(state)
     plan = adapted.state.tx.plan
     check_alive(adapted.state)
-    fields = (PARAMS, *getattr(adapted.state, "frozen_fields", ()))
+    fields = (PARAMS, *frozen_fields(adapted.state))
     _, leaves, arrays = natural_state(adapted.state, plan)
     chosen = [i for i, leaf in enumerate(leaves) if leaf.keys[0] in fields and is_chosen(leaf.keys, paths)]
     found = {leaves[i].keys: (leaves[i].leaf.shape, leaves[i].leaf.dtype) for i in chosen}

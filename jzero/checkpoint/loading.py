@@ -24,8 +24,9 @@ from jzero.hf.presets import resolve_mapping
 from jzero.layout.cut import Cut
 from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt_sharded
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt_sharded, check_alive
+from jzero.state.train_state import check_alive
 
 
 def load_params(

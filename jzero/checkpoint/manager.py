@@ -29,8 +29,8 @@ from jzero.checkpoint.retention import Retention
 from jzero.checkpoint.saving import checkpoint_items, meet
 from jzero.checkpoint.writer import Writer
 from jzero.config.settings import check, one_of
+from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.pending import apply_pending, settled_step
-from jzero.state.train_state import AdaptedState, adapt_sharded
 
 
 class CheckpointManager:
@@ -300,7 +300,7 @@ class CheckpointManager:
     ) -> None:
         self.close()
 
-    def _read(self, step: int, adapted: AdaptedState, choice: Choice, data_iterator: Any) -> tuple[Any, RestoreReport]:
+    def _read(self, step: int, adapted: StateAdapter, choice: Choice, data_iterator: Any) -> tuple[Any, RestoreReport]:
         contents = everywhere(functools.partial(read_contents, self.directory / str(step)))
         return restore_from(contents, adapted, choice, data_iterator=data_iterator)
 

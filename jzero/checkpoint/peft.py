@@ -16,7 +16,7 @@ from jzero.checkpoint.extras import everywhere
 from jzero.checkpoint.safetensors_files import ExportReport
 from jzero.hf.mapping import Mapping
 from jzero.hf.presets import ADAPTERS, peft_mapping, resolve_mapping
-from jzero.state.train_state import plan_of
+from jzero.state.adapter import plan_of
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ONE_FILE = 2**63

@@ -38,8 +38,10 @@ from jzero.layout.misfits import describe_misfit
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_fields import frozen_fields
+from jzero.state.adapter import StateAdapter, adapt_sharded
 from jzero.state.disk import check_newest, files_of, kept_on_disk
-from jzero.state.train_state import AdaptedState, adapt_sharded, check_alive, map_state, plain_state, stored_state
+from jzero.state.train_state import check_alive, map_state, plain_state, stored_state
 
 PARAMS, OPT_STATE = "params", "opt_state"
 
@@ -64,7 +66,7 @@ class Choice:
 
     def selector(self, state: Any) -> Callable[[WantedLeaf], bool]:
         """Returns a function that says whether the user asked for a leaf."""
-        fields = {PARAMS, *getattr(state, "frozen_fields", ())}
+        fields = {PARAMS, *frozen_fields(state)}
         pattern = None
         if self.paths is not None:
             try:
@@ -143,7 +145,7 @@ def warn_unless_complete(report: RestoreReport, choice: Choice) -> None:
 
 
 def restore_from(
-    contents: Contents, adapted: AdaptedState, choice: Choice, *, data_iterator: Any = None
+    contents: Contents, adapted: StateAdapter, choice: Choice, *, data_iterator: Any = None
 ) -> tuple[Any, RestoreReport]:
     """Returns the state from a checkpoint, laid out like another one, and a report of what was restored."""
     target = Target(adapted)
@@ -185,7 +187,7 @@ class Target:
       on_disk: Of those that the state has on disk, the path in its optimizer state, by number.
     """
 
-    def __init__(self, adapted: AdaptedState) -> None:
+    def __init__(self, adapted: StateAdapter) -> None:
         self.adapted = adapted
         self.plan: ZeroPlan = adapted.state.tx.plan
         self._plain = plain_state(adapted.state, self.plan)

@@ -39,9 +39,11 @@ from jzero.checkpoint.uninterrupted import Uninterrupted
 from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_fields import frozen_fields
+from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import check_newest, files_of
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt_sharded, check_alive, map_state
+from jzero.state.train_state import check_alive, map_state
 
 if TYPE_CHECKING:
     from jzero.config.zero import ZeroConfig
@@ -226,7 +228,7 @@ def _make_items(
         "checksums": {leaf.path: value for leaf, value in zip(leaves, sums, strict=True)},
         "digests": digests,
         "keys": [leaf.path for leaf in leaves if jax.dtypes.issubdtype(leaf.leaf.dtype, jax.dtypes.prng_key)],
-        "param_fields": ["params", *getattr(train_state, "frozen_fields", ())],
+        "param_fields": ["params", *frozen_fields(train_state)],
     }
     items[NOTES] = sign(notes)
     written = iter(_to_write(x, leaf, snapshot) for x, leaf in zip(arrays, leaves, strict=True))

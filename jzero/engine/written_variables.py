@@ -41,6 +41,11 @@ WrittenShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
 """Given a variable's path and shape, returns the shape that one device writes."""
 
 
+def unchanged_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the variable itself."""
+    return shape
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WrittenVariable:

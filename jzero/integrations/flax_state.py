@@ -1,9 +1,17 @@
-"""Flax's `TrainState`, which a train step updates itself."""
+"""Flax's `TrainState`."""
 
 from __future__ import annotations
 
 from flax.training.train_state import TrainState
 
-from jzero.state.train_state import register_plain
+from jzero.state.adapter import StateAdapter, adapter_of
 
-register_plain(TrainState.apply_gradients)
+
+@adapter_of.register(TrainState)
+class FlaxAdapter(StateAdapter):
+    """Presents a Flax `TrainState`, or one of a subclass."""
+
+    @property
+    def has_own_update(self) -> bool:
+        """Whether a subclass has an `apply_gradients` of its own."""
+        return type(self.state).apply_gradients is not TrainState.apply_gradients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,12 @@ from flax.nnx.training.optimizer import OptArray
 from jax import lax
 
 from jzero.engine.trace import FROZEN
-from jzero.engine.written_variables import Changed, WrittenShape, by_path
+from jzero.engine.written_variables import Changed, WrittenShape, by_path, unchanged_shape
 from jzero.integrations.nnx_changes import check_attributes, find_written, python_attributes
 from jzero.layout.padded import is_padded, unbox
+from jzero.state.adapter import Loss, StateAdapter, adapter_of, plan_if_sharded
 from jzero.state.model_size import Params, register_model_view, state_params
-from jzero.state.train_state import AdaptedState, TrainState, plan_if_sharded, register_adapter, write_fields
+from jzero.state.train_state import TrainState, write_fields
 
 PyTree = Any
 WRITABLE = ("params", FROZEN, "rest")
@@ -41,63 +42,17 @@ class NnxTrainState:
     step: jax.Array
     params: PyTree
     opt_state: PyTree
-    frozen: PyTree
+    frozen: PyTree = dataclasses.field(metadata={"holds_params": True})
     rest: PyTree
     tx: Any = dataclasses.field(metadata={"static": True})
     graphdef: Any = dataclasses.field(metadata={"static": True})
     wrt: Any = dataclasses.field(metadata={"static": True})
 
-    frozen_fields = (FROZEN,)  # laid out like parameters
     apply_gradients = TrainState.apply_gradients  # one step, as `nnx.Optimizer.update` makes it
 
     def replace(self, **changes: Any) -> NnxTrainState:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
-
-    def bind_loss(
-        self,
-        loss_fn: Callable[..., Any],
-        axes: tuple[str, ...],
-        *,
-        keeps: bool = True,
-        written_shape: WrittenShape = lambda name, shape: shape,
-    ) -> tuple[Callable[..., Any], dict[str, PyTree]]:
-        """Returns the loss as a function of arrays, and the model's state that it carries.
-
-        While the loss runs, each device folds its index into the model's random streams, so that devices draw different
-        numbers; the keys in the state do not change.
-
-        Args:
-          loss_fn: A function of a model, a batch and perhaps a key.
-          axes: The mesh axes over which the batch is split.
-          keeps: Whether to keep changes of the model: they are returned as `WrittenVariable`s by field and path;
-            those that a step cannot keep raise an error.
-          written_shape: The shape that one device writes to a variable.
-        """
-
-        def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
-            local = jax.tree.map(lambda x: _fold(x, axes), rest)
-            model = nnx.merge(self.graphdef, params, frozen, local)
-            attributes = python_attributes(model)
-            result = loss_fn(model, batch, *rng)
-            if not keeps:
-                return result, {}
-            parts: Any = nnx.split(model, self.wrt, nnx.Param, ...)
-            after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
-            changed = find_written(
-                {"params": params, FROZEN: frozen, "rest": local}, after, self._dtypes(), written_shape
-            )
-            check_attributes(attributes, python_attributes(model))
-            return result, changed
-
-        return call, {"rest": self.rest, FROZEN: self.frozen}
-
-    def _dtypes(self) -> dict[str, dict[str, Any]]:
-        """Returns the dtype in which each variable is kept; for a parameter with a master, the master's."""
-        dtypes = {name: {path: x.dtype for path, x in by_path(getattr(self, name)).items()} for name in WRITABLE}
-        if (plan := plan_if_sharded(self)) is not None:
-            dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
-        return dtypes
 
 
 def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -109,65 +64,140 @@ def _fold(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return flat.reshape(x.shape)
 
 
-def adapt_nnx(state: Any) -> AdaptedState | None:
-    """Adapts an `nnx.ModelAndOptimizer` or a `(model, optimizer)` pair; returns `None` for anything else."""
-    if isinstance(state, nnx.Module):
-        raise TypeError(
-            f"{type(state).__name__} alone has no optimizer: pass the pair `(model, optimizer)` or an "
-            "`nnx.ModelAndOptimizer`."
+@adapter_of.register(NnxTrainState)
+class NnxStateAdapter(StateAdapter):
+    """Presents an `NnxTrainState`, as programs have it."""
+
+    state: NnxTrainState
+
+    def compared_fields(self, mutable: Sequence[str]) -> Sequence[str]:
+        """Returns the variables beside the parameters."""
+        return ("rest",)
+
+    def bind_loss(
+        self,
+        loss_fn: Loss,
+        mutable: Sequence[str],
+        *,
+        axes: tuple[str, ...],
+        keeps: bool = True,
+        written_shape: WrittenShape = unchanged_shape,
+    ) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns the loss as a function of arrays, and the model's state that it carries.
+
+        While the loss runs, each device folds its index into the model's random streams, so that devices draw different
+        numbers; the keys in the state do not change.
+
+        Args:
+          loss_fn: A function of a model, a batch and perhaps a key.
+          mutable: Must be empty.
+          axes: The mesh axes over which the batch is split.
+          keeps: Whether to keep changes of the model: they are returned as `WrittenVariable`s by field and path;
+            those that a step cannot keep raise an error.
+          written_shape: The shape that one device writes to a variable.
+        """
+        if mutable:
+            raise ValueError(f"`mutable={mutable}` is for Linen states; NNX models carry their own state.")
+        state = self.state
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, rest: PyTree, frozen: PyTree) -> Any:
+            local = jax.tree.map(lambda x: _fold(x, axes), rest)
+            model = nnx.merge(state.graphdef, params, frozen, local)
+            attributes = python_attributes(model)
+            result = loss_fn(model, batch, *rng)
+            if not keeps:
+                return result, {}
+            parts: Any = nnx.split(model, state.wrt, nnx.Param, ...)
+            after = dict(zip(WRITABLE, map(nnx.as_pure, parts[1:]), strict=True))
+            before = {"params": params, FROZEN: frozen, "rest": local}
+            changed = find_written(before, after, _kept_dtypes(state), written_shape)
+            check_attributes(attributes, python_attributes(model))
+            return result, changed
+
+        return call, {"rest": state.rest, FROZEN: state.frozen}
+
+
+def _kept_dtypes(state: NnxTrainState) -> dict[str, dict[str, Any]]:
+    """Returns the dtype in which each variable is kept; for a parameter with a master, the master's."""
+    trees = {"params": state.params, FROZEN: state.frozen, "rest": state.rest}
+    dtypes = {name: {path: x.dtype for path, x in by_path(tree).items()} for name, tree in trees.items()}
+    if (plan := plan_if_sharded(state)) is not None:
+        dtypes["params"] = {leaf.path: leaf.updated.dtype for leaf in plan.leaves}
+    return dtypes
+
+
+class NnxAdapter(NnxStateAdapter):
+    """Presents an `nnx.ModelAndOptimizer`, or a `(model, optimizer)` pair, as an `NnxTrainState`."""
+
+    def __init__(self, pair: Any, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> None:
+        parts: Any = nnx.split(model, optimizer.wrt, nnx.Param, ...)
+        graphdef, params, frozen, rest = parts
+        self.model = model
+        self._params = params
+        self._pair = nnx.split(pair)
+        super().__init__(
+            NnxTrainState(
+                step=optimizer.step.get_value(),
+                params=nnx.as_pure(params),
+                opt_state=nnx.as_pure(optimizer.opt_state),
+                frozen=nnx.as_pure(frozen),
+                rest=nnx.as_pure(rest),
+                tx=optimizer.tx,
+                graphdef=graphdef,
+                wrt=optimizer.wrt,
+            )
         )
-    model, optimizer = _parts(state)
-    if optimizer is None:
-        return None
-    wrt = optimizer.wrt
-    parts: Any = nnx.split(model, wrt, nnx.Param, ...)
-    graphdef, params, frozen, rest = parts
-    whole: Any = nnx.split(state)
-    train_state = NnxTrainState(
-        step=optimizer.step.get_value(),
-        params=nnx.as_pure(params),
-        opt_state=nnx.as_pure(optimizer.opt_state),
-        frozen=nnx.as_pure(frozen),
-        rest=nnx.as_pure(rest),
-        tx=optimizer.tx,
-        graphdef=graphdef,
-        wrt=wrt,
+
+    def rebuild(self, state: NnxTrainState) -> Any:
+        """Returns a new pair, or a new `ModelAndOptimizer`."""
+        # New variables around plain arrays: those of a state factory belong to a trace that has ended.
+        pair = nnx.merge(self._pair[0], nnx.as_pure(self._pair[1]))
+        model, optimizer = _parts(pair)
+        for variables in (state.params, state.frozen, state.rest):
+            nnx.update(model, variables)
+        # Stored arrays: NNX would take a node inside of the optimizer's state for one more level of names.
+        opt_state = jax.tree.map(lambda x: OptArray(unbox(x)), state.opt_state, is_leaf=is_padded)
+        optimizer.opt_state = nnx.data(opt_state)
+        optimizer.step.set_value(state.step)
+        optimizer.tx = state.tx
+        return pair
+
+    def wrap_grads(self, grads: PyTree) -> Any:
+        """Returns the gradients as the variables of a model have them."""
+        leaves = jax.tree.leaves(grads, is_leaf=is_padded)
+        return jax.tree.unflatten(jax.tree.structure(self._params, is_leaf=is_padded), leaves)
+
+    def update_model(self, changed: Changed) -> None:
+        """Writes what a loss changed to the variables of the model."""
+        new = write_fields(self.state, changed)
+        for name in changed:
+            nnx.update(self.model, getattr(new, name))
+
+    def ties(self) -> dict[str, tuple[str, ...]]:
+        """Returns the other names of each shared variable, by the name under which the state holds it."""
+        in_state = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(self.model))}
+        others = {}
+        for paths in nnx.find_duplicates(self.model):
+            names = [".".join(map(str, path)) for path in paths]
+            first = next(name for name in names if name in in_state)
+            others[first] = tuple(name for name in names if name != first)
+        return others
+
+
+@adapter_of.register(nnx.Module)
+def _refuse_model(model: nnx.Module) -> StateAdapter:
+    raise TypeError(
+        f"{type(model).__name__} alone has no optimizer: pass the pair `(model, optimizer)` or an "
+        "`nnx.ModelAndOptimizer`."
     )
 
-    def rebuild(new: NnxTrainState) -> Any:
-        # New variables around plain arrays: those of a state factory belong to a trace that has ended.
-        made = nnx.merge(whole[0], nnx.as_pure(whole[1]))
-        new_model, new_optimizer = _parts(made)
-        nnx.update(new_model, new.params)
-        nnx.update(new_model, new.frozen)
-        nnx.update(new_model, new.rest)
-        # Stored arrays: NNX would take a node inside of the optimizer's state for one more level of names.
-        opt_state = jax.tree.map(lambda x: OptArray(unbox(x)), new.opt_state, is_leaf=is_padded)
-        new_optimizer.opt_state = nnx.data(opt_state)
-        new_optimizer.step.set_value(new.step)
-        new_optimizer.tx = new.tx
-        return made
 
-    def wrap_grads(grads: PyTree) -> Any:
-        leaves = jax.tree.leaves(grads, is_leaf=is_padded)
-        return jax.tree.unflatten(jax.tree.structure(params, is_leaf=is_padded), leaves)
-
-    def absorb(changed: Changed) -> None:
-        new = write_fields(train_state, changed)
-        for name in changed:
-            nnx.update(model, getattr(new, name))
-
-    def ties() -> dict[str, tuple[str, ...]]:
-        """Returns the other names of each shared variable, by the name under which the state holds it."""
-        held = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model))}
-        found = {}
-        for paths in nnx.find_duplicates(model):
-            names = [".".join(map(str, path)) for path in paths]
-            kept = next(name for name in names if name in held)
-            found[kept] = tuple(name for name in names if name != kept)
-        return found
-
-    return AdaptedState(train_state, rebuild, wrap_grads, absorb, ties)
+@adapter_of.register(nnx.Optimizer)
+@adapter_of.register(tuple)
+@adapter_of.register(list)
+def _adapt_pair(pair: Any) -> StateAdapter:
+    model, optimizer = _parts(pair)
+    return adapter_of.dispatch(object)(pair) if optimizer is None else NnxAdapter(pair, model, optimizer)
 
 
 def _parts(state: Any) -> tuple[Any, Any]:
@@ -191,7 +221,7 @@ def _parts(state: Any) -> tuple[Any, Any]:
 
 
 def view_nnx(model: Any) -> Params | None:
-    """Finds the parameters of a module, of its state, or of an object for `adapt_nnx`; `None` for anything else."""
+    """Finds the parameters of a module, of its state, or of a pair; `None` for anything else."""
     if isinstance(model, nnx.State):  # of variables, or of plain arrays
         flat = nnx.to_flat_state(model)
         return _by_name({path: x for path, x in flat if isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable)})
@@ -201,9 +231,7 @@ def view_nnx(model: Any) -> Params | None:
     if optimizer is None:
         return None
     if plan_if_sharded(optimizer) is not None:
-        adapted = adapt_nnx(model)
-        assert adapted is not None
-        return state_params(adapted.state)
+        return state_params(NnxAdapter(model, module, optimizer).state)
     return _by_name(_variables_by_path(module, nnx.Any(optimizer.wrt, nnx.Param)))
 
 
@@ -220,5 +248,4 @@ def _by_name(found: dict[tuple[Any, ...], Any]) -> Params:
     return {tuple(map(str, path)): x for path, x in found.items()}
 
 
-register_adapter(adapt_nnx)
 register_model_view(view_nnx)

@@ -27,6 +27,7 @@ from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf
 from jzero.plan.opt_state import DiskState, ZeroOptState, host_array, initial_loss_scale
 from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_fields import check_arrays, frozen_fields, other_fields
 from jzero.plan.trainable import find_frozen, trace_update
 from jzero.plan.ways import why_not_stored
 
@@ -159,8 +160,7 @@ def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, o
         cuts = [leaf.grad.cut for leaf in _plan_params(state.params, config, mesh)]
         offloaded = [i for i in offloaded if cuts[i]]
     leaves = _plan_params(state.params, config, mesh, frozenset(offloaded))
-    frozen_trees = [others[name] for name in getattr(state, "frozen_fields", ()) if name in others]
-    trees = (state.params, *frozen_trees)
+    trees = (state.params, *(others[name] for name in frozen_fields(state)))
     _check_rules_match(
         config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     )
@@ -184,7 +184,7 @@ def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, o
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
     for name, value in others.items():
-        if name in getattr(state, "frozen_fields", ()):
+        if name in frozen_fields(state):
             other_leaves += _plan_frozen(name, value, config, mesh)
         else:
             other_leaves += _plan_other(name, value, params_treedef, leaves, config, mesh)
@@ -247,34 +247,6 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
         disk=DiskState(host_array(0, np.int32), waiting) if plan.has_files else None,
     )
-
-
-def other_fields(state: Any) -> dict[str, PyTree]:
-    """Returns the fields of a train state that hold arrays, other than params and opt_state, sorted by name."""
-    return {
-        f.name: getattr(state, f.name)
-        for f in sorted(dataclasses.fields(state), key=lambda f: f.name)
-        if f.metadata.get("pytree_node", True) and not f.metadata.get("static", False)
-        if f.name not in ("params", "opt_state", "tx", "apply_fn")
-    }
-
-
-def check_arrays(state: Any) -> None:
-    """Raises a `TypeError` that lists every leaf of a train state that is neither an array nor a number."""
-    bad = []
-    trees = {"params": state.params, "opt_state": state.opt_state, **other_fields(state)}
-    for name, tree in trees.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree):
-            is_number = isinstance(x, bool | int | float | complex | np.generic)
-            is_array = hasattr(x, "shape") and hasattr(x, "dtype") and x.dtype != np.dtype(object)
-            if not is_number and not is_array:
-                bad.append(f"  {path_str((jax.tree_util.GetAttrKey(name), *path))}: {type(x).__name__} {x!r:.60}")
-    if bad:
-        raise TypeError(
-            "Every leaf of a train state must be an array or a number; these are not:\n"
-            + "\n".join(bad)
-            + "\nMake them static (`flax.struct.field(pytree_node=False)`) or turn them into arrays."
-        )
 
 
 def _check_not_overwritten(params: PyTree) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from jzero.disk.stores import DiskStore
 from jzero.plan.table import format_bytes
+from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of
-from jzero.state.train_state import adapt_sharded
 
 State = Any
 

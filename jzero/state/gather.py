@@ -17,10 +17,11 @@ from jzero.config.settings import FLAG, check
 from jzero.layout.casts import apply_edits
 from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.layouts import FLOAT, find_shardings, lay_out
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt_sharded, check_alive, edited_master, map_state, plain_state
+from jzero.state.train_state import check_alive, edited_master, map_state, plain_state
 
 PyTree = Any
 State = Any

@@ -27,12 +27,14 @@ from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import check_arrays, make_plan, other_fields
+from jzero.plan.planner import make_plan
+from jzero.plan.state_fields import check_arrays, other_fields
 from jzero.plan.trainable import restrict_opt_state
+from jzero.state.adapter import StateAdapter, adapt
 from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
 from jzero.state.shard import resolve_config, resolve_mesh, restrict
-from jzero.state.train_state import AdaptedState, adapt, map_state, stored_state
+from jzero.state.train_state import map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
 
 State = Any
@@ -128,7 +130,7 @@ def lower_init(
       The lowered programs, a function from their outputs to the state, and the plan. The function takes outputs one
       after another, and writes those for the disk at once.
     """
-    adapted: list[AdaptedState] = []
+    adapted: list[StateAdapter] = []
 
     def call(key: jax.Array) -> Any:
         adapted.append(adapt(make_state(key)))

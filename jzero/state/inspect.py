@@ -15,11 +15,12 @@ from jzero.layout.leaves import StateLeaf
 from jzero.layout.misfits import describe_misfit
 from jzero.layout.padded import is_padded
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import other_fields
+from jzero.plan.state_fields import other_fields
+from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of, kept_on_disk
 from jzero.state.gather import place_given, write_params
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt_sharded, check_alive
+from jzero.state.train_state import check_alive
 
 PyTree = Any
 State = Any

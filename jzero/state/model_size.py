@@ -13,7 +13,9 @@ import numpy as np
 from jzero._text import key_names
 from jzero.config.zero import LeafRule
 from jzero.plan.choice import find_scan_dims
-from jzero.state.train_state import adapt, load_integrations, map_state
+from jzero.plan.state_fields import frozen_fields, missing_fields
+from jzero.state.adapter import adapt, load_integrations
+from jzero.state.train_state import map_state
 from jzero.update.transformation import ZeroTransformation
 
 PyTree = Any
@@ -40,7 +42,7 @@ def state_params(state: Any) -> Params:
         state = map_state(
             lambda _, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.tx.plan, state, with_disk=True
         )
-    fields = ("params", *getattr(state, "frozen_fields", ()))
+    fields = ("params", *frozen_fields(state))
     return {path: x for name in fields for path, x in _tree_params(getattr(state, name)).items()}
 
 
@@ -60,7 +62,7 @@ def _params(model: Any) -> Params:
         params = view(model)
         if params is not None:
             return params
-    if hasattr(model, "params") and hasattr(model, "opt_state"):
+    if not {"params", "opt_state"}.intersection(missing_fields(model)):
         return state_params(adapt(model).state)
     is_variables = isinstance(model, Mapping) and isinstance(model.get("params"), Mapping)
     return _tree_params(model["params"] if is_variables else model)

@@ -14,7 +14,8 @@ from jzero.config.precision import scale_by
 from jzero.layout.leaves import StateLeaf
 from jzero.plan.opt_state import with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
-from jzero.state.train_state import is_plain, map_state, write_fields
+from jzero.state.adapter import adapt
+from jzero.state.train_state import map_state, write_fields
 from jzero.update.transformation import NO_ELEMENTS
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import Grad
@@ -116,7 +117,7 @@ def _update(
     state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None, disk: FromDisk = NO_DISK
 ) -> Any:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
-    if not is_plain(state):
+    if adapt(state).has_own_update:
         return _update_by_itself(state, grads, applied, value)
     params, opt_state = state.tx.apply(grads, state.opt_state, state.params, applied, value, disk)
     step = state.step + 1
@@ -128,7 +129,7 @@ def check_can_compute(state: Any) -> None:
     """Raises if a state has an `apply_gradients` of its own, and something that it could compute on is not there."""
     plan = state.tx.plan
     away = any(leaf.param.memory == "host" for leaf in plan.leaves)
-    if not is_plain(state) and (away or plan.has_files):
+    if adapt(state).has_own_update and (away or plan.has_files):
         late = plan.config.offload.delay
         option = "params='host'" if away else "delay=1" if late else "optimizer='disk'"
         what = "parameters" if away else "gradients" if late else "optimizer state"

@@ -12,8 +12,9 @@ from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import HOST_MEMORY, check_host_memory
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import other_fields
-from jzero.state.train_state import adapt_sharded, check_alive, map_state
+from jzero.plan.state_fields import frozen_fields, other_fields
+from jzero.state.adapter import adapt_sharded
+from jzero.state.train_state import check_alive, map_state
 
 State = Any
 
@@ -87,7 +88,7 @@ def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]
     known = {"params", "opt_state", *others}
     if not set(names) <= known:
         raise ValueError(f"`include` must name fields of the state, a collection of {sorted(known)}: got {include!r}.")
-    frozen = getattr(train_state, "frozen_fields", ()) if "params" in names else ()
+    frozen = frozen_fields(train_state) if "params" in names else ()
     return frozenset({*names, *frozen})
 
 

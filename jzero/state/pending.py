@@ -26,10 +26,11 @@ from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.disk.stores import CopyingStore
 from jzero.layout.leaves import StateLeaf
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import attached, check_newest, detached, files_of, open_files
 from jzero.state.next_state import StepGrads
 from jzero.state.record_update import Prepared, record_update
-from jzero.state.train_state import adapt_sharded, check_alive, map_state
+from jzero.state.train_state import check_alive, map_state
 from jzero.state.zenflow import flow_of
 from jzero.update.visits import FromDisk
 

@@ -22,10 +22,11 @@ from jzero.layout.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
+from jzero.state.adapter import adapt, plan_if_sharded
 from jzero.state.disk import checked_files
 from jzero.state.gather import note_value
 from jzero.state.pending import apply_pending
-from jzero.state.train_state import adapt, check_alive, map_state, plain_state, plan_if_sharded, stored_state
+from jzero.state.train_state import check_alive, map_state, plain_state, stored_state
 from jzero.update.transformation import ZeroTransformation
 
 PyTree = Any

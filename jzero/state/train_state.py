@@ -1,13 +1,11 @@
-"""The train state for plain pytrees, and adapters that present other libraries' states as one."""
+"""The train state for plain pytrees, and functions of the leaves of any train state."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -20,8 +18,8 @@ from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.layout.padded import is_padded
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.planner import other_fields, own_opt_state
-from jzero.update.transformation import ZeroTransformation
+from jzero.plan.planner import own_opt_state
+from jzero.plan.state_fields import other_fields
 
 PyTree = Any
 
@@ -98,116 +96,6 @@ def _add_update(param: Any, update: Any) -> Any:
     """Returns a parameter after its update, as optax adds the two; random keys do not change."""
     with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
         return param if is_key(jax.dtypes.result_type(param)) else optax.apply_updates(param, update)
-
-
-class AdaptedState(NamedTuple):
-    """An object of some library, presented as a train state.
-
-    Attributes:
-      state: The train state: a dataclass pytree with `params`, `opt_state`, `tx`, `replace` and `apply_gradients`. It
-        may have a method `bind_loss(loss_fn, axes)`, see `jzero.step.jitted`.
-      rebuild: Turns a train state of the same structure back into such an object.
-      wrap_grads: Turns a tree of gradients into the form that the library's own `update` takes.
-      absorb: Writes state that the loss changed (batch statistics …), given by name, back to the model.
-      ties: Returns the other names (keys joined by dots) of each parameter that a model holds in several places.
-    """
-
-    state: Any
-    rebuild: Callable[[Any], Any] = lambda state: state
-    wrap_grads: Callable[[PyTree], PyTree] = lambda grads: grads
-    absorb: Callable[[dict[str, PyTree]], None] = lambda changed: None
-    ties: Callable[[], dict[str, tuple[str, ...]]] = dict
-
-
-Adapter = Callable[[Any], "AdaptedState | None"]
-_ADAPTERS: list[Adapter] = []
-_TRAIN_STATES: set[type] = set()  # dataclasses that no adapter takes, kept since each call of a step asks
-_PLAIN: set[Callable[..., Any]] = {TrainState.apply_gradients}
-_INTEGRATIONS = {  # by the module of the objects
-    "flax.nnx": "jzero.integrations.nnx",
-    "flax.training.train_state": "jzero.integrations.flax_state",
-}
-
-
-def register_adapter(adapter: Adapter) -> None:
-    """Registers an adapter for the objects of another library.
-
-    Args:
-      adapter: Takes an object; returns `None` if the object is not of that library.
-    """
-    _ADAPTERS.append(adapter)
-
-
-def register_plain(apply_gradients: Callable[..., Any]) -> None:
-    """Registers a class's `apply_gradients` that does no more than to count, to call the optimizer and to add."""
-    _PLAIN.add(apply_gradients)
-
-
-def is_plain(state: Any) -> bool:
-    """Whether a train step may update a state itself: its class has an `apply_gradients` that is registered so."""
-    return type(state).apply_gradients in _PLAIN
-
-
-def load_integrations() -> None:
-    """Imports the integrations of libraries that the program has imported; others cannot have made any objects."""
-    for package, module in _INTEGRATIONS.items():
-        if package in sys.modules:
-            importlib.import_module(module)
-
-
-def adapt(state: Any) -> AdaptedState:
-    """Returns any object that jzero can train as a train state."""
-    if type(state) in _TRAIN_STATES:
-        return AdaptedState(state)
-    load_integrations()
-    for adapter in _ADAPTERS:
-        adapted = adapter(state)
-        if adapted is not None:
-            return adapted
-    missing = [name for name in ("params", "opt_state", "tx", "replace", "apply_gradients") if not hasattr(state, name)]
-    if missing or not dataclasses.is_dataclass(state):
-        raise TypeError(
-            f"Expected a Flax `TrainState`, an `nnx.Optimizer` with its model, or a `jzero.TrainState`: got "
-            f"{type(state).__name__}, which lacks {missing or 'dataclass fields'}. For a plain pytree of parameters "
-            "use `jzero.TrainState.create(params=..., tx=...)`."
-        )
-    _TRAIN_STATES.add(type(state))
-    return AdaptedState(state)
-
-
-def plan_of(state: Any) -> ZeroPlan:
-    """Returns the plan that a sharded train state carries.
-
-    Args:
-      state: A state returned by `shard_train_state` or `init_train_state`, or by a step.
-
-    Returns:
-      Its `ZeroPlan`; `print` it for a table.
-
-    Raises:
-      TypeError: The state was not sharded by jzero.
-
-    Example:
-      >>> jzero.plan_of(state).config.stage
-      3
-    """
-    return adapt_sharded(state).state.tx.plan
-
-
-def plan_if_sharded(state: Any) -> ZeroPlan | None:
-    """Returns the plan of anything that holds an optimizer as `tx`; `None` if jzero has not wrapped that."""
-    return state.tx.plan if isinstance(state.tx, ZeroTransformation) else None
-
-
-def adapt_sharded(state: Any) -> AdaptedState:
-    """Returns a sharded state as a train state; raises a `TypeError` if it has no plan."""
-    adapted = adapt(state)
-    if plan_if_sharded(adapted.state) is None:
-        raise TypeError(
-            f"This {type(state).__name__} has no ZeRO plan: its optimizer is not wrapped. Call "
-            "`state = jzero.shard_train_state(state, stage=...)` first."
-        )
-    return adapted
 
 
 def check_alive(tree: Any) -> None:

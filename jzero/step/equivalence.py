@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jzero._text import Report, path_str
 from jzero.config.zero import ZeroConfig
+from jzero.state.adapter import adapt, plan_if_sharded, plan_of
 from jzero.state.gather import unshard_train_state
 from jzero.state.shard import shard_train_state
-from jzero.state.train_state import adapt, plan_if_sharded, plan_of
 from jzero.step.reference import Reference
 from jzero.step.train_step import make_train_step
 
@@ -294,9 +294,7 @@ def _check_batches(batches: Any) -> list[PyTree]:
 
 def _values(state: Any, mutable: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the compared leaves of a plain state, by path."""
-    trees = {"": state.params, **{name: getattr(state, name) for name in mutable}}
-    if hasattr(state, "bind_loss"):
-        trees["rest"] = state.rest
+    trees = {"": state.params, **{name: getattr(state, name) for name in adapt(state).compared_fields(mutable)}}
     found = {}
     for name, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):

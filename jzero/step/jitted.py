@@ -24,8 +24,9 @@ from jzero.engine.written_variables import drop_unwritten, split_mutable
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt, adapt_sharded
 from jzero.state.disk import detached, for_loss, run_on_rows
-from jzero.state.train_state import adapt_sharded, check_alive, check_in_place
+from jzero.state.train_state import check_alive, check_in_place
 from jzero.step.agreement import StepAgreement
 from jzero.step.compiler_options import CompilerOptions, check_compiler_options
 from jzero.step.compiler_options import compiler_options as make_compiler_options
@@ -308,16 +309,13 @@ class Step:
 
     def _loss_and_carried(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
-        if hasattr(state, "bind_loss"):
-            if self.mutable:
-                raise ValueError(f"`mutable={self.mutable}` is for Linen states; NNX models carry their own state.")
-            axes, written_shape = batch_axes(plan.config), merge.written_shape
-            return state.bind_loss(self.loss_fn, axes, keeps=self.keeps_changes, written_shape=written_shape)
-        missing = [name for name in self.mutable if not hasattr(state, name)]
-        if missing:
-            raise ValueError(f"`mutable` names fields that {type(state).__name__} does not have: {missing}.")
-        carried = {name: getattr(state, name) for name in self.mutable}
-        return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
+        return adapt(state).bind_loss(
+            self.loss_fn,
+            self.mutable,
+            axes=batch_axes(plan.config),
+            keeps=self.keeps_changes,
+            written_shape=merge.written_shape,
+        )
 
     def _bound_loss(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""

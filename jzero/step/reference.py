@@ -23,6 +23,7 @@ from jzero.layout.casts import round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args
 
@@ -170,10 +171,7 @@ class Reference:
 
     def _bind(self, state: Any) -> tuple[Loss, dict[str, PyTree]]:
         """Returns `fn(params, batch, **carried) -> (result, changed)`, and the carried state."""
-        if not hasattr(state, "bind_loss"):
-            carried = {name: getattr(state, name) for name in self.mutable}
-            return lambda *args, **kwargs: (self.loss_fn(*args, **kwargs), {}), carried
-        bound, carried = state.bind_loss(self.loss_fn, self.axes)
+        bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, axes=self.axes)
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
         seen = [x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]

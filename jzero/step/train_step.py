@@ -15,8 +15,9 @@ from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import adapt_sharded
 from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
-from jzero.state.train_state import adapt_sharded, map_state, write_fields
+from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
 from jzero.step.compiler_options import compiler_options as make_compiler_options
 from jzero.step.jitted import Step
@@ -40,7 +41,7 @@ class ValueAndGrad(Step):
         if self.mutable:
             aux = {**aux, **changed}
         else:
-            adapted.absorb(changed)
+            adapted.update_model(changed)
         return ((value, aux) if self.has_aux else value), adapted.wrap_grads(grads)
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
