@@ -1,6 +1,5 @@
-"""The documentation: its code runs, prints what it says, and leaves out no name, no message and no note."""
+"""The documentation: its code runs, prints what it says, and leaves out no name and no note."""
 
-import ast
 import contextlib
 import doctest
 import importlib.util
@@ -213,60 +212,6 @@ def test_every_public_name_is_in_the_reference_once():
     others = [f"{room.__name__[6:]}.{name}" for room in (jzero.data, jzero.hf, jzero.lora) for name in room.__all__]
     assert sorted(found) == sorted([*jzero.__all__, *others])
     assert reference.count("::: ") == len(found), "nothing in another form"
-
-
-def template(node):
-    """Returns the text of a message as it is written in the source, with an ellipsis for what varies."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(map(template, parts))
-        case ast.BinOp(op=ast.Add(), left=left, right=right):
-            return template(left) + template(right)
-    return "…"
-
-
-def head(message):
-    """Returns how a message begins: up to the end of a clause that has three words or more."""
-    line = re.sub(r"^…\. ", "… ", re.sub("…+", "…", message.strip().splitlines()[0]))
-    for end in re.finditer(r"[:;.](?=\s|$)", line):
-        text = line[: end.start()]
-        if len(re.findall(r"[A-Za-z]\w*", text)) >= 3 and text.count("(") == text.count(")"):
-            return text
-    return line
-
-
-def messages():
-    """Returns the heads of all errors and warnings that the sources make, by where they are."""
-    found = {}
-    for path in sorted((ROOT / "jzero").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and node.args and not isinstance(node.func, ast.Call):
-                name = ast.unparse(node.func)
-                if re.fullmatch(r"[A-Z]\w*Error|warnings\.warn", name):
-                    text = head(template(node.args[0]))
-                    if re.search("[a-z]", text):  # else it is put together elsewhere
-                        found[text] = f"{path.relative_to(ROOT)}:{node.lineno}"
-    return found
-
-
-def test_every_message_is_under_troubleshooting():
-    text = PAGES["troubleshooting.md"].read_text()
-    terms = re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", text, re.MULTILINE)
-    assert len(terms) == len(set(terms)), [term for term in terms if terms.count(term) > 1]
-    found = messages()
-    missing = {place: message for message, place in found.items() if message not in terms}
-    stale = [term for term in terms if term not in found]
-    assert not missing, "\n".join(f"{place}: {message}" for place, message in missing.items())
-    assert not stale, "\n".join(stale)
-
-
-def test_heads_of_messages():
-    call = 'ValueError(f"`x` must be {a}{b} (or so: {c}): got {d!r}. Do" + what(" more") + " of it.")'
-    assert head(template(ast.parse(call, mode="eval").body.args[0])) == "`x` must be … (or so: …)"
-    assert head("Step …: all is lost. Stop.") == "Step …: all is lost"
-    assert head("…") == "…"
 
 
 def test_every_note_is_under_design():

@@ -1,0 +1,97 @@
+"""Messages of errors and warnings: each says what to do, or docs/troubleshooting.md does."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs/troubleshooting.md"
+VERBS = (
+    "add|allow|ask|begin|build|call|change|check|choose|compile|copy|cut|do|draw|drop|edit|enable|export|fetch|"
+    "free|give|go on|install|keep|leave|let|list|load|look|lower|make|map|mend|merge|move|name|pad|pass|"
+    "pip install|put|raise|read|remove|rename|repeat|restore|return|run|save|say|see|select|set|shard|start|sum|"
+    "take|train|trim|try|turn|undo|use|wait|wrap|write"
+)
+REMEDY = re.compile(
+    rf"(?:^|[:;.,(`)] |\n\s*|(?:\b(?:or|and|so|then) ))(?:{VERBS})\b"  # what to do
+    r"|\b(?:must|needs?|requires?|contradict\w*|would do)\b|, not\b"  # what must hold
+    r"|Did you mean|: got|: it (?:has|writes)|[Tt]he(?:se|re) are|knows …"  # what there is
+    r"|is not a regular expression: …|means nothing without|\btwice\b",  # the cause, which is its own remedy
+    re.IGNORECASE,
+)
+
+
+def template(node):
+    """Returns the text of a message as it is written in the source, with an ellipsis for what varies."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(template, parts))
+        case ast.BinOp(op=ast.Add(), left=left, right=right):
+            return template(left) + template(right)
+    return "…"
+
+
+def head(message):
+    """Returns how a message begins: up to the end of a clause that has three words or more."""
+    line = re.sub(r"^…\. ", "… ", re.sub("…+", "…", message.strip().splitlines()[0]))
+    for end in re.finditer(r"[:;.](?=\s|$)", line):
+        text = line[: end.start()]
+        if len(re.findall(r"[A-Za-z]\w*", text)) >= 3 and text.count("(") == text.count(")"):
+            return text
+    return line
+
+
+def messages():
+    """Returns all errors and warnings that the sources make: where, and the text."""
+    found = []
+    for path in sorted((ROOT / "jzero").rglob("*.py")):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and node.args)
+        for node in calls:
+            text = template(node.args[0])
+            is_message = re.fullmatch(r"[A-Z]\w*Error|warnings\.warn", ast.unparse(node.func))
+            if is_message and re.search("[a-z]", text and head(text)):  # else it is put together elsewhere
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", text))
+    return found
+
+
+def explained():
+    """Returns the heads of messages that the page explains."""
+    return re.findall(r"^(?!:   |#)(\S.*)\n(?=(?:\S.*\n)*:   )", PAGE.read_text(), re.MULTILINE)
+
+
+def test_every_message_says_what_to_do_or_is_explained():
+    terms = explained()
+    assert len(terms) == len(set(terms)), [term for term in terms if terms.count(term) > 1]
+    bare = [f"{at}: {text}" for at, text in messages() if not REMEDY.search(text) and head(text) not in terms]
+    assert not bare, "say what to do, or explain under docs/troubleshooting.md:\n" + "\n".join(bare)
+
+
+def test_every_message_that_is_explained_exists():
+    heads = {head(text) for _, text in messages()}
+    assert len(heads) > 300
+    assert not [term for term in explained() if term not in heads]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("`stage` must be one of (0, 1, 2, 3): got …", True),
+        ("The mesh has no axis …. Pass one of ….", True),
+        ("There is no step … in …: it has ….", True),
+        ("The sink … failed at step …: …", False),
+        ("… is damaged: it differs about ….\n…", False),
+    ],
+)
+def test_which_messages_say_what_to_do(text, says):
+    assert bool(REMEDY.search(text)) == says
+
+
+def test_heads_of_messages():
+    call = 'ValueError(f"`x` must be {a}{b} (or so: {c}): got {d!r}. Do" + what(" more") + " of it.")'
+    assert head(template(ast.parse(call, mode="eval").body.args[0])) == "`x` must be … (or so: …)"
+    assert head("Step …: all is lost. Stop.") == "Step …: all is lost"
+    assert head("…") == "…"
