@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -64,24 +63,12 @@ def starves_steps(mesh: jax.sharding.Mesh) -> bool:
     return jax.__version_info__ < (0, 12) and is_cpu and local > 1 and threads < 2 * local
 
 
-def distributed_client() -> Any:
+DistributedClient: TypeAlias = Any  # defined by jaxlib's extension, which differs between versions
+
+
+def distributed_client() -> DistributedClient | None:
     """Returns this process's connection to the key-value store that all share; `None` where there is none."""
     return distributed.global_state.client
-
-
-def store(client: Any, key: str, text: str) -> None:
-    """Stores a text under a key."""
-    client.key_value_set(key, text, allow_overwrite=True)
-
-
-def stored(client: Any, key: str, wait_s: float = 0.0) -> str | None:
-    """Returns the text under a key, for which it waits; `None` if there is none."""
-    try:
-        return client.blocking_key_value_get(key, int(wait_s * 1000)) if wait_s else client.key_value_try_get(key)
-    except jax.errors.JaxRuntimeError as error:
-        if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
-            return None
-        raise
 
 
 def type_of(atom: Atom) -> jax.core.ShapedArray:
@@ -137,21 +124,6 @@ def shape_of(kind: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
 
 
-def jaxprs_retraced(eqn: Equation, function_of: Callable[[Jaxpr], Callable[..., Any]]) -> dict[str, Any]:
-    """Returns the parameters of an equation that hold jaxprs, with those that are traced where this is called.
-
-    Args:
-      eqn: The equation.
-      function_of: Given a jaxpr, returns the function that is traced in its place.
-    """
-
-    def anew(jaxpr: Jaxpr) -> ClosedJaxpr:
-        return jax.make_jaxpr(function_of(jaxpr))(*map(shape_of, jaxpr.in_avals))
-
-    holding = {k: v for k, v in eqn.params.items() if any(jex_core.jaxprs_in_params({k: v}))}
-    return dict(jax.tree.map(anew, holding))
-
-
 def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
     """Yields the constants of a jaxpr that are values of a trace, unless that goes on around this call.
 
@@ -166,7 +138,7 @@ def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterat
     for var, x in zip(opened.constvars, consts, strict=True):
         if isinstance(x, jax.core.Tracer) and not any(x._trace is trace for trace in live):
             uses = [eqn for eqn in opened.eqns if any(v is var for v in eqn.invars)]
-            yield x, source_info_util.summarize(uses[0].source_info) if uses else ""
+            yield x, line_of(uses[0]) if uses else ""
     for eqn in opened.eqns:
         for param in eqn.params.values():
             for inner in param if isinstance(param, tuple) else (param,):
@@ -174,15 +146,9 @@ def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterat
                     yield from escaped_values(inner, live=())
 
 
-def custom_derivatives(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
-    """Yields the functions with derivative rules of their own, such as `custom_vjp masked`, and the line of a call."""
-    for eqn in open_jaxpr(jaxpr)[0].eqns:
-        inner = list(contained_jaxprs(eqn))
-        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            name = f"{eqn.primitive.name.removesuffix('_call')} {inner[0].debug_info.func_name}"
-            yield name, source_info_util.summarize(eqn.source_info)
-        for called in inner:
-            yield from custom_derivatives(called)
+def line_of(eqn: JaxprEqn) -> str:
+    """Returns the line in the user's code that made an equation, as text."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def ordered_effects(jaxpr: Any) -> list[str]:
@@ -293,7 +259,10 @@ def is_placeholder(x: Any) -> bool:
 def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     """Returns a traced value of which `y + x` is `then` of the sum; else it is as any other.
 
-    Python asks the right operand first where its class is derived from the left one's and has an `__radd__` of its own.
+    The sum happens in code of the user or of Flax (`params + updates`), where jzero has no other say: an object that is
+    no tracer would be converted to an array before the addition, and a constraint on `x` does not bind the sum. Python
+    asks the right operand first where its class is derived from the left one's and has an `__radd__` of its own, so the
+    class of this copy, which no one else has, is one.
     """
     kind = type(x)
 
@@ -307,39 +276,15 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     return added
 
 
-_call_python_p = Primitive("jzero_call_python")
+IrValue: TypeAlias = "mlir.ir.Value[Any]"
+IrResults: TypeAlias = "Sequence[IrValue | Sequence[IrValue]]"
 
 
-def call_python(fn: Callable[..., np.ndarray], x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Calls a Python function while a program runs, once on each device, with a NumPy array.
-
-    jax's callbacks place their arguments on a device of the CPU, and the function may then wait for a thread that waits
-    for the function. This one sees NumPy arrays alone. It runs each time, whatever equals what. In a program for
-    devices that only compile, which no process runs, an operation with a result of the same size takes its place.
-
-    Args:
-      fn: `fn(x, shape, dtype)`, which returns a NumPy array of these and never raises. A function of a module, since
-        compiled programs keep it.
-      x: What it gets.
-      shape: The shape of the result.
-      dtype: Its dtype.
-    """
-    return _call_python_p.bind(x, fn=fn, shape=tuple(shape), dtype=np.dtype(dtype))
-
-
-def _stand_in(x: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # No constant, which a compiler would not send to other devices.
-    return (jax.lax.iota(np.float32, math.prod(shape)) * x.reshape(-1)[0]).reshape(shape).astype(dtype)
-
-
-def _lower_call_python(ctx: Any, x: Any, *, fn: Callable[..., np.ndarray], shape: tuple[int, ...], dtype: Any) -> Any:
-    try:
-        ctx.module_context.get_backend()
-    except RuntimeError:  # none in this process: compile-only devices
-        return mlir.lower_fun(functools.partial(_stand_in, shape=shape, dtype=dtype), multiple_results=False)(ctx, x)
+def emit_callback(ctx: Any, fn: Callable[[np.ndarray], np.ndarray], x: IrValue) -> IrResults:
+    """Lowers a call of a Python function with the NumPy array of each device, in a rule of a primitive."""
     results, _, _ = callback.emit_python_callback(
         ctx,
-        lambda x: (fn(x, shape, dtype),),
+        lambda x: (fn(x),),
         None,
         [x],
         ctx.avals_in,
@@ -351,9 +296,17 @@ def _lower_call_python(ctx: Any, x: Any, *, fn: Callable[..., np.ndarray], shape
     return results
 
 
-_call_python_p.def_abstract_eval(lambda x, *, fn, shape, dtype: array_type(shape, dtype))
-mlir.register_lowering(_call_python_p, _lower_call_python)
+def names_backend(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether a program is lowered for devices of this process, rather than compile-only ones."""
+    try:
+        ctx.module_context.get_backend()
+    except RuntimeError:
+        return False
+    return True
 
+
+UNSPECIFIED = sharding_impls.UNSPECIFIED
+"""The sharding of a result about which a call says nothing."""
 
 # Jaxprs under construction, for `jzero.jaxpr.edit`.
 
@@ -424,24 +377,6 @@ def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns
     new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), kept, debug)
     made: Any = like.replace(jaxpr=new) if hasattr(like, "consts") else new  # in jax 0.12 each jaxpr has constants
     return made
-
-
-def params_of_call(eqn: Equation, jaxpr: Any, is_changed: Sequence[bool]) -> dict[str, Any]:
-    """Returns the parameters of a call, or of a recomputed block, that runs another jaxpr.
-
-    Args:
-      eqn: The equation.
-      jaxpr: What it runs.
-      is_changed: For each result, whether it has another shape, for which its sharding does not hold.
-    """
-    name = next(name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
-    params = {**eqn.params, name: jaxpr}
-    if "out_shardings" in params:
-        pairs = zip(params["out_shardings"], is_changed, strict=True)
-        params["out_shardings"] = tuple(sharding_impls.UNSPECIFIED if changed else x for x, changed in pairs)
-        pairs = zip(params["out_layouts"], is_changed, strict=True)
-        params["out_layouts"] = tuple(None if changed else x for x, changed in pairs)
-    return params
 
 
 def source_of(eqn: Equation) -> str:

@@ -36,6 +36,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from jzero import _compat
+from jzero.arrays import key_value
 
 T = TypeVar("T")
 
@@ -248,7 +249,7 @@ class _Exchange:
             time.sleep(LINGER_S)
 
     def _say(self, name: str, what: Any) -> None:
-        _compat.store(self.client, f"{self.key}/{name}", json.dumps(what))
+        key_value.put(self.client, f"{self.key}/{name}", json.dumps(what))
 
     def _hear(self, keys: Mapping[int, str], deadline: float, *, until_failure: bool = False) -> dict[int, Any]:
         """Returns the entries of processes, as far as they exist; if asked, returns as soon as one has failed."""
@@ -257,7 +258,7 @@ class _Exchange:
         while True:
             wait_s = 0.0 if is_last else min(1.0, max(deadline - time.monotonic(), 0.0))
             for i in missing:
-                text = _compat.stored(self.client, f"{self.key}/{keys[i]}", wait_s)
+                text = key_value.get(self.client, f"{self.key}/{keys[i]}", wait_s)
                 if text is None:
                     wait_s = 0.0
                 else:
@@ -271,7 +272,7 @@ class _Exchange:
                 logging.getLogger("jzero").warning("Waiting for %s. %s", _names(missing), self._here())
 
     def _gone(self, processes: Sequence[int]) -> list[int]:
-        return [i for i in processes if _compat.stored(self.client, _ended_key(i)) is not None]
+        return [i for i in processes if key_value.get(self.client, _ended_key(i)) is not None]
 
     def _here(self) -> str:
         return f"Process {self.me} is at {self.where}; before that all processes were at {self.before}."
@@ -293,7 +294,7 @@ def _ended_key(process: int) -> str:
 def _say_ended(client: Any, process: int, pid: int) -> None:
     if os.getpid() == pid and client is _compat.distributed_client():  # neither in a fork, nor after it was closed
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            _compat.store(client, _ended_key(process), "")
+            key_value.put(client, _ended_key(process), "")
 
 
 def _describe_failed(words: Mapping[int, _Word]) -> ValueError:

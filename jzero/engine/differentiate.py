@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
@@ -128,7 +129,7 @@ def _program(
 
 def _captures(loss: Any, value: Any, line: str) -> ValueError:
     """Returns the error about a derivative rule that closes over a traced value, used in a line of the loss."""
-    calls = list(_compat.custom_derivatives(loss))
+    calls = list(_custom_derivatives(loss))
     named = {name for name, at in calls if at == line} or {name for name, _ in calls}
     which = " or ".join(f"`{name}`" for name in sorted(named)) + (f", called at {line}" if line else "")
     return ValueError(
@@ -136,6 +137,17 @@ def _captures(loss: Any, value: Any, line: str) -> ValueError:
         "Rules run after the loss was traced, when its values are gone. Pass the value to the function as an argument; "
         "a `custom_vjp` hands it to its backward rule as a residual."
     )
+
+
+def _custom_derivatives(jaxpr: AnyJaxpr) -> Iterator[tuple[str, str]]:
+    """Yields the functions with derivative rules of their own, such as `custom_vjp masked`, and the line of a call."""
+    for eqn in _compat.open_jaxpr(jaxpr)[0].eqns:
+        inner = list(_compat.contained_jaxprs(eqn))
+        if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            name = f"{eqn.primitive.name.removesuffix('_call')} {inner[0].debug_info.func_name}"
+            yield name, _compat.line_of(eqn)
+        for called in inner:
+            yield from _custom_derivatives(called)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, J
+from jzero.jaxpr.edit import params_of_call
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, REMAT, called_jaxpr
 
@@ -80,7 +81,7 @@ def _with_bodies(eqn: JaxprEqn, cache: Cache) -> JaxprEqn:
         return eqn
     if name == "scan":
         return eqn.replace(params={**eqn.params, "jaxpr": new})
-    return eqn.replace(params=_compat.params_of_call(eqn, new, [False] * len(eqn.outvars)))
+    return eqn.replace(params=params_of_call(eqn, new, [False] * len(eqn.outvars)))
 
 
 def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:

@@ -23,6 +23,7 @@ from jax.extend.core import JaxprEqn, Var
 from jzero import _compat
 from jzero._compat import Atom, J
 from jzero.engine.placed import named_p, reduce_p
+from jzero.jaxpr.edit import params_of_call
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 
 Left = dict[str, Any]
@@ -77,7 +78,7 @@ def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | Non
             return None
         inside, left = found
         made = _compat.variable(_compat.open_jaxpr(inside)[0].outvars[at].aval)
-        params = _compat.params_of_call(eqn, inside, [x is v for x in eqn.outvars])
+        params = params_of_call(eqn, inside, [x is v for x in eqn.outvars])
     else:
         return None
     if left is None:

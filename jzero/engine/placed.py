@@ -34,6 +34,7 @@ from jax.interpreters import ad, mlir
 from jzero import _compat
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.placement import on_device
+from jzero.arrays.python_calls import call_python
 from jzero.disk.rows import take_row
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Comm, Hop, Sums
@@ -52,7 +53,7 @@ def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> 
 
 def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """[2] -> [..., P/N]."""
-    return _compat.call_python(take_row, handle, shape, dtype)
+    return call_python(take_row, handle, shape, dtype)
 
 
 def _reduce(grad: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, sums: Sums, **_: Any) -> jax.Array:

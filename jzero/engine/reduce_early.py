@@ -39,7 +39,7 @@ from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.gradient_rules import GRADIENT_RULES
 from jzero.engine.makers import Makers
 from jzero.engine.placed import named_p, reduce_p, unreduced_p
-from jzero.jaxpr.edit import Editor
+from jzero.jaxpr.edit import Editor, params_of_call
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
 
@@ -181,7 +181,7 @@ class _Sweep:
             for i, (v, how) in enumerate(zip(eqn.outvars, inside, strict=True))
         ]
         is_changed = [how is not None for how in inside]
-        params = _compat.params_of_call(eqn, programs[key], is_changed)
+        params = params_of_call(eqn, programs[key], is_changed)
         return eqn.replace(outvars=outs, params=params), [None if isinstance(x, Reduction) else x for x in exits]
 
     def _enter_loop(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:

@@ -36,7 +36,7 @@ from jzero.engine.order import Order
 from jzero.engine.placed import named_p
 from jzero.engine.shard_rules import apply_on_shard
 from jzero.engine.walk import HeldParameters, Rule, Walk
-from jzero.jaxpr.edit import is_recomputed
+from jzero.jaxpr.edit import is_recomputed, params_retraced
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
@@ -172,7 +172,7 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         outputs = walk.enter_block().evaluate_whole(branch, *operands)
         return [x for x, y in zip(outputs, lazily, strict=True) if y is None]
 
-    anew = _compat.jaxprs_retraced(eqn, lambda branch: functools.partial(others, branch))
+    anew = params_retraced(eqn, lambda branch: functools.partial(others, branch))
     outputs = iter(_compat.bind(eqn, walk.gather(inputs), **anew))  # see [Note: Branches and loops]
     return [next(outputs) if y is None else y for y in lazily]
 

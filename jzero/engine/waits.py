@@ -26,7 +26,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, J
 from jzero.engine.placed import reduce_p, unreduced_p, wait_p
-from jzero.jaxpr.edit import Editor, is_recomputed
+from jzero.jaxpr.edit import Editor, is_recomputed, params_of_call
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, RUNS, called_jaxpr
@@ -100,7 +100,7 @@ class _Waits(Editor):
         jaxpr = called_jaxpr(eqn)
         if jaxpr not in self.cache:
             self.cache[jaxpr] = wait_for_gradients(jaxpr, self.cache)
-        return eqn.replace(params=_compat.params_of_call(eqn, self.cache[jaxpr], [False] * len(eqn.outvars)))
+        return eqn.replace(params=params_of_call(eqn, self.cache[jaxpr], [False] * len(eqn.outvars)))
 
 
 def _carried(eqn: JaxprEqn) -> list[Atom]:

@@ -42,6 +42,7 @@ from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
+from jzero.jaxpr.edit import params_retraced
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.uses import reads_of
@@ -157,7 +158,7 @@ class Walk:
         anew: dict[str, Any] = {}
         if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
             inner = self.enter_block()
-            anew = _compat.jaxprs_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
+            anew = params_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
         elif meshes.named:
             raise ValueError(
                 f"The loss holds a sharding constraint or `shard_map` inside a `{name}`, which jzero "

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxprs_in_params
 
 from jzero import _compat
-from jzero._compat import Atom
+from jzero._compat import AnyJaxpr, Atom
+from jzero._types import Params
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT
 
@@ -62,3 +64,36 @@ def is_recomputed(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in CALLS:
         return any(map(is_recomputed, next(_compat.contained_jaxprs(eqn)).eqns))
     return eqn.primitive.name in REMAT and bool(eqn.params["differentiated"])
+
+
+def params_of_call(eqn: JaxprEqn, jaxpr: AnyJaxpr, is_changed: Sequence[bool]) -> Params:
+    """Returns the parameters of a call, or of a recomputed block, that runs another jaxpr.
+
+    Args:
+      eqn: The equation.
+      jaxpr: What it runs.
+      is_changed: For each result, whether it has another shape, for which its sharding does not hold.
+    """
+    name = next(name for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
+    params = {**eqn.params, name: jaxpr}
+    if "out_shardings" in params:
+        pairs = zip(params["out_shardings"], is_changed, strict=True)
+        params["out_shardings"] = tuple(_compat.UNSPECIFIED if changed else x for x, changed in pairs)
+        pairs = zip(params["out_layouts"], is_changed, strict=True)
+        params["out_layouts"] = tuple(None if changed else x for x, changed in pairs)
+    return params
+
+
+def params_retraced(eqn: JaxprEqn, function_of: Callable[[Jaxpr], Callable[..., Any]]) -> Params:
+    """Returns the parameters of an equation that hold jaxprs, with those that are traced where this is called.
+
+    Args:
+      eqn: The equation.
+      function_of: Given a jaxpr, returns the function that is traced in its place.
+    """
+
+    def anew(jaxpr: Jaxpr) -> AnyJaxpr:
+        return jax.make_jaxpr(function_of(jaxpr))(*map(_compat.shape_of, jaxpr.in_avals))
+
+    holding = {k: v for k, v in eqn.params.items() if any(jaxprs_in_params({k: v}))}
+    return dict(jax.tree.map(anew, holding))

@@ -1,0 +1,22 @@
+"""The key-value store that processes share: texts by key, on the host of the first process."""
+
+from __future__ import annotations
+
+import jax
+
+from jzero._compat import DistributedClient
+
+
+def put(client: DistributedClient, key: str, text: str) -> None:
+    """Stores a text under a key."""
+    client.key_value_set(key, text, allow_overwrite=True)
+
+
+def get(client: DistributedClient, key: str, wait_s: float = 0.0) -> str | None:
+    """Returns the text under a key, for which it waits; `None` if there is none."""
+    try:
+        return client.blocking_key_value_get(key, int(wait_s * 1000)) if wait_s else client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if str(error).startswith(("DEADLINE_EXCEEDED", "NOT_FOUND")):
+            return None
+        raise
