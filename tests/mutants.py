@@ -696,7 +696,7 @@ MUTANTS = [
     Mutant(
         "sums_of_optax_not_laid_out",
         "update/transformation.py",
-        "return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))",
+        "return _compat.when_added(update, lambda total: leaf.store(total.astype(leaf.dtype)))",
         "return update",
         "test_engine.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
     ),
@@ -824,7 +824,7 @@ MUTANTS = [
     Mutant(
         "edits_not_saved",
         "checkpoint/leaves.py",
-        "if bool(_is_edited(*near, plan.leaves[i], plan)):",
+        "if bool(_is_edited(*near, plan.leaves[i])):",
         "if False:",
         "test_checkpoint.py::test_edited_parameters_are_saved_as_the_optimizer_would_take_them",
     ),

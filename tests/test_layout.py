@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import array_shapes
 from jzero import LeafRule
 from jzero._text import key_names
 from jzero.layout.cut import Cut
-from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.choice import MAX_PADDING, choose_cut, find_scan_dims
 
 PRIMES = [2, 3, 5, 7, 11, 13, 31, 61, 127, 257, 509, 1009]
@@ -192,14 +191,14 @@ def test_stored_leaf_is_the_natural_one_and_zeros(shape, num_shards, dtype, data
         return
     cut = data.draw(st.sampled_from(cuts))
     x = np.arange(1, math.prod(shape) + 1).reshape(shape).astype(dtype)  # no zeros, so that padding shows
-    stored = to_stored(jnp.asarray(x), cut)
+    stored = cut.to_stored(jnp.asarray(x))
     assert stored.shape == cut.stored_shape
     assert stored.dtype == x.dtype
     assert np.count_nonzero(np.asarray(stored)) == x.size, "nothing is lost, and padding is zero"
     beyond = [slice(None)] * stored.ndim
     beyond[cut.dim] = slice(cut.natural_size, None)
     assert not np.asarray(stored)[tuple(beyond)].any(), "padding is at the end"
-    natural = to_natural(stored, cut)
+    natural = cut.to_natural(stored)
     assert natural.dtype == x.dtype
     np.testing.assert_array_equal(np.asarray(natural), x)
 

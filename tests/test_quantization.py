@@ -19,7 +19,6 @@ import jzero
 from jzero.analysis.collectives import bytes_on_port
 from jzero.layout.blocks import pack, packed_size, unpack
 from jzero.layout.cut import Cut
-from jzero.layout.padded import pack_shard, to_natural, to_stored
 from tests.compiled import analyze
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
 from tests.tiers import singles, slow
@@ -116,20 +115,20 @@ def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_sh
     shape = (2, rows, size) if is_stack else (rows, size)
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
     dim = int(is_stack)
-    whole = to_stored(x, Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}))
+    whole = Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}).to_stored(x)
     cut = Cut(dim, shape, num_shards, num_stacked=dim)
     packed = cut.in_blocks("int8", x.dtype, {})
     shards = [
-        pack_shard(shard, cut, packed)
-        for shard in jnp.split(to_stored(x, cut), num_shards, axis=dim)  # padding rounds to zeros
+        packed.pack_shard(shard)
+        for shard in jnp.split(cut.to_stored(x), num_shards, axis=dim)  # padding rounds to zeros
     ]
     stored = jnp.concatenate(shards, axis=packed.dim)
     assert stored.shape == packed.stored_shape
     np.testing.assert_array_equal(stored[..., : packed.natural_size], whole)
-    np.testing.assert_array_equal(to_stored(x, packed), stored)
-    np.testing.assert_array_equal(to_natural(stored, packed), to_natural(whole, packed))
+    np.testing.assert_array_equal(packed.to_stored(x), stored)
+    np.testing.assert_array_equal(packed.to_natural(stored), packed.to_natural(whole))
     if is_stack:  # a row of a stack has the blocks of a layer by itself
-        one = to_stored(x[1], packed.drop_leading())
+        one = packed.drop_leading().to_stored(x[1])
         np.testing.assert_array_equal(stored[1], one)
 
 
@@ -395,7 +394,7 @@ def test_integers_are_what_travels(sizes):
 
 
 def test_wider_gathers_are_a_violation(monkeypatch):
-    monkeypatch.setattr("jzero.engine.lazy.pack_shard", lambda shard, cut, packed: shard)
+    monkeypatch.setattr(Cut, "pack_shard", lambda packed, shard: shard)
     monkeypatch.setattr(Cut, "in_blocks", lambda cut, *_: cut)
     state = sharded(config_of(gather="int8"), FLAT)
     with pytest.raises(jzero.PlanViolation, match="wider than the int8 of the plan"):
@@ -491,15 +490,15 @@ def test_rounding_again_changes_no_bit(given, dtype):
     x = jnp.asarray(np.clip(x, -6e4, 6e4), dtype)  # what fp16 can hold
     shape = x.shape
     cut = Cut(dim, shape, 1, num_stacked=num_stacked).in_blocks("int8", dtype, {})
-    once = to_stored(x, cut)
-    values = to_natural(once, cut)
+    once = cut.to_stored(x)
+    values = cut.to_natural(once)
     if dtype == jnp.float16:  # its smallest numbers have too few bits for that
-        once = to_stored(values, cut)
-        values = to_natural(once, cut)
-        once = to_stored(values, cut)
-    np.testing.assert_array_equal(to_natural(to_stored(values, cut), cut), values)
+        once = cut.to_stored(values)
+        values = cut.to_natural(once)
+        once = cut.to_stored(values)
+    np.testing.assert_array_equal(cut.to_natural(cut.to_stored(values)), values)
     if dtype != jnp.float16:
-        np.testing.assert_array_equal(to_stored(values, cut), once)
+        np.testing.assert_array_equal(cut.to_stored(values), once)
 
 
 def lora_params():

@@ -1,6 +1,5 @@
 """Arrays on a mesh, one leaf at a time: moved, cut into chunks, compared between processes.
 
-Read `collectives` (every gather and reduction of ZeRO), `placement`, `chunks`
-(loops over arrays on the host), `processes` and `fingerprints` (agreement of processes). Nothing here knows a loss or
-an optimizer.
+Read `collectives` (every gather and reduction of ZeRO), `chunks` (loops over arrays on the host), `processes` and
+`fingerprints` (agreement of processes). Nothing here knows a loss or an optimizer.
 """

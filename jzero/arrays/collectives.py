@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jzero.layout.comm import Comm, Sums, own_part, sum_along
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.plan import ZeroPlan
 
 
@@ -23,7 +22,7 @@ def gather_param(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     with jax.named_scope("zero_gather"):
         # Collectives do not support booleans.
         bits = shard.astype(jnp.int8) if shard.dtype == jnp.bool_ else shard
-        return to_natural(comm.gather(bits, cut).astype(shard.dtype), cut)
+        return cut.to_natural(comm.gather(bits, cut).astype(shard.dtype))
 
 
 def gather_leaf(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
@@ -81,18 +80,18 @@ def _gather_parts(shard: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     beside = (None, *cut.axes_beside()) if cut.other_axes else ()
     apart = Cut(0, (cut.num_shards, *shard.shape), cut.num_shards, other_axes=beside)
     parts = gather_param(shard[None], apart, comm)  # [N, ..., P/N, F]
-    return to_natural(jnp.moveaxis(parts, 0, cut.dim).reshape(cut.stored_shape), cut)
+    return cut.to_natural(jnp.moveaxis(parts, 0, cut.dim).reshape(cut.stored_shape))
 
 
 def reduce_shard(x: jax.Array, cut: Cut, comm: Comm, sums: Sums) -> jax.Array:
     """Sums `x` over all devices with a part of the batch; returns this device's shard. [..., D] -> [..., P/N]."""
     with jax.named_scope("zero_reduce"):
-        return comm.reduce(to_stored(sums.prepare(x), cut), cut)
+        return comm.reduce(cut.to_stored(sums.prepare(x)), cut)
 
 
 def own_shard(x: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns this device's shard of a value that all devices hold. [..., D] -> [..., P/N]."""
-    return own_part(to_stored(x, cut), cut, comm)
+    return own_part(cut.to_stored(x), cut, comm)
 
 
 def reduce_whole(x: jax.Array, sums: Sums) -> jax.Array:

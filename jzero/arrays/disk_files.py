@@ -20,8 +20,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jzero.arrays.processes import succeed_together
 from jzero.disk.pipeline import Pipeline
-from jzero.layout.leaves import Memory, StateLeaf
+from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
+from jzero.layout.placement import Memory
 from jzero.layout.records import Rectangle, field_offsets
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.table import format_bytes

@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.placement import on_device
 from jzero.layout.cut import Cut
+from jzero.layout.placement import on_device
 
 FACTOR = 0x9E3779B1
 CHUNK = 1 << 16
@@ -70,7 +70,7 @@ def _partial_sums(x: jax.Array, cut: Cut | None, sharding: NamedSharding) -> jax
     """Returns one sum per device, of its part; of devices with the same part, all but one return zero."""
     mesh, names = sharding.mesh, tuple(sharding.mesh.axis_names)
     spec = (*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
-    natural = natural_sizes(x.shape, cut)
+    natural = x.shape if cut is None else cut.unpadded_shape
     used = set(jax.tree.leaves(tuple(spec)))
 
     def local(part: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def sum_of_part(part: jax.Array, start: Any, natural: Sequence[int]) -> jax.Arra
     Args:
       part: The rectangle.
       start: The index of its first element, per dimension.
-      natural: The sizes of the stored array without padding, see `natural_sizes`.
+      natural: The sizes of the stored array without padding.
     """
     at_once = functools.partial(_sum_at_once, natural=tuple(natural))
     by_rows = functools.partial(_sum_by_rows, natural=tuple(natural))
@@ -154,20 +154,6 @@ def _mix(words: jax.Array) -> jax.Array:
     words = (words ^ (words >> 16)) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * np.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
-
-
-def natural_sizes(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
-    """Returns the sizes of a stored array's dimensions without padding.
-
-    Args:
-      shape: Its shape.
-      cut: How it is cut and padded; `None` if it has its natural shape.
-    """
-    if cut is None:
-        return tuple(shape)
-    sizes = list(shape)
-    sizes[cut.dim] = cut.natural_size
-    return tuple(sizes)
 
 
 def _words(x: jax.Array) -> jax.Array:

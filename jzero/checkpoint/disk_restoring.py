@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles
-from jzero.checkpoint.checksum import natural_sizes, over_processes, sum_of_part
+from jzero.checkpoint.checksum import over_processes, sum_of_part
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import reading, wrong_checksums
 from jzero.checkpoint.disk_places import Piece, in_natural
@@ -168,7 +168,7 @@ class _Run:
             )
         near = jax.device_put(x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False), one_device(self.plan))
         start = np.array(record.stored.start, np.int32)
-        natural = natural_sizes(grad.stored_shape, grad.cut)
+        natural = grad.unpadded_shape
         total, cast = _cast_and_sum(near, start, natural=natural, dtypes=dtypes)
         if leaf.path in self.sums and number in self.owned:
             self.sums[leaf.path] = self.sums[leaf.path] + np.asarray(total)

@@ -21,12 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles, first_holders
-from jzero.arrays.placement import natural_leaf, stored_leaf
-from jzero.checkpoint.checksum import natural_sizes, sum_of_part
+from jzero.checkpoint.checksum import sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
 from jzero.disk.files import page_aligned
 from jzero.layout.casts import apply_edits
-from jzero.layout.leaves import LeafPlan
 from jzero.layout.records import Rectangle
 from jzero.plan.plan import ZeroPlan
 
@@ -95,10 +93,8 @@ class Snapshot:
     def _sums(self, i: int, param: jax.Array) -> np.ndarray:
         """Returns the shares of a parameter's fields."""
         leaf, master = self.files.plan.leaves[i], self.masters.get(i)
-        near = (
-            {} if master is None or leaf.param.in_records else _host_parts(_like_gradient(param, leaf, self.files.plan))
-        )
-        natural = natural_sizes(leaf.grad.stored_shape, leaf.grad.cut)
+        near = {} if master is None or leaf.param.in_records else _host_parts(leaf.param_as_gradient(param))
+        natural = leaf.grad.unpadded_shape
         device = one_device(self.files.plan)
         found: list[tuple[jax.Array, jax.Array]] = []
 
@@ -203,11 +199,6 @@ class DiskArray:
     def dtype(self) -> Any:
         """Its dtype."""
         return self.snapshot.files.plan.disk_fields[self.param][self.field].dtype
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _like_gradient(param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    return stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
 
 
 def _host_parts(x: jax.Array) -> Mapping[Any, np.ndarray]:

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.placement import on_device
 from jzero.checkpoint.checksum import host_checksum
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.damage import wrong_checksums
 from jzero.checkpoint.leaves import WantedLeaf
+from jzero.layout.placement import on_device
 
 At = tuple[int, ...]
 

@@ -20,28 +20,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jzero._text import key_names
-from jzero.arrays.placement import (
-    device_sharding,
-    edit_master,
-    memory_of,
-    natural_leaf,
-    on_device,
-    pack_leaf,
-    place_array,
-    place_leaf,
-    plain_leaf,
-    stored_leaf,
-    unpack_leaf,
-)
-from jzero.layout.casts import apply_edits, round_to
+from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import ChangedFiles, OnDisk
-from jzero.layout.padded import to_natural, to_stored
+from jzero.layout.placement import memory_of, on_device, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state, plain_state
 
@@ -55,14 +41,12 @@ class WantedLeaf:
     Attributes:
       keys: The keys of its path, from the root of the state.
       leaf: Its layout in memory.
-      cut: How it is cut and padded while it is read or written; `None` if it is stored in its natural shape.
-      sharding: Its sharding while it is read or written.
+      form: Its layout while it is read or written: numbers, padded along one dimension at most.
     """
 
     keys: Keys
     leaf: StateLeaf
-    cut: Cut | None
-    sharding: NamedSharding
+    form: StateLeaf
 
     @property
     def path(self) -> str:
@@ -70,9 +54,19 @@ class WantedLeaf:
         return "/".join(self.keys)
 
     @property
+    def cut(self) -> Cut | None:
+        """How the array to read or write is padded; `None` if it has the natural shape."""
+        return self.form.padded_cut
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array to read or write."""
-        return self.leaf.shape if self.cut is None else self.cut.stored_shape
+        return self.form.stored_shape
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """Sharding of the array to read or write."""
+        return self.form.sharding
 
 
 def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
@@ -88,7 +82,7 @@ def wanted_leaves(plain: Any, plan: ZeroPlan) -> list[WantedLeaf]:
     keys: dict[int, Keys] = {}
     for path, number in jax.tree_util.tree_leaves_with_path(number_leaves(plain, plan)):
         keys[number.index] = key_names(path)
-    leaves = [_make_wanted(keys[i], leaf, layout) for i, leaf in enumerate(found)]
+    leaves = [WantedLeaf(keys[i], leaf, form_of(leaf)) for i, leaf in enumerate(found)]
     _check_paths(leaves)
     return leaves
 
@@ -118,12 +112,11 @@ def _check_paths(leaves: Sequence[WantedLeaf]) -> None:
             )
 
 
-def _make_wanted(keys: Keys, leaf: StateLeaf, plan: ZeroPlan) -> WantedLeaf:
-    cut = leaf.cut
-    if cut is None or cut.is_stored_naturally:
-        return WantedLeaf(keys, leaf, None, leaf.sharding)
-    cut = cut.unpacked() if cut.blocks else along_one_dim(leaf, cut) if cut.flat else cut
-    return WantedLeaf(keys, leaf, cut, dataclasses.replace(leaf, cut=cut).sharding)
+def form_of(leaf: StateLeaf) -> StateLeaf:
+    """Returns the layout in which a leaf is read and written."""
+    numbers = leaf if leaf.as_numbers is leaf else dataclasses.replace(leaf.as_numbers, memory=leaf.memory)
+    cut = numbers.cut
+    return numbers if cut is None or not cut.flat else dataclasses.replace(numbers, cut=along_one_dim(numbers, cut))
 
 
 def along_one_dim(leaf: StateLeaf, cut: Cut) -> Cut:
@@ -152,14 +145,12 @@ def natural_state(state: Any, plan: ZeroPlan) -> tuple[Any, list[WantedLeaf], li
     edited = [i for i, x in enumerate(params) if has_master[i] and not isinstance(x, OnDisk)]
     for i in edited:  # one at a time, so that at most one offloaded leaf is on the devices
         if isinstance(arrays[i], OnDisk):
-            arrays[i] = _changed(arrays[i], functools.partial(edit_master, plan.leaves[i], plan, params[i]))
+            arrays[i] = _changed(arrays[i], functools.partial(plan.leaves[i].edit_master, params[i]))
             continue
         near = on_device(arrays[i]), on_device(params[i])
-        if bool(_is_edited(*near, plan.leaves[i], plan)):
-            arrays[i] = edit_master(plan.leaves[i], plan, params[i], arrays[i])
-    arrays = [
-        _relayout(x, wanted.leaf.cut, wanted.cut, wanted.sharding) for x, wanted in zip(arrays, leaves, strict=True)
-    ]
+        if bool(_is_edited(*near, plan.leaves[i])):
+            arrays[i] = plan.leaves[i].edit_master(params[i], arrays[i])
+    arrays = [_in_form(x, wanted) for x, wanted in zip(arrays, leaves, strict=True)]
     return plain, leaves, arrays
 
 
@@ -171,7 +162,7 @@ def _move_to_plan(x: Any, leaf: StateLeaf, *, plan: ZeroPlan) -> jax.Array:
     if np.shape(x) == leaf.stored_shape:
         return place_array(x, leaf.stored_dtype, sharding)
     if np.shape(x) == leaf.shape:
-        return place_leaf(x, leaf, plan)
+        return leaf.place(x)
     raise ValueError(f"{leaf.path} has shape {np.shape(x)}, but the plan stores it as {leaf.stored_shape}.")
 
 
@@ -181,53 +172,15 @@ def _changed(x: OnDisk, change: Callable[[jax.Array], Any]) -> OnDisk:
     return dataclasses.replace(x, files=ChangedFiles(x.files, change))
 
 
-def _relayout(x: Any, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> Any:
-    """Returns a stored array in another stored shape of the same leaf; itself if the shapes are equal."""
-    same = cut == new or (new is None and (cut is None or cut.is_stored_naturally))
-    if isinstance(x, OnDisk) and not same:
-        return _changed(x, functools.partial(_relayout, cut=cut, new=new, sharding=sharding))
-    return x if same else _back(_relaid(on_device(x), cut, new, device_sharding(sharding)), sharding)
+def _in_form(x: Any, wanted: WantedLeaf) -> Any:
+    """Returns a stored array as it is written; itself if it is stored so."""
+    if wanted.leaf.padded_cut == wanted.cut:
+        return x
+    if isinstance(x, OnDisk):
+        return _changed(x, lambda x: wanted.leaf.convert(x, wanted.form))
+    return wanted.leaf.convert(x, wanted.form)
 
 
-def _back(x: jax.Array, sharding: Any) -> jax.Array:
-    """Returns an array in the memory of a sharding; waits for copies to the host."""
-    return x if sharding.memory_kind == x.sharding.memory_kind else jax.block_until_ready(jax.device_put(x, sharding))
-
-
-def _relaid(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
-    if cut is not None and cut.blocks is not None and new == cut.unpacked():
-        return unpack_leaf(x, cut, sharding)
-    return _through_natural(x, cut, new, sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _through_natural(x: jax.Array, cut: Cut | None, new: Cut | None, sharding: NamedSharding) -> jax.Array:
-    natural = x if cut is None else to_natural(x, cut)
-    return lax.with_sharding_constraint(natural if new is None else to_stored(natural, new), sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan, plan: ZeroPlan) -> jax.Array:
-    param = stored_leaf(natural_leaf(param, leaf.param, plan), leaf.grad, plan)
-    return jnp.any(apply_edits(master, param) != master)
-
-
-def stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
-    """Returns an array from disk in the dtype and layout of a state's leaf, in a new buffer."""
-    new = leaf.cut
-    if new is not None and new.blocks is not None:  # first as numbers, then each device packs its own shard
-        near = device_sharding(sharding)
-        spec = PartitionSpec(*[None] * new.packed_dim, near.spec[new.dim])
-        exact = _stored_from(on_device(x), cut, plain_leaf(leaf), NamedSharding(near.mesh, spec))
-        return _back(pack_leaf(exact, new, near), sharding)
-    made = _stored_from(on_device(x), cut, leaf, device_sharding(sharding))
-    return made if made.sharding == sharding else jax.device_put(made, sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _stored_from(x: jax.Array, cut: Cut | None, leaf: StateLeaf, sharding: NamedSharding) -> jax.Array:
-    natural = round_to(x if cut is None else to_natural(x, cut), leaf.dtype)
-    new = leaf.cut
-    return lax.with_sharding_constraint(
-        natural if new is None or new.is_stored_naturally else to_stored(natural, new), sharding
-    )
+@functools.partial(jax.jit, static_argnums=2)
+def _is_edited(master: jax.Array, param: jax.Array, leaf: LeafPlan) -> jax.Array:
+    return jnp.any(apply_edits(master, leaf.param_as_gradient(param)) != master)

@@ -21,7 +21,7 @@ from jzero.checkpoint.safetensors_files import TensorFile, find_tensors
 from jzero.checkpoint.shards import placed
 from jzero.hf.mapping import Mapping as NameMapping
 from jzero.hf.presets import resolve_mapping
-from jzero.layout.cut import Cut
+from jzero.layout.cut import Cut, Index
 from jzero.layout.misfits import describe_misfit
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt_sharded
@@ -253,9 +253,8 @@ def _in_long_runs(tensor: TensorFile | MappedTensor, wanted: WantedLeaf, plan: Z
         return wanted
     if dim < len(leaf.base) and leaf.base[dim] is not None:
         return wanted
-    cut = Cut(dim, leaf.shape, leaf.cut.num_shards)
-    sharding = dataclasses.replace(leaf, cut=cut).sharding
-    return WantedLeaf(wanted.keys, leaf, None if cut.is_stored_naturally else cut, sharding)
+    form = dataclasses.replace(wanted.form, cut=Cut(dim, leaf.shape, leaf.cut.num_shards))
+    return WantedLeaf(wanted.keys, leaf, form)
 
 
 def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> jax.Array:
@@ -264,9 +263,9 @@ def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> 
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
 
     def part(index: Any) -> np.ndarray:
-        found = _padded_part(tensor, wanted.cut, index)
+        found = _read_part(tensor, wanted.cut, index)
         for other in tensors[1:]:
-            if other.shape != tensor.shape or _padded_part(other, wanted.cut, index).tobytes() != found.tobytes():
+            if other.shape != tensor.shape or _read_part(other, wanted.cut, index).tobytes() != found.tobytes():
                 raise ValueError(
                     f"{tensor.name!r} and {other.name!r} are one parameter of the state, {wanted.path}, but not the "
                     f"same in {tensor.path}: take one of them out of the file, or untie the parameter."
@@ -281,14 +280,5 @@ def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> 
     return placed(wanted.shape, wanted.sharding, part)
 
 
-def _padded_part(tensor: TensorFile | MappedTensor, cut: Cut | None, index: tuple[slice, ...]) -> np.ndarray:
-    if cut is None:
-        return tensor.read(index)
-    start, stop, _ = index[cut.dim].indices(cut.stored_size)
-    inside = min(stop, cut.natural_size)
-    if start >= inside:  # nothing but padding
-        return np.zeros([len(range(*i.indices(n))) for i, n in zip(index, cut.stored_shape, strict=True)], tensor.dtype)
-    found = tensor.read((*index[: cut.dim], slice(start, inside), *index[cut.dim + 1 :]))
-    widths = [(0, 0)] * found.ndim
-    widths[cut.dim] = (0, stop - start - found.shape[cut.dim])
-    return np.pad(found, widths)
+def _read_part(tensor: TensorFile | MappedTensor, cut: Cut | None, index: Index) -> np.ndarray:
+    return tensor.read(index) if cut is None else cut.part(tensor.read, tensor.dtype, index)

@@ -67,14 +67,10 @@ class CutArray:
             return [(shard.index, np.asarray(shard.data).astype(self.dtype)) for shard in shards]
         parts = []
         for shard in shards:
-            start, stop, _ = shard.index[self.cut.dim].indices(self.cut.stored_size)
-            size = min(stop, self.cut.natural_size) - start
-            if size > 0:
-                inside = [slice(None)] * len(self.shape)
-                inside[self.cut.dim] = slice(0, size)
-                place = list(shard.index)
-                place[self.cut.dim] = slice(start, start + size)
-                parts.append((tuple(place), np.asarray(shard.data)[tuple(inside)].astype(self.dtype, copy=False)))
+            place = self.cut.inside(shard.index)
+            if place is not None:
+                inside = tuple(slice(0, len(range(*s.indices(n)))) for s, n in zip(place, self.shape, strict=True))
+                parts.append((place, np.asarray(shard.data)[inside].astype(self.dtype, copy=False)))
         return parts
 
 

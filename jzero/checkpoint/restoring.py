@@ -21,14 +21,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.placement import on_device, place_leaf
 from jzero.arrays.processes import agree
 from jzero.checkpoint.checksum import checksums
 from jzero.checkpoint.contents import Contents, StoredLeaf, digest, read_contents
 from jzero.checkpoint.damage import REMEDY, DamageError, is_there, reading, wrong_checksums
 from jzero.checkpoint.disk_restoring import RestoredFiles, restore_files
 from jzero.checkpoint.extras import decode, everywhere, iterator_mover
-from jzero.checkpoint.leaves import Number, WantedLeaf, number_leaves, stored_from, wanted_leaves
+from jzero.checkpoint.leaves import Number, WantedLeaf, number_leaves, wanted_leaves
 from jzero.checkpoint.matching import RestoreReport, match
 from jzero.checkpoint.orbax_io import EXTRA, EXTRA_ARRAYS, ITERATOR, state_handler
 from jzero.checkpoint.shards import read_shards
@@ -36,6 +35,7 @@ from jzero.config.settings import FLAG, check_fields
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.misfits import describe_misfit
 from jzero.layout.on_disk import OnDisk
+from jzero.layout.placement import on_device
 from jzero.plan.opt_state import LossScaleState, ZeroOptState, host_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import frozen_fields
@@ -276,14 +276,14 @@ class Target:
             if disk is not None and isinstance(source, Number) and source.index in self.on_disk:
                 values.append(self._from_disk(x, source.index, leaf, disk, choice))
             elif isinstance(source, Number) and source.index in read:
-                values.append(_finish(read[source.index], self.wanted[source.index], leaf, self.plan))
+                values.append(_finish(read[source.index], self.wanted[source.index], leaf))
                 if last_use[source.index] == i:  # so that at most one leaf exists twice
                     jax.block_until_ready(values[-1])
                     del read[source.index]
             elif isinstance(source, Number) or (own is None and leaf.path not in fresh and _is_alive(x)):
                 values.append(x if choice.donate or isinstance(x, OnDisk) else x.copy())
             else:
-                values.append(place_leaf(source, leaf, self.plan))
+                values.append(leaf.place(source))
         finished = iter(values)
         state = map_state(lambda source, leaf: next(finished), self.plan, tree)
         state = state.replace(tx=self.adapted.state.tx)
@@ -297,8 +297,7 @@ class Target:
             return disk.files.node(leaf)
         if index not in disk.rounded:
             return x if choice.donate else x.copy()
-        cut = self.plan.leaves[index].grad.cut
-        rounded = stored_from(disk.rounded.pop(index), cut, leaf, leaf.sharding)
+        rounded = self.plan.leaves[index].grad.convert(disk.rounded.pop(index), leaf)
         return jax.block_until_ready(rounded)  # so that at most one leaf exists twice
 
 
@@ -389,18 +388,7 @@ def _verify(
         raise wrong_checksums(contents.state_directory, wrong)
 
 
-def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
+def _finish(x: jax.Array, wanted: WantedLeaf, leaf: StateLeaf) -> jax.Array:
     """Returns an array from disk as a leaf of the state, in its own buffer."""
-    sharding = leaf.sharding
-    if (
-        x.dtype == leaf.dtype
-        and x.shape == leaf.stored_shape
-        and wanted.cut == _padded_cut(leaf)
-        and x.sharding == sharding
-    ):
-        return x
-    return stored_from(x, wanted.cut, leaf, sharding)
-
-
-def _padded_cut(leaf: StateLeaf) -> Any:
-    return None if leaf.cut is None or leaf.cut.is_stored_naturally else leaf.cut
+    is_finished = x.dtype == leaf.dtype and wanted.cut == leaf.padded_cut and x.sharding == leaf.sharding
+    return x if is_finished else wanted.form.convert(x, leaf)

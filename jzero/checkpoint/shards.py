@@ -9,15 +9,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from jzero.checkpoint.checksum import natural_sizes
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.parts import Part, read_parts
+from jzero.layout.cut import Index
 
 AHEAD_BYTES = 1 << 28
 """Most bytes of shards that are in host memory at once, beside those that stay there."""
-
-Index = tuple[slice, ...]
 
 
 def read_shards(contents: Contents, leaves: Mapping[int, tuple[WantedLeaf, StoredLeaf]]) -> dict[int, jax.Array]:
@@ -60,9 +58,8 @@ def _indices(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[Inde
 
 def _inside(index: Index, wanted: WantedLeaf) -> Index | None:
     """Returns what of a part is in the natural array; `None` if nothing is."""
-    natural = natural_sizes(wanted.shape, wanted.cut)
-    inside = tuple(slice(s.start, min(s.stop, n)) for s, n in zip(index, natural, strict=True))
-    return inside if all(s.start < s.stop for s in inside) else None
+    inside = index if wanted.cut is None else wanted.cut.inside(index)
+    return inside if inside is not None and all(s.start < s.stop for s in inside) else None
 
 
 def _parts(wanted: WantedLeaf) -> Iterator[Index]:

@@ -18,7 +18,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero.arrays.collectives import batch_index, sum_over
-from jzero.arrays.placement import memory_of
 from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
@@ -38,6 +37,7 @@ from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Sums
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way

@@ -25,13 +25,12 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jzero import _compat
-from jzero.arrays.placement import on_device
 from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
-from jzero.layout.padded import pack_shard
+from jzero.layout.placement import on_device
 from jzero.plan.ways import Way
 
 MAX_DEFERRED = 16
@@ -134,7 +133,7 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:
     if way.kind != "none" and cut.blocks is None:
         packed = cut.in_blocks(way.kind, dtype, jax.sharding.get_abstract_mesh().shape)
         with jax.named_scope("zero_quantize"):
-            shard, cut = pack_shard(on_device(shard), cut, packed), packed  # bytes [*stacked, P/N · K]
+            shard, cut = packed.pack_shard(on_device(shard)), packed  # bytes [*stacked, P/N · K]
     levels = comm.split() if way.is_secondary else None
     if levels is not None:
         sent = cut.dtype_sent(dtype)

@@ -25,13 +25,13 @@ import numpy as np
 
 from jzero import _compat
 from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_over
-from jzero.arrays.placement import overwrite
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.rows import RowFacts
 from jzero.layout.comm import Sums
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
+from jzero.layout.placement import overwrite
 from jzero.plan.plan import ZeroPlan
 
 

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
-from jzero.arrays.placement import memory_of, on_device
 from jzero.config.precision import scale_by, wide_dtype
 from jzero.layout.comm import sum_along
+from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
 

@@ -27,11 +27,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import memory_of
 from jzero.config.zero import may_prefetch
 from jzero.engine.lazy import Lazy, is_cut, num_bytes
 from jzero.engine.placed import How, wait
 from jzero.jaxpr.identity import IdDict
+from jzero.layout.placement import memory_of
 from jzero.layout.platform import Fence, platform_facts
 from jzero.plan.plan import ZeroPlan
 

@@ -27,7 +27,6 @@ from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.arrays.placement import memory_of, on_device
 from jzero.engine.bundles import Bundle, is_unevaluated
 from jzero.engine.lazy import Lazy, defer, is_lazy
 from jzero.engine.loops import scan
@@ -41,6 +40,7 @@ from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
+from jzero.layout.placement import memory_of, on_device
 
 _EMPTY = object()
 

@@ -2,5 +2,6 @@
 
 Read `mesh` (axes, memories), `platform` (what compilers do differently), `cut` (over devices, with padding), `blocks`
 (as integers), `parts` (beside other mesh axes), `comm` (how shards travel), `on_disk`, `padded` and `records` (what is
-not an array of its natural shape, or none), `leaves` (all of that for one leaf), `casts` and `misfits` (dtypes).
+not an array of its natural shape, or none), `placement` (arrays in memories), `leaves` (all of that for one leaf, and
+the way there and back), `casts` and `misfits` (dtypes).
 """

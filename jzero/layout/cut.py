@@ -1,18 +1,23 @@
-"""Where one leaf is cut over devices, how it is padded or packed: arithmetic on shapes."""
+"""How one leaf is cut over devices, padded or packed: arithmetic on shapes, and the way there and back."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero.layout.blocks import Blocks, packed_size
+from jzero.layout.blocks import Blocks, pack, packed_size, unpack
+from jzero.layout.parts import apply_to_parts
+
+Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,3 +209,65 @@ class Cut:
         while entries[-1] is None:  # as the compiler writes it, so that the outputs of a user's `jit` compare equal
             entries.pop()
         return PartitionSpec(*entries)
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        """Shape of the stored array without its padding."""
+        return (*self.shape[: self.dim], self.natural_size, *(() if self.flat else self.shape[self.dim + 1 :]))
+
+    def to_stored(self, x: jax.Array) -> jax.Array:
+        """Returns a natural array as it is stored: flattened, packed, zero-padded. [..., D] -> [..., P]."""
+        if self.blocks is not None:
+            x = pack(x, self.packed_dim, self.num_stacked, self.blocks.kind)  # [*stacked, D, K]
+        if self.flat:
+            x = x.reshape(self.unpadded_shape)
+        if not self.is_padded:
+            return x
+        widths = [(0, 0, 0)] * x.ndim
+        widths[self.dim] = (0, self.stored_size - self.natural_size, 0)
+        return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+    def to_natural(self, x: jax.Array) -> jax.Array:
+        """Returns a stored array in its natural shape. [..., P] -> [..., D]."""
+        if self.blocks is not None:
+            return apply_to_parts(self._unpack_part, x, self.axes_beside(), self.other_axes)
+        if self.is_padded:
+            x = lax.slice_in_dim(x, 0, self.natural_size, axis=self.dim)
+        return x.reshape(self.shape) if self.flat else x
+
+    def _unpack_part(self, x: jax.Array) -> jax.Array:
+        """Returns the values of one device's part in blocks. Bytes [*stacked, P · K] -> [..., D, ...]."""
+        lead, blocks = self.dim, self.blocks
+        assert blocks is not None
+        part = self.of_part(jax.sharding.get_abstract_mesh().shape)
+        beside = [n for d, n in enumerate(part.shape) if d >= lead and d != self.packed_dim]
+        size = part.size_beside
+        rows = x.reshape(*x.shape[:lead], -1, packed_size(size, blocks.kind))[..., : self.shape[self.packed_dim], :]
+        y = unpack(rows, size, blocks.kind).astype(blocks.dtype)  # [*stacked, D, S]
+        return jnp.moveaxis(y.reshape(*y.shape[: lead + 1], *beside), lead, self.packed_dim)
+
+    def pack_shard(self, shard: jax.Array) -> jax.Array:
+        """Returns a shard of numbers in blocks. [..., P/N, ...] -> bytes [*stacked, P/N · K]."""
+        blocks, numbers = self.blocks, self.unpacked()
+        assert blocks is not None
+
+        def rounded(x: jax.Array) -> jax.Array:
+            x = pack(x, numbers.dim, numbers.num_stacked, blocks.kind)
+            return x.reshape(*x.shape[: self.dim], -1)
+
+        return apply_to_parts(rounded, shard, numbers.axes_beside(), self.axes_beside())
+
+    def inside(self, index: Index) -> Index | None:
+        """Returns what of a part of the stored array is not padding; `None` if nothing is."""
+        start, stop, _ = index[self.dim].indices(self.stored_size)
+        stop = min(stop, self.natural_size)
+        return (*index[: self.dim], slice(start, stop), *index[self.dim + 1 :]) if start < stop else None
+
+    def part(self, read: Callable[[Index], np.ndarray], dtype: Any, index: Index) -> np.ndarray:
+        """Returns a part of the stored array on the host, made of what `read` returns for that without padding."""
+        part = np.zeros([len(range(*s.indices(n))) for s, n in zip(index, self.stored_shape, strict=True)], dtype)
+        inside = self.inside(index)
+        if inside is not None:
+            found = read(inside)
+            part[tuple(slice(0, n) for n in found.shape)] = found
+        return part

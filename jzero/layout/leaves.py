@@ -1,26 +1,38 @@
-"""The layout of one leaf in a plan."""
+"""One leaf of a state: its layout, and the way from its natural array to the stored one and back."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.jaxpr.sizes import array_bytes
+from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY, AnyMesh, names_host_memory, num_parts
+from jzero.layout.misfits import describe_misfit
+from jzero.layout.on_disk import OnDisk
 from jzero.layout.padded import box, is_padded
+from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, to_memory
 
 PyTree = Any
-Memory = Literal["device", "host", "ram", "disk"]
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """Layout of one leaf: an optimizer leaf, a leaf of another field, or a parameter as stored.
+    """One leaf as it is stored: an optimizer leaf, a leaf of another field, a parameter or its gradient.
+
+    `place` brings an array of the natural shape to its place. Inside `jit`, `load` makes the natural array of a stored
+    one, and `store` goes back. `convert` changes the layout.
 
     Attributes:
       path: Its key path, such as `"decoder/layer_0/kernel"`.
@@ -32,7 +44,7 @@ class StateLeaf:
       cut: Where the ZeRO axis cuts it, or `None` if it stays whole.
       reason: Why it stays whole; empty if it is cut.
       owner: Index of the parameter that an optimizer leaf follows.
-      wide: The dtype in which the optimizer computes an optimizer leaf, if the leaf is stored in another.
+      update_dtype: The dtype in which the optimizer computes with an optimizer leaf that is stored in another.
       is_param: Whether a leaf of another field is a parameter that is not trained.
       compute_dtype: The dtype of such a parameter in the loss; `None` for other leaves.
       memory: Where it lives between steps: on the devices, in pinned memory of each device's host, or in records,
@@ -48,7 +60,7 @@ class StateLeaf:
     cut: Cut | None = None
     reason: str = ""
     owner: int | None = None
-    wide: Any = None
+    update_dtype: Any = None
     is_param: bool = False
     compute_dtype: Any = None
     memory: Memory = "device"
@@ -72,6 +84,16 @@ class StateLeaf:
     def size(self) -> int:
         """Number of elements, without padding."""
         return math.prod(self.shape)
+
+    @property
+    def padded_cut(self) -> Cut | None:
+        """Its cut if the stored array has another shape, or other elements, than the natural one."""
+        return None if self.cut is None or self.cut.is_stored_naturally else self.cut
+
+    @property
+    def unpadded_shape(self) -> tuple[int, ...]:
+        """Shape of the stored array without its padding."""
+        return self.shape if self.cut is None else self.cut.unpadded_shape
 
     @property
     def taken(self) -> frozenset[int]:
@@ -123,6 +145,87 @@ class StateLeaf:
         """Its cut for collectives, see [Note: Collectives beside other mesh axes]."""
         return None if self.cut is None else self.cut.with_other_axes(self.base, dict(self.mesh.shape))
 
+    @property
+    def as_numbers(self) -> StateLeaf:
+        """The layout of the same leaf as numbers on the devices, if it is stored in blocks; else itself."""
+        if self.cut is None or self.cut.blocks is None:
+            return self
+        return dataclasses.replace(self, cut=self.cut.unpacked(), memory="device")
+
+    def load(self, x: jax.Array) -> jax.Array:
+        """Returns the leaf in its natural shape on the devices, cut if possible. Inside `jit`.
+
+        Args:
+          x: The stored array, or one of the natural shape.
+        """
+        cut, x = self.cut, on_device(x)
+        if cut is None:
+            return x
+        self.check_shape(x)
+        is_stored = tuple(x.shape) == cut.stored_shape
+        if cut.blocks is not None:
+            return self.as_numbers.load(self._unpack(x) if is_stored else x)
+        if is_stored:
+            x = cut.to_natural(x)
+        # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
+        return x if cut.flat else lax.with_sharding_constraint(x, self.device_sharding)
+
+    def store(self, x: jax.Array) -> jax.Array:
+        """Returns the stored array, in its memory, of an array in natural or stored shape. Inside `jit`."""
+        if isinstance(x, OnDisk) or (self.array_memory == "host" and memory_of(x) == "host"):
+            return x
+        cut = self.padded_cut
+        if cut is not None and tuple(x.shape) == self.shape:
+            x = cut.to_stored(x) if cut.blocks is None else self._pack(self.as_numbers.store(x))
+        x = lax.with_sharding_constraint(x, self.device_sharding)
+        return jax.device_put(x, jax.memory.Space.Host) if self.array_memory == "host" else x
+
+    def place(self, x: Any, *, look: Look | None = None) -> jax.Array:
+        """Returns the stored array of a natural one of any kind, or of a number, as `place_array` does."""
+        is_whole = not isinstance(x, jax.Array) and jnp.issubdtype(self.dtype, np.integer)
+        if is_whole and (why := describe_misfit(np.asarray(x), self.dtype)):
+            raise ValueError(
+                f"{self.path} holds {why}: enable wider numbers, `jax.config.update('jax_enable_x64', True)`."
+            )
+        if self.as_numbers is self:
+            return place_array(x, self.dtype, self.sharding, self.padded_cut, look=look)
+        return to_memory(self._pack(self.as_numbers.place(x, look=look)), self.sharding)
+
+    def convert(self, x: jax.Array, to: StateLeaf) -> jax.Array:
+        """Returns a stored array of this layout, in a new buffer, as another layout of the same leaf stores it."""
+        if to.as_numbers is not to:
+            return to_memory(to._pack(self.convert(x, to.as_numbers)), to.sharding)
+        numbers, x = self.as_numbers, on_device(x)
+        x = x if numbers is self else self._unpack(x)
+        return to_memory(_converted(x, numbers.padded_cut, to.padded_cut, to.dtype, to.device_sharding), to.sharding)
+
+    def _pack(self, x: jax.Array) -> jax.Array:
+        """Returns the stored array of `as_numbers` in blocks; each device packs its own shard."""
+        assert self.cut is not None
+        return _packed(x, self.cut, self.device_sharding)
+
+    def _unpack(self, x: jax.Array) -> jax.Array:
+        """Returns an array stored in blocks as that of `as_numbers`; each device unpacks its own shard."""
+        assert self.cut is not None
+        return _unpacked(x, self.cut, self.as_numbers.device_sharding)
+
+    def check_shape(self, x: jax.Array) -> None:
+        """Raises unless an array has the natural or the stored shape."""
+        if tuple(x.shape) in (self.shape, self.stored_shape):
+            return
+        if tuple(x.shape[1:]) == self.shape:
+            raise ValueError(
+                f"{self.path!r} has shape {tuple(x.shape)}, that of the parameter with one more dimension in front: a "
+                "gradient of each example? A sharded state takes one gradient per parameter. Aggregate them first, for "
+                "example by `update` of `optax.contrib.differentially_private_aggregate` on gradients and parameters "
+                "of `jzero.natural_params(state)`, and hand the result to an optimizer without that transformation."
+            )
+        raise ValueError(
+            f"{self.path!r} has shape {tuple(x.shape)}; the plan knows it as {self.shape} (natural) or "
+            f"{self.stored_shape} (stored). Hand over "
+            "gradients of `jzero.natural_params(state)` or those that `value_and_grad` returns."
+        )
+
     def box(self, x: Any) -> Any:
         """Returns an array of the stored shape as a leaf of its natural shape: a padded one as a node."""
         return box(x, self.path, self.shape, self.cut)
@@ -167,3 +270,46 @@ class LeafPlan:
     def updated(self) -> StateLeaf:
         """The leaf that the optimizer updates: the master copy, or the parameter itself."""
         return self.param if self.master is None else self.master
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def param_as_gradient(self, param: jax.Array) -> jax.Array:
+        """Returns a stored parameter laid out like its gradient."""
+        return self.grad.store(self.param.load(param))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def edit_master(self, param: jax.Array, master: jax.Array) -> jax.Array:
+        """Returns a stored master with the edits of its parameter, see [Note: Masters]."""
+        assert self.master is not None
+        natural = (self.grad if self.trained else self.param).load(param)
+        return self.master.store(apply_edits(self.grad.load(master), natural))
+
+
+def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> list[jax.Array]:
+    """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
+    if not arrays:
+        return []
+    whole = NamedSharding(leaves[0].mesh, PartitionSpec())
+    return gather_arrays([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), whole)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _converted(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    x = round_to(x, dtype)
+    if cut != new:
+        x = x if cut is None else cut.to_natural(x)
+        x = x if new is None else new.to_stored(x)
+    return lax.with_sharding_constraint(x, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _packed(x: jax.Array, cut: Cut, sharding: NamedSharding) -> jax.Array:
+    spec = PartitionSpec(*[None] * cut.packed_dim, sharding.spec[cut.dim])
+    packed: jax.Array = jax.shard_map(cut.pack_shard, mesh=sharding.mesh, in_specs=spec, out_specs=sharding.spec)(x)
+    return packed
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _unpacked(x: jax.Array, cut: Cut, sharding: NamedSharding) -> jax.Array:
+    spec, part = PartitionSpec(*[None] * cut.dim, sharding.spec[cut.packed_dim]), cut.for_one_shard()
+    numbers: jax.Array = jax.shard_map(part.to_natural, mesh=sharding.mesh, in_specs=spec, out_specs=sharding.spec)(x)
+    return numbers

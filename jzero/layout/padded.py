@@ -31,68 +31,11 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jzero import _compat, _flax
-from jzero.layout.blocks import pack, packed_size, unpack
 from jzero.layout.cut import Cut
 from jzero.layout.on_disk import OnDisk
-from jzero.layout.parts import apply_to_parts
-
-
-def to_stored(x: jax.Array, cut: Cut) -> jax.Array:
-    """Returns a leaf in its stored shape: flattened and zero-padded as `cut` says. [..., D] -> [..., P]."""
-    if cut.blocks is not None:
-        x = pack(x, cut.packed_dim, cut.num_stacked, cut.blocks.kind)  # [*stacked, D, K]
-        x = x.reshape(*x.shape[: cut.dim], cut.natural_size)
-    elif cut.flat:
-        x = x.reshape(*cut.shape[: cut.dim], cut.natural_size)
-    if not cut.is_padded:
-        return x
-    widths = [(0, 0, 0)] * x.ndim
-    widths[cut.dim] = (0, cut.stored_size - cut.natural_size, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), widths)
-
-
-def to_natural(x: jax.Array, cut: Cut) -> jax.Array:
-    """Returns a leaf in its natural shape. [..., P] -> [..., D]."""
-    if cut.blocks is not None:
-        return _unpacked(x, cut)
-    if cut.is_padded:
-        x = lax.slice_in_dim(x, 0, cut.natural_size, axis=cut.dim)
-    return x.reshape(cut.shape) if cut.flat else x
-
-
-def pack_shard(shard: jax.Array, cut: Cut, packed: Cut) -> jax.Array:
-    """Returns a shard in blocks. [..., P/N, ...] -> bytes [*stacked, P/N · K]."""
-    assert packed.blocks is not None
-    kind = packed.blocks.kind
-
-    def rounded(x: jax.Array) -> jax.Array:
-        x = pack(x, cut.dim, cut.num_stacked, kind)
-        return x.reshape(*x.shape[: packed.dim], -1)
-
-    return apply_to_parts(rounded, shard, cut.axes_beside(), packed.axes_beside())
-
-
-def _unpacked(x: jax.Array, cut: Cut) -> jax.Array:
-    """Returns the values of a leaf in blocks. Bytes [*stacked, P · K] -> [..., D, ...]."""
-    blocks = cut.blocks
-    assert blocks is not None
-
-    def values(x: jax.Array) -> jax.Array:
-        lead = cut.dim
-        part = cut.of_part(jax.sharding.get_abstract_mesh().shape)
-        beside = [n for d, n in enumerate(part.shape) if d >= lead and d != cut.packed_dim]
-        size = part.size_beside
-        rows = x.reshape(*x.shape[:lead], -1, packed_size(size, blocks.kind))[..., : cut.shape[cut.packed_dim], :]
-        y = unpack(rows, size, blocks.kind).astype(blocks.dtype)  # [*stacked, D, S]
-        return jnp.moveaxis(y.reshape(*y.shape[: lead + 1], *beside), lead, cut.packed_dim)
-
-    return apply_to_parts(values, x, cut.axes_beside(), cut.other_axes)
-
 
 OF_STORAGE = frozenset(
     "addressable_data addressable_shards block_until_ready committed copy_to_host_async delete device devices "
@@ -188,7 +131,7 @@ class Padded(metaclass=_SaysWhatToDo):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
         if isinstance(x, jax.core.Tracer) and jax.typeof(x).memory_space == jax.memory.Space.Host:
             x = jax.device_put(x, jax.memory.Space.Device)
-        return to_natural(x, self.cut_now)
+        return self.cut_now.to_natural(x)
 
     def check_alive(self) -> None:
         """Raises if a step consumed the stored array; jaxlib 0.10 may crash on such arrays."""
@@ -278,7 +221,7 @@ class _At:
             new = getattr(leaf.natural.at[self.index], name)(*args, **kwargs)
             if new.shape != leaf.shape:  # from `get`
                 return new
-            new = to_stored(new, leaf.cut_now)
+            new = leaf.cut_now.to_stored(new)
             is_traced = isinstance(new, jax.core.Tracer)
             return Padded(new if is_traced else jax.device_put(new, leaf.sharding), leaf.path, leaf.cut)
 

@@ -46,7 +46,7 @@ def plan_opt_leaf(
     if owner is not None and leaf.shape == plans[owner].param.shape:
         stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
         dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
-        leaf = dataclasses.replace(leaf, dtype=dtype, wide=leaf.dtype if dtype != leaf.dtype else None)
+        leaf = dataclasses.replace(leaf, dtype=dtype, update_dtype=leaf.dtype if dtype != leaf.dtype else None)
     if config.stage == 0:
         return dataclasses.replace(leaf, reason="stage 0")
     if owner is None:

@@ -15,9 +15,10 @@ from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes, itemsize
 from jzero.layout.comm import Comm, Hop, comm_of
-from jzero.layout.leaves import LeafPlan, Memory, StateLeaf
-from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, names_host_memory
+from jzero.layout.leaves import LeafPlan, StateLeaf
+from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, mesh_platform, names_host_memory
 from jzero.layout.padded import Padded
+from jzero.layout.placement import Memory
 from jzero.layout.records import Rectangle, field_offsets, rectangles
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.kept import Kept
@@ -166,7 +167,7 @@ class ZeroPlan(Report):
     @property
     def rounds_stochastically(self) -> bool:
         """Whether anything is rounded stochastically when it is stored."""
-        return any(leaf.wide is not None for leaf in self.opt_leaves) or any(
+        return any(leaf.update_dtype is not None for leaf in self.opt_leaves) or any(
             leaf.trained and leaf.updated.dtype != leaf.update_dtype for leaf in self.leaves
         )
 
@@ -202,6 +203,15 @@ class ZeroPlan(Report):
     def names_host_memory(self) -> bool:
         """Whether programs can distinguish host memory from device memory; those for compile-only GPUs cannot."""
         return names_host_memory(self.mesh)
+
+    def check_host_memory(self) -> None:
+        """Raises if arrays belong in host memory, and devices report no memories: they would keep them themselves."""
+        if not self.names_host_memory and any(self.host_bytes_per_device):
+            raise ValueError(
+                f"The plan keeps {self.host_bytes_per_device.total} bytes per device in host memory, but these devices "
+                f"({mesh_platform(self.mesh)}) do not say what memories they have, so nothing can be placed "
+                "there. Set `offload=jzero.Offload()`."
+            )
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:

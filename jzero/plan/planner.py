@@ -20,8 +20,9 @@ from jzero._text import key_names, path_str
 from jzero.config.precision import DynamicLossScale, cast_dtype, is_key, wide_dtype
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.jaxpr.sizes import itemsize
-from jzero.layout.leaves import LeafPlan, Memory, StateLeaf
+from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, check_host_memory, check_mesh, shard_axes
+from jzero.layout.placement import Memory
 from jzero.plan.choice import choose_cut, find_scan_dims
 from jzero.plan.matrices import warn_of_matrices, with_matrices
 from jzero.plan.opt_leaves import check_opt_state, find_owners, owners_by_flow, plan_opt_leaf

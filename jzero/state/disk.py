@@ -11,13 +11,13 @@ import numpy as np
 
 from jzero.arrays.disk_files import StateFiles, layout
 from jzero.arrays.disk_rows import StateRows, handle_shape
-from jzero.arrays.placement import place_array
 from jzero.arrays.processes import succeed_together
 from jzero.disk.files import check_folder
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.stores import DiskStore, RamStore, Store
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
+from jzero.layout.placement import place_array
 from jzero.layout.records import field_offsets
 from jzero.plan.plan import ZeroPlan
 from jzero.update.find_visits import check_adds_up

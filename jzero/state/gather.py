@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from jzero.arrays.fingerprints import describe_value
-from jzero.arrays.placement import Look, gather_leaves, make_strongly_typed, place_leaf
 from jzero.arrays.processes import agree
 from jzero.config.settings import FLAG, check
 from jzero.layout.casts import apply_edits
-from jzero.layout.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf, gather_leaves
+from jzero.layout.placement import Look, make_strongly_typed
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import files_of, kept_on_disk
@@ -53,15 +53,15 @@ def unshard_train_state(state: State) -> State:
     stored: list[jax.Array] = []
     plain, layout = plain_state(train_state, plan), plan.plain
     map_state(lambda x, leaf: stored.append(x), layout, plain, with_disk=True)
-    gathered = gather_leaves(stored, all_leaves(layout), plan.mesh)
+    gathered = gather_leaves(stored, all_leaves(layout))
     params = plan.flat_params(train_state.params)
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
-            gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param], plan.mesh))
+            gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param]))
     whole = iter(gathered)
 
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
-        return make_strongly_typed(next(whole), leaf.wide or leaf.dtype)
+        return make_strongly_typed(next(whole), leaf.update_dtype or leaf.dtype)
 
     return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner, with_disk=True))
 
@@ -117,7 +117,7 @@ def gather_params(
     stored = [edited_master(plan.leaves[i], plan, params[i], kept[i]) if masters else params[i] for i in taken]
     leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in taken]
     if to is None and targets is None:
-        whole = gather_leaves(stored, leaves, plan.mesh)
+        whole = gather_leaves(stored, leaves)
     else:
         targets = [plan.whole_sharding] * len(taken) if targets is None else targets
         whole = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
@@ -196,7 +196,7 @@ def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iter
     placed = agree(
         "the new values of a state",
         plan.mesh,
-        lambda: [place_leaf(x, leaf, plan, look=note_value(noted, leaf)) for x, leaf in values],
+        lambda: [leaf.place(x, look=note_value(noted, leaf)) for x, leaf in values],
         lambda _: {"the new values": "\n".join(noted)},
     )
     return iter(placed)

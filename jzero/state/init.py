@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jzero import _compat
 from jzero.arrays.disk_files import StateFiles
 from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_program
-from jzero.arrays.placement import check_names_host_memory, make_strongly_typed, place_array, stored_leaf
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.state_fields import check_arrays, other_fields
@@ -140,7 +140,7 @@ def lower_init(
     jaxpr, shapes = jax.make_jaxpr(call, return_shape=True)(key)
     natural, tx = restrict(shapes, shapes.tx, trainable)
     plan = make_plan(natural, tx, config, mesh)
-    check_names_host_memory(plan)
+    plan.check_host_memory()
     check_update(ZeroTransformation(tx, plan))
     inner, consts = _compat.open_jaxpr(jaxpr)
     treedef = jax.tree.structure(shapes)
@@ -164,7 +164,7 @@ def lower_init(
         wanted = {source for k in group if (source := made_from[k]) is not None}
         made = one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0, zeroed=zeroed)
         values = _values(plan, stored(treedef.unflatten(made)))
-        return [stored_leaf(make_strongly_typed(values[k], leaves[k].dtype), leaves[k], plan) for k in group]
+        return [leaves[k].store(make_strongly_typed(values[k], leaves[k].dtype)) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
         found = _collected(plan, leaves, groups, results)

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jzero.arrays.placement import gather_leaves
 from jzero.config.precision import is_key, widen
 from jzero.layout.casts import apply_edits
-from jzero.layout.leaves import StateLeaf
+from jzero.layout.leaves import StateLeaf, gather_leaves
 from jzero.layout.misfits import describe_misfit
 from jzero.layout.padded import is_padded
 from jzero.plan.plan import ZeroPlan
@@ -138,7 +137,7 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     i = _opt_index(plan, path, name)
     leaf = plan.inner_leaves[i]
     whole = _gather(plan.flat_opt_state(train_state.opt_state)[i], leaf, plan)
-    return whole if leaf.wide is None else whole.astype(leaf.wide)
+    return whole if leaf.update_dtype is None else whole.astype(leaf.update_dtype)
 
 
 def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
@@ -269,7 +268,7 @@ def _matching(name: str, names: dict[str, int]) -> list[str]:
 
 def _gather(x: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     check_alive(x)
-    return gather_leaves([x], [leaf], plan.mesh)[0]
+    return gather_leaves([x], [leaf])[0]
 
 
 def _as_leaf(value: Any, leaf: StateLeaf) -> Any:

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.placement import on_device
 from jzero.config.precision import cast_dtype
 from jzero.config.settings import Setting, optional
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
-from jzero.layout.padded import to_natural
+from jzero.layout.placement import on_device
 from jzero.plan.plan import ZeroPlan
 
 KINDS = "a dictionary from regular expressions to a `PartitionSpec` or `NamedSharding` each, or a tree of these"
@@ -106,4 +105,4 @@ def _natural(x: jax.Array, cut: Cut | None, dtype: Any, sharding: NamedSharding)
         return lax.with_sharding_constraint(x, sharding)  # so that the result shares no buffer with the state
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     x = lax.with_sharding_constraint(x, whole)  # before the slice: an uneven array cannot leave `jit`
-    return lax.with_sharding_constraint(round_without_derivative(to_natural(x, cut), dtype), whole)
+    return lax.with_sharding_constraint(round_without_derivative(cut.to_natural(x), dtype), whole)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import make_strongly_typed, memory_of, stored_leaf
 from jzero.config.precision import scale_by
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.placement import make_strongly_typed, memory_of
 from jzero.plan.opt_state import with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt
@@ -108,7 +108,7 @@ def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
 def _to_stored(state: Any, plan: ZeroPlan) -> Any:
     def stored(x: Any, leaf: StateLeaf) -> jax.Array:
         dtype = leaf.stored_dtype if tuple(x.shape) == leaf.stored_shape else leaf.dtype
-        return x if memory_of(x) == "host" else stored_leaf(make_strongly_typed(x, dtype), leaf, plan)
+        return x if memory_of(x) == "host" else leaf.store(make_strongly_typed(x, dtype))
 
     return map_state(stored, plan, state)
 

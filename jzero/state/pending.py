@@ -19,12 +19,12 @@ import jax
 import numpy as np
 
 from jzero.arrays.disk_files import StateFiles
-from jzero.arrays.placement import memory_of
 from jzero.arrays.processes import succeed_together
 from jzero.config.settings import FLAG, check
 from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.disk.stores import CopyingStore
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.placement import memory_of
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt_sharded
 from jzero.state.disk import attached, check_newest, detached, files_of, open_files

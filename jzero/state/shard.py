@@ -11,7 +11,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
 from jzero.arrays.fingerprints import describe_plan
-from jzero.arrays.placement import gather_padded, place_leaf
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
 from jzero.config.zero import ZeroConfig
@@ -19,6 +18,7 @@ from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.layout.padded import is_padded, unbox
+from jzero.layout.placement import gather_padded
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import make_plan
 from jzero.plan.trainable import restrict_opt_state, restrict_optimizer
@@ -149,6 +149,7 @@ def _place(
     train_state: Any, old: ZeroPlan | None, plan: ZeroPlan, tx: Any, *, donate: bool, values: list[str] | None
 ) -> Any:
     """Moves a state from the layout `old` to `plan`; records the values that this process supplies in `values`."""
+    plan.check_host_memory()
     files = checked_files(ZeroTransformation(tx, plan))
     arrays = _arrange(train_state, old, plan, tx)
     uses = collections.Counter(map(id, jax.tree.leaves(arrays)))
@@ -162,7 +163,7 @@ def _place(
 
     def place_now(x: Any, leaf: StateLeaf) -> jax.Array:
         near = unbox(x).read() if isinstance(unbox(x), OnDisk) else x
-        placed = place_leaf(gather_padded(near), leaf, plan, look=note_value(values, leaf))
+        placed = leaf.place(gather_padded(near), look=note_value(values, leaf))
         if old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
             jax.block_until_ready(placed)
         x = unbox(x)
@@ -323,6 +324,6 @@ def _natural_state(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.wide or leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.update_dtype or leaf.dtype, sharding=sharding)
 
     return map_state(abstract, old, train_state, with_disk=True), train_state.tx.inner, stored

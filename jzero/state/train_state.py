@@ -11,11 +11,11 @@ import jax
 import optax
 
 from jzero._text import path_str
-from jzero.arrays.placement import edit_master, gather_padded, memory_of
 from jzero.config.precision import is_key
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import ChangedFiles, OnDisk
 from jzero.layout.padded import is_padded
+from jzero.layout.placement import gather_padded, memory_of
 from jzero.plan.opt_state import ZeroOptState
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
@@ -164,7 +164,7 @@ def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> An
         return param
     if isinstance(param, OnDisk):  # nobody edits it by itself
         return master
-    edit = functools.partial(edit_master, leaf, plan, param)  # one on disk is edited when it is read
+    edit = functools.partial(leaf.edit_master, param)  # one on disk is edited when it is read
     if not isinstance(master, OnDisk):
         return edit(master)
     return master if master.files is None else dataclasses.replace(master, files=ChangedFiles(master.files, edit))

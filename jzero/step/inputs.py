@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 
 from jzero import _compat
 from jzero._text import path_str
-from jzero.arrays.placement import place_array
 from jzero.config.settings import ONE_KEY, check, optional
 from jzero.engine.outputs import Weighted, check_aux
 from jzero.engine.trace import TracedLoss
@@ -22,6 +21,7 @@ from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.padded import is_padded, unbox
+from jzero.layout.placement import place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.train_state import map_state
 

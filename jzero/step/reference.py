@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jzero.arrays.placement import overwrite, place_array
 from jzero.config.precision import is_key, scale_by, widen
 from jzero.engine.meshes import MeshFacts
 from jzero.engine.outputs import Weighted
@@ -22,6 +21,7 @@ from jzero.engine.written_variables import Changed, by_path
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
+from jzero.layout.placement import overwrite, place_array
 from jzero.plan.plan import ZeroPlan
 from jzero.state.adapter import adapt
 from jzero.state.train_state import map_state, write_fields
@@ -56,7 +56,7 @@ class Reference:
         plan = self.plan
 
         def place(x: Any, leaf: StateLeaf) -> jax.Array:
-            return _cast(_cast(self._place(x), leaf.dtype), leaf.wide)
+            return _cast(_cast(self._place(x), leaf.dtype), leaf.update_dtype)
 
         state = map_state(place, plan.plain, state)
         params = plan.flat_params(state.params)

@@ -30,9 +30,9 @@ from jax.sharding import PartitionSpec
 
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.arrays.host_compute import compute_on_host
-from jzero.arrays.placement import memory_of, on_device
 from jzero.layout.casts import positions_of
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
 from jzero.update.split import REDUCTIONS

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jzero.arrays.placement import natural_leaf, stored_leaf
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
@@ -95,7 +94,7 @@ class Columns:
             local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
         )
         self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param.array)
-        near = natural_leaf(result, leaf, plan)
+        near = leaf.load(result)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
 
@@ -131,7 +130,7 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array,
       chosen: The columns that keep theirs; `None` if none do.
     """
     grad = leaf.grad
-    kept = stored_leaf(natural_leaf(old, leaf.param, plan), grad, plan)
+    kept = grad.store(leaf.param.load(old))
     if chosen is not None:
         like, entries = _specs(plan, grad)
         dim = plan.column_dim(grad)

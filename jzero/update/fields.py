@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jzero.arrays.placement import check_leaf_shape, memory_of, natural_leaf, stored_leaf
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
+from jzero.layout.placement import memory_of
 from jzero.plan.plan import ZeroPlan
 from jzero.update.whole import Before
 
@@ -54,15 +54,15 @@ def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before
     def place(x: Any, i: int | None, leaf: StateLeaf, name: str = "") -> Any:
         if x is None:
             return None
-        check_leaf_shape(x, leaf)
+        leaf.check_shape(x)
         if i not in far or leaf.shape != plan.leaves[i].param.shape:
-            return natural_leaf(x, leaf, plan)
+            return leaf.load(x)
         grad = plan.leaves[i].grad
         if memory_of(x) != "device" or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
             given = "" if isinstance(x, OnDisk) else name  # a record has it
             return Field(i, grad, x, given)  # a constraint would make a copy of what a program only passes on
-        x = x if leaf.cut == grad.cut else natural_leaf(x, leaf, plan)
-        return Field(i, grad, stored_leaf(x, grad, plan))
+        x = x if leaf.cut == grad.cut else leaf.load(x)
+        return Field(i, grad, grad.store(x))
 
     def of_param(i: int, x: Any, name: str = "") -> Any:
         leaf = plan.leaves[i]

@@ -40,7 +40,6 @@ from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
 from jzero.layout.comm import shard_index
 from jzero.layout.mesh import batch_axes
-from jzero.layout.padded import to_natural, to_stored
 from jzero.plan.matrices import Port, Work, schedule_of
 from jzero.plan.plan import ZeroPlan
 from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, widened, widest
@@ -140,11 +139,11 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Any], j
         return port.cut.spec(PartitionSpec(), plan.comm.shard_axes)
 
     def placed(v: Any, port: Port) -> jax.Array:
-        stored = to_stored(read(v).reshape(port.leaf.shape), port.cut)
+        stored = port.cut.to_stored(read(v).reshape(port.leaf.shape))
         return lax.with_sharding_constraint(stored, NamedSharding(plan.mesh, spec(port)))
 
     def natural(y: jax.Array, v: Any, port: Port) -> jax.Array:
-        x = to_natural(y, port.cut).reshape(v.aval.shape)
+        x = port.cut.to_natural(y).reshape(v.aval.shape)
         # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
         is_free = not x.ndim or (port.leaf.cut is not None and port.leaf.cut.flat)
         return x if is_free else lax.with_sharding_constraint(x, port.leaf.device_sharding)
@@ -272,13 +271,13 @@ def _assembled(port: Port, shards: jax.Array) -> jax.Array:
     """[N, 1, D/N, F], one shard from each device -> [1, D, F]."""
     cut = port.unit
     assert cut is not None
-    return to_natural(jnp.moveaxis(shards, 0, cut.dim).reshape(cut.stored_shape), cut)
+    return cut.to_natural(jnp.moveaxis(shards, 0, cut.dim).reshape(cut.stored_shape))
 
 
 def _dissected(port: Port, x: jax.Array) -> jax.Array:
     """[1, D, F] -> [N, 1, D/N, F], one shard for each device."""
     cut = port.unit
     assert cut is not None
-    stored = to_stored(x.reshape(cut.shape), cut)
+    stored = cut.to_stored(x.reshape(cut.shape))
     apart = stored.reshape(*stored.shape[: cut.dim], cut.num_shards, -1, *stored.shape[cut.dim + 1 :])
     return jnp.moveaxis(apart, cut.dim, 0)

@@ -25,9 +25,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero.arrays.disk_files import StateFiles, first_holders
-from jzero.arrays.placement import on_device
 from jzero.disk.pipeline import Pipeline, RunStats
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.placement import on_device
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, number_of_part
 from jzero.update.find_visits import NextPass

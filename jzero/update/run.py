@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jzero import _compat
-from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
@@ -26,6 +25,7 @@ from jzero.jaxpr.structure import Structures
 from jzero.layout.casts import holds, positions_of, round_to
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
+from jzero.layout.placement import memory_of
 from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
@@ -210,7 +210,7 @@ class Run:
                     "Use `compute='device'`, or keep the leaf on the devices (`LeafRule(offload=False)`)."
                 )
             self.fetched.add(field.leaf.path)
-        return natural_leaf(field.array, field.leaf, self.plan)
+        return field.leaf.load(field.array)
 
     def _sum(self, eqn: Any) -> list[jax.Array]:
         fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
@@ -249,13 +249,13 @@ class Run:
             return {}
         made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, made, strict=True))
-        return new | {k: natural_leaf(round_to(new[k], targets[k]), leaf.grad, self.plan) for k in near}
+        return new | {k: leaf.grad.load(round_to(new[k], targets[k])) for k in near}
 
     def from_disk(self, i: int, given: Before, targets: Mapping[int, Any], result: Any) -> dict[int, Any]:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
         leaf, old = self.plan.leaves[i], given.params[i]
         near = old.array if result is None else result
-        near = near if memory_of(near) != "device" else natural_leaf(near, leaf.grad, self.plan)
+        near = near if memory_of(near) != "device" else leaf.grad.load(near)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
     def stored(self, v: Any, leaf: StateLeaf) -> Any:
@@ -263,7 +263,7 @@ class Run:
         if v in self.fields:
             return self.fields[v].array
         x = jnp.asarray(self.value(v))
-        return stored_leaf(x.reshape(leaf.shape), leaf, self.plan) if x.ndim else x
+        return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
     def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""

@@ -21,11 +21,11 @@ import numpy as np
 
 from jzero import _compat
 from jzero.arrays.collectives import gather_leaf, gather_onto
-from jzero.arrays.placement import memory_of, natural_leaf, stored_leaf
 from jzero.config.precision import DynamicLossScale
 from jzero.layout.casts import round_to
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.padded import is_padded
+from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
 from jzero.plan.opt_state import ZeroOptState, with_next_loss_scale
 from jzero.plan.plan import ZeroPlan
@@ -184,7 +184,7 @@ class ZeroTransformation:
         """Lays stored parameters out as planned; in a user's loop the compiler may have chosen another layout."""
         leaves = self.plan.flat_params(params)
         return self.plan.params_treedef.unflatten(
-            [stored_leaf(x, leaf.param, self.plan) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
+            [leaf.param.store(x) for x, leaf in zip(leaves, self.plan.leaves, strict=True)]
         )
 
     def natural_params(self, params: PyTree) -> PyTree:
@@ -193,8 +193,7 @@ class ZeroTransformation:
             self._check_in_programs()
         leaves = self.plan.flat_params(self.constrain(params))
         natural = [
-            natural_leaf(round_to(x, leaf.compute_dtype), leaf.param, self.plan)
-            for x, leaf in zip(leaves, self.plan.leaves, strict=True)
+            leaf.param.load(round_to(x, leaf.compute_dtype)) for x, leaf in zip(leaves, self.plan.leaves, strict=True)
         ]
         return self.plan.params_treedef.unflatten(natural)
 
@@ -203,15 +202,13 @@ class ZeroTransformation:
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
     leaves = plan.flat_params(params)
-    seen = [
-        optimizer_view(natural_leaf(x, leaf.param, plan), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)
-    ]
+    seen = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
     made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
     inner = plan.inner_treedef.unflatten(
-        [stored_leaf(round_to(x, leaf.dtype), leaf, plan) for x, leaf in zip(made, plan.inner_leaves, strict=True)]
+        [leaf.store(round_to(x, leaf.dtype)) for x, leaf in zip(made, plan.inner_leaves, strict=True)]
     )
     masters = [
-        None if leaf.master is None else stored_leaf(x.astype(leaf.master.dtype), leaf.master, plan)
+        None if leaf.master is None else leaf.master.store(x.astype(leaf.master.dtype))
         for x, leaf in zip(seen, plan.leaves, strict=True)
     ]
     own = own_opt_state(plan, masters)
@@ -265,10 +262,9 @@ def _results(
 ) -> tuple[list[Any], ZeroOptState]:
     """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
     number = own.num_updates
-    inner = [stored_leaf(x, leaf, plan) for x, leaf in zip(after.inner, plan.inner_leaves, strict=True)]
+    inner = [leaf.store(x) for x, leaf in zip(after.inner, plan.inner_leaves, strict=True)]
     masters = [
-        x if leaf.master is None else stored_leaf(x, leaf.master, plan)
-        for x, leaf in zip(after.masters, plan.leaves, strict=True)
+        x if leaf.master is None else leaf.master.store(x) for x, leaf in zip(after.masters, plan.leaves, strict=True)
     ]
     if number is not None:
         number = number + (1 if applied is None else applied.astype(number.dtype))
@@ -285,19 +281,19 @@ def _natural(plan: ZeroPlan, x: Any) -> Any:
     if jax.tree.structure(x, is_leaf=is_padded) != plan.params_treedef:
         return x
     leaves = zip(plan.flat_params(x), plan.leaves, strict=True)
-    return plan.params_treedef.unflatten([natural_leaf(y, leaf.grad, plan) for y, leaf in leaves])
+    return plan.params_treedef.unflatten([leaf.grad.load(y) for y, leaf in leaves])
 
 
 def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -> jax.Array:
     """Returns a new parameter, cut like its gradient, as the plan stores it; see [Note: Gathering new parameters]."""
     if memory_of(new) != "device":
         return new
-    new, platform = natural_leaf(new, leaf.grad, plan), platform_facts(plan.mesh)
+    new, platform = leaf.grad.load(new), platform_facts(plan.mesh)
     if leaf.param.cut is None and leaf.grad.cut is not None and platform.transposes_gathers:
-        new = gather_onto(old, stored_leaf(new, leaf.grad, plan), leaf.grad, plan)
+        new = gather_onto(old, leaf.grad.store(new), leaf.grad, plan)
     elif leaf.param.cut is None and len(plan.comm.shard_axes) > 1:  # the compiler would gather it in one hop
-        new = gather_leaf(stored_leaf(new, leaf.grad, plan), leaf.grad, plan)
-    new = stored_leaf(new, leaf.param, plan)
+        new = gather_leaf(leaf.grad.store(new), leaf.grad, plan)
+    new = leaf.param.store(new)
     return jnp.where(new == old, old, new) if platform.copies_results else new
 
 
@@ -313,7 +309,7 @@ def _change(plan: ZeroPlan, i: int, param: Any, result: Any, is_new: bool) -> An
         wide, old = new.astype(leaf.update_dtype), param.astype(leaf.update_dtype)
         change = jnp.where(new == param, NOTHING.astype(wide.dtype), wide - old)  # infinities included
     elif leaf.trained:
-        change = stored_leaf(natural_leaf(result, leaf.grad, plan), leaf.param, plan)
+        change = leaf.param.store(leaf.grad.load(result))
     else:
         change = jnp.asarray(NOTHING).astype(leaf.param.dtype)
     return _place_update(change, leaf.param, plan)
@@ -327,7 +323,7 @@ def _place_update(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
     """
     if not isinstance(update, jax.core.Tracer):
         update = jax.lax.with_sharding_constraint(update, plan.whole_sharding)
-    return _compat.when_added(update, lambda total: stored_leaf(total.astype(leaf.dtype), leaf, plan))
+    return _compat.when_added(update, lambda total: leaf.store(total.astype(leaf.dtype)))
 
 
 def _to_own_state(plan: ZeroPlan, state: PyTree) -> ZeroOptState:

@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero.arrays.placement import make_strongly_typed
 from jzero.config.precision import Precision, is_float8, is_key, scale_by
 from jzero.layout.casts import apply_edits, positions_of, round_stochastically, round_to
 from jzero.layout.leaves import LeafPlan
+from jzero.layout.placement import make_strongly_typed
 from jzero.plan.plan import ZeroPlan
 from jzero.update.extra_args import extra_args, said_clearly
 
@@ -115,7 +115,7 @@ class WholeUpdate:
         knows = any(p is not None for p in x.params)
         seen = [self._seen(*y) for y in zip(plan.leaves, x.params, x.masters, strict=True)] if knows else x.params
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
-        state = [y.astype(leaf.wide or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
+        state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
         extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
         with said_clearly():
             made, new = self.tx.update(
@@ -160,7 +160,7 @@ class WholeUpdate:
 
     def _new_inner(self, j: int, x: Before, new: Any) -> jax.Array:
         leaf, old = self.plan.inner_leaves[j], x.inner[j]
-        if leaf.wide is not None:
+        if leaf.update_dtype is not None:
             new = self._rounded(x, leaf.owner, len(self.plan.leaves) + j, new, leaf.dtype)
         return _choose(x.applied, make_strongly_typed(new, leaf.dtype), old)
 
