@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import html
 import itertools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+LEAST_WIDTH = 30
+"""A column narrower than this does not wrap in its place."""
 
 
 def key_names(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -34,6 +38,38 @@ def format_rows(rows: Sequence[Sequence[str]], *, left: int, last_left: bool = F
     ]
 
 
+def wrapped(text: str, width: int) -> str:
+    """Returns a report in lines of up to `width` characters, tables by their last column, as far as it can be done."""
+    return "\n".join(line for lines in _paragraphs(text) for line in _wrapped_paragraph(lines, width))
+
+
+def _paragraphs(text: str) -> list[list[str]]:
+    """Returns the lines between blank ones, and the blank ones."""
+    return [list(lines) for _, lines in itertools.groupby(text.splitlines(), lambda line: not line)]
+
+
+def _wrapped_paragraph(lines: list[str], width: int) -> list[str]:
+    starts = _columns(lines)
+    last = starts[-1] if _is_table(lines, starts) else 0
+    under = width - last < LEAST_WIDTH
+    return [
+        part for line in lines for part in ([line] if len(line) <= width else _wrapped_line(line, width, last, under))
+    ]
+
+
+def _wrapped_line(line: str, width: int, last: int, under: bool) -> list[str]:
+    """Wraps a line within its last column, or under the others if that is too narrow."""
+    if last == 0:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        return textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+    indent = " " * (4 if under else last)
+    cell = textwrap.wrap(
+        line[last:], width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    ) or [""]
+    head = line[:last]
+    return [head.rstrip(), *cell] if under else [head + cell[0][last:], *cell[1:]]
+
+
 class Report:
     """A result whose text is for people. Notebooks show its tables as tables, in their own colors."""
 
@@ -43,19 +79,22 @@ class Report:
 
 def as_html(text: str) -> str:
     """Returns a report as HTML: each paragraph of aligned columns as a table, all others as they are, wrapped."""
-    paragraphs = [list(lines) for blank, lines in itertools.groupby(text.splitlines(), lambda x: not x) if not blank]
-    return "\n".join(map(_paragraph_as_html, paragraphs))
+    return "\n".join(_paragraph_as_html(lines) for lines in _paragraphs(text) if lines[0])
 
 
 def _paragraph_as_html(lines: list[str]) -> str:
     rows = [line for line in lines if line.strip("- ")]
     starts = _columns(rows)
-    if len(rows) < 2 or len(starts) < 2:
+    if not _is_table(rows, starts):
         return f'<pre style="white-space: pre-wrap">{html.escape(chr(10).join(lines))}</pre>'
     ends = [*starts[1:], None]
     head, *body = ([row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows)
     body_rows = "".join(f"<tr>{_cells(row, 'td')}</tr>" for row in body)
     return f"<table><thead><tr>{_cells(head, 'th')}</tr></thead><tbody>{body_rows}</tbody></table>"
+
+
+def _is_table(rows: Sequence[str], starts: Sequence[int]) -> bool:
+    return len(rows) > 1 and len(starts) > 1
 
 
 def _cells(texts: Sequence[str], tag: str) -> str:

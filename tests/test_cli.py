@@ -291,15 +291,110 @@ def test_deepspeed_ends_with_1_if_a_key_is_refused(run, folder):
 
 
 def test_deepspeed_ends_with_1_if_a_key_is_left_open(run, folder):
-    """Unless `--auto` decides it."""
+    """Unless `--set`, which once was `--auto`, decides it."""
     config = {**DS_CONFIG, "bf16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     (folder / "ds_config.json").write_text(json.dumps(config))
     result = run("deepspeed ds_config.json --json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["open"] == ["bf16.enabled", "optimizer.params.lr"]
-    found = data_of(run("deepspeed ds_config.json --auto learning_rate=2e-4 --auto bf16=true --json"))
+    for flag in ("--set", "--auto"):
+        found = data_of(run(f"deepspeed ds_config.json {flag} learning_rate=2e-4 {flag} bf16=true --json"))
+        assert (found["open"], found["has_optimizer"]) == ([], True)
+    found = data_of(run("deepspeed ds_config.json --set optimizer.params.lr=2e-4 --precision bf16 --json"))
     assert (found["open"], found["has_optimizer"]) == ([], True)
-    assert "NAME=VALUE" in message_of(run("deepspeed ds_config.json --auto bf16"))
+    assert "`--set` takes KEY=VALUE" in message_of(run("deepspeed ds_config.json --set bf16"))
+    shown = run("deepspeed ds_config.json").stdout
+    assert "optimizer.params.lr (learning_rate)" in shown
+    assert "in `--set`, by its key" in shown
+
+
+def test_deepspeed_sets_keys_that_the_configuration_has_or_lacks(run, folder):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto", "reduce_bucket_size": 10}
+    (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+    sets = {
+        "zero_optimization.param_persistence_threshold": 7,  # which the file has by its old name
+        "zero_optimization.reduce_bucket_size": 20,
+        "gradient_clipping": 0.5,
+        "optimizer.type": "sgd",
+    }
+    options = " ".join(f"--set {name}={value}" for name, value in sets.items())
+    found = data_of(run(f"deepspeed ds_config.json --batch-size 64 --num-devices 8 {options} --json"))
+    assert (found["train_batch_size"], found["micro_batch_size"], found["clip_norm"]) == (64, 8, 0.5)
+    values = {row["key"]: row["value"] for row in found["rows"]}
+    assert values["zero_optimization.stage3_param_persistence_threshold"] == 7
+    assert values.items() > {name: value for name, value in sets.items() if "persistence" not in name}.items()
+    for name, says in (("gradient_cliping", "Did you mean `gradient_clipping`"), ("x", "Write keys with dots")):
+        assert says in message_of(run(f"deepspeed ds_config.json --set {name}=1"))
+    contradiction = message_of(run("deepspeed ds_config.json --set train_batch_size=8 --batch-size 64"))
+    assert contradiction.startswith("jzero: `--batch-size 64` contradicts `train_batch_size` (8)")
+
+
+def test_deepspeed_sets_what_a_trainer_names(run, folder):
+    adam = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}
+    (folder / "ds_config.json").write_text(json.dumps({"optimizer": adam, "fp16": {"enabled": True}}))
+    sets = ("learning_rate=2e-5", "adam_beta1=0.8", "bf16=true", "per_device_train_batch_size=4", "max_grad_norm=0.5")
+    found = data_of(run(f"deepspeed ds_config.json {' '.join(f'--set {x}' for x in sets)} --json"))
+    assert {row["key"]: row["value"] for row in found["rows"]} == {
+        "optimizer.type": "AdamW",
+        "optimizer.params.lr": 2e-5,
+        "optimizer.params.betas": [0.8, 0.95],
+        "fp16.enabled": False,
+        "bf16.enabled": True,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+    }
+
+
+def test_deepspeed_says_where_the_batch_would_come_from(run, folder):
+    for config, says in (
+        ({}, "batch: not in the file: pass `--batch-size`"),
+        ({"train_micro_batch_size_per_gpu": 4}, "micro-batches x ? devices, with `--num-devices` for the rest"),
+        ({"train_batch_size": "auto"}, "batch: open"),
+    ):
+        (folder / "ds_config.json").write_text(json.dumps(config))
+        assert says in run("deepspeed ds_config.json").stdout
+
+
+ACCELERATE = """
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  offload_param_nvme_path: none
+  zero3_init_flag: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+num_processes: 8
+"""
+
+
+def test_deepspeed_reads_accelerates_yaml(run, folder):
+    (folder / "accelerate.yaml").write_text(ACCELERATE)
+    found = data_of(run("deepspeed accelerate.yaml --set per_device_train_batch_size=2 --json"))
+    assert (found["train_batch_size"], found["num_devices"], found["accumulate_steps"]) == (64, 8, 4)
+    values = {row["key"]: row["value"] for row in found["rows"]}
+    assert (values["zero_optimization.stage"], values["bf16.enabled"]) == (3, True)
+    assert values["zero_optimization.offload_optimizer.device"] == "cpu"
+    assert json.loads(run("deepspeed accelerate.yaml --json").stdout)["open"] == [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ]
+    (folder / "ds_config.json").write_text(json.dumps({**DS_CONFIG, "fp16": {"enabled": "auto"}}))
+    (folder / "accelerate.yaml").write_text(
+        "deepspeed_config: {deepspeed_config_file: ds_config.json}\nnum_processes: 4\nmixed_precision: fp16"
+    )
+    found = data_of(run("deepspeed accelerate.yaml --json"))
+    assert (found["train_batch_size"], found["micro_batch_size"], found["open"]) == (32, 4, [])
+    for text, says in (
+        ("deepspeed: ds_config.json", "names 'ds_config.json', so pass that file"),
+        ("fsdp_config: {}", "with a block `deepspeed_config`: got ['fsdp_config']"),
+        ("deepspeed_config: {zero_stag: 3}", "['zero_stag'], which Accelerate does not know"),
+        ("deepspeed_config: 3", "must be a block of keys: got 3"),
+        ("a: [", "must be YAML"),
+    ):
+        (folder / "accelerate.yaml").write_text(text)
+        assert says in message_of(run("deepspeed accelerate.yaml"))
 
 
 def test_deepspeed_says_what_it_cannot_read(run, folder):
@@ -360,7 +455,7 @@ def test_export(run, checkpoint, tmp_path):
     assert "2 tensors, 232 B" in text_of(run(f"export {path} {tmp_path / 'many'} --max-file-bytes 100"))
     assert len(list((tmp_path / "many").iterdir())) == 3
     assert "never replaces files" in message_of(run(f"export {path} {tmp_path / 'x.safetensors'}"))
-    assert "`dtype` must be" in message_of(run(f"export {path} {tmp_path / 'y'} --dtype text"))
+    assert "`--dtype` must be" in message_of(run(f"export {path} {tmp_path / 'y'} --dtype text"))
 
 
 # doctor
@@ -536,9 +631,9 @@ def test_doctor_does_not_measure_what_is_no_disk(run, tmp_path):
         ("fit users:factory --params 1e6", r"got MODULE:FUNCTION and --params"),
         ("estimate --deepspeed users:factory --largest-layer 1e6", r"`--largest-layer` requires `--params`"),
         ("estimate --params 1e9 --largest-layer 1e6", r"pass `--deepspeed`"),
-        ("estimate --deepspeed --params 1e6 --largest-layer 2e6", r"`largest_layer_params` must not exceed"),
+        ("estimate --deepspeed --params 1e6 --largest-layer 2e6", r"`--largest-layer` must not exceed `--params`"),
         ("estimate --deepspeed --stage 0 --params 1e6", r"stages 1 to 3"),
-        ("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 0", r"`num_nodes`.*got 0"),
+        ("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 0", r"`--num-nodes`.*got 0"),
     ],
 )
 @pytest.mark.parametrize("json_too", ["", " --json"])

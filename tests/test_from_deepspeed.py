@@ -158,8 +158,10 @@ def test_report_reads_as_a_table():
     lines = str(report).splitlines()
     assert lines[0] == "DeepSpeed configuration: 1 refused, 3 honoured, 1 left to the compiler, 0 ignored"
     assert lines[1] == "batch: 8 rows a step = 2 in a micro-batch x 1 micro-batches x 4 devices"
-    assert lines[2] == "clipping: at a norm of 1; optimizer: none; schedule: none"
-    assert lines[5].split()[:3] == ["zero_optimization.load_from_fp32_weights", "false", "refused"]
+    assert lines[2] == "clipping: at a norm of 1; optimizer: none in the file; schedule: none in the file"
+    assert lines[4].split() == ["refused", "value", "what", "becomes", "of", "it"]
+    assert lines[5].split()[:2] == ["zero_optimization.load_from_fp32_weights", "false"]
+    assert lines[7].split()[:2] == ["honoured", "value"]
 
 
 # What DeepSpeed's code says about single keys
@@ -753,6 +755,13 @@ def test_a_trainers_names_decide_what_they_do_there():
     assert {row.key: row.value for row in report.rows}[key] == 7, "the key itself comes first"
 
 
+def test_one_precision_excludes_the_other():
+    source = {"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}, "train_batch_size": 8}
+    _, report = jzero.ZeroConfig.from_deepspeed(source)
+    assert not report.undecided
+    assert {row.key: row.note for row in report.rows}["fp16.enabled"].endswith("false, since `bf16.enabled` is true")
+
+
 def test_a_few_of_a_trainers_names_leave_what_is_usual():
     few = {name: ARGUMENTS[name] for name in ("learning_rate", "max_steps", "per_device_train_batch_size", "bf16")}
     few |= {"warmup_steps": 0, "gradient_accumulation_steps": 1}
@@ -790,8 +799,8 @@ def test_arguments_decide(precision):
             r"`precision` \(fp16\) contradicts `bf16.enabled` \(True\)",
         ),
         ({"train_batch_size": 8}, {"auto": {"train_batch_size": 8}}, r"`auto` names 'train_batch_size', which is not"),
-        ({"train_batch_size": 8}, {"auto": {"lerning_rate": 1}}, "Of a trainer's there are.*'learning_rate'"),
-        ({"train_batch_size": 8}, {"auto": {"max_grad_norm": 1}}, r"It stands for \['gradient_clipping'\]"),
+        ({"train_batch_size": 8}, {"auto": {"lerning_rate": 1}}, "A trainer has .*'learning_rate'"),
+        ({"train_batch_size": 8}, {"auto": {"max_grad_norm": 1}}, r"It stands for \['gradient_clipping'\]: change"),
         (STOCK, {"auto": {"learning_rate": "fast"}}, r"`auto\['learning_rate'\]` must be a number: got 'fast'"),
         (STOCK, {"auto": {"warmup_ratio": 0.1}}, r"`auto\['max_steps'\]` must be known where `warmup_ratio` is"),
         ({}, {"batch_size": "8"}, "`batch_size` must be None or an integer >= 1: got '8'"),

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jzero
-from jzero._text import as_html
+from jzero._text import as_html, wrapped
 
 
 class Tables(html.parser.HTMLParser):
@@ -79,13 +79,25 @@ def reports(tmp_path_factory):
     return {type(x).__name__: x for x in found}
 
 
+def test_terminals_get_lines_that_fit():
+    text = "A title of a report, and more\n\nkey      value\nlong     " + "some words " * 8 + "\nshort    one"
+    inside = wrapped(text, 50).splitlines()
+    assert inside[2:4] == ["key      value", "long     some words some words some words some"]
+    assert inside[4] == "         words some words some words some words"
+    under = wrapped(text, 30).splitlines()
+    assert under[:2] == ["A title of a report, and more", ""]
+    assert under[2:5] == ["key      value", "long", "    some words some words some"]
+    assert wrapped("  " + "word " * 8, 20).splitlines() == ["  word word word", "    word word word", "    word word"]
+    assert wrapped(text, 200) == text
+
+
 @pytest.mark.parametrize(
     ("name", "header"),
     [
         ("ZeroPlan", ["bytes per device", "params", "grads", "opt_state", "total"]),
         ("Fit", ["stage"]),
         ("EquivalenceReport", ["leaf", "absolute", "relative", "drift"]),
-        ("DeepSpeedReport", ["key", "value", "verdict", "what becomes of it"]),
+        ("DeepSpeedReport", ["honoured", "value", "what becomes of it"]),
     ],
 )
 def test_tables_of_reports_are_tables(reports, name, header):

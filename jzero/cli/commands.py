@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 import jzero
 from jzero.cli.planning import analyze, estimate, fit, plan
-from jzero.cli.terminal import Json, Traceback, choose_devices, messages, show, use_cpu
+from jzero.cli.terminal import Json, Traceback, choose_devices, messages, name_flags, show, use_cpu
 
 app = typer.Typer(
     name="jzero",
@@ -39,12 +39,14 @@ CpuDevices = Annotated[
 
 @app.callback()
 def jzero_command(
+    context: typer.Context,
     *,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print jzero's version.")
     ] = False,
 ) -> None:
     """ZeRO for JAX: tell memory before a run, inspect compiled steps, and check this machine."""
+    name_flags(context)
 
 
 for memory_command in (estimate, plan, fit, analyze):
@@ -53,17 +55,25 @@ for memory_command in (estimate, plan, fit, analyze):
 
 @app.command()
 def deepspeed(
-    config: Annotated[str, typer.Argument(help="A DeepSpeed configuration, e.g. `ds_config.json`.")],
+    config: Annotated[
+        str, typer.Argument(help="A DeepSpeed configuration, e.g. `ds_config.json`, or Accelerate's YAML.")
+    ],
     *,
     num_devices: Annotated[
         int | None, typer.Option(min=1, help="Number of devices that share the batch; it determines the batch sizes.")
     ] = None,
-    auto: Annotated[
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows of a step over all devices.")] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None, typer.Option(help="Precision, if the configuration leaves it open.")
+    ] = None,
+    values: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE",
-            help='What a trainer would fill in for "auto": a key, or a name of Hugging Face\'s trainer, such as '
-            "`learning_rate=2e-5` or `bf16=true`. Repeatable.",
+            "--set",
+            "--auto",
+            metavar="KEY=VALUE",
+            help='A value for a key, "auto" or not, such as `optimizer.params.lr=2e-5`; or for what Hugging Face\'s '
+            "trainer fills in by that name, such as `learning_rate=2e-5` or `bf16=true`. Repeatable.",
         ),
     ] = None,
     as_json: Json = False,
@@ -71,20 +81,28 @@ def deepspeed(
 ) -> None:
     """Prints a verdict on each key of a DeepSpeed configuration; exits with 1 if any is refused, or left open."""
     with messages(traceback), warnings.catch_warnings():
+        from jzero.deepspeed.auto_values import override
+        from jzero.deepspeed.source import read_source
+
         use_cpu(None)
         warnings.simplefilter("ignore", UserWarning)  # about refused and open keys, which the report lists
-        values = dict(map(_named_value, auto or []))
-        _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=num_devices, auto=values or None)
+        source = read_source(config)
+        _, report = jzero.ZeroConfig.from_deepspeed(
+            override(source.values, dict(map(_named_value, values or []))),
+            num_devices=source.num_devices if num_devices is None else num_devices,
+            batch_size=batch_size,
+            precision=precision,
+        )
     show(report, as_json)
     if report.refused or report.open:
         raise typer.Exit(1)
 
 
 def _named_value(text: str) -> tuple[str, Any]:
-    """Returns the name and the value of `NAME=VALUE`; the value is JSON, or else text."""
+    """Returns the name and the value of `KEY=VALUE`; the value is JSON, or else text."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"`--auto` takes NAME=VALUE, such as `learning_rate=2e-5`: got {text!r}.")
+        raise ValueError(f"`--set` takes KEY=VALUE, such as `learning_rate=2e-5`: got {text!r}.")
     try:
         return name, json.loads(value)
     except ValueError:

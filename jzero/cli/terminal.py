@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
+import re
+import shutil
 import sys
 import traceback as tracebacks
 from collections.abc import Iterator
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import typer
+
+from jzero._text import wrapped
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
@@ -24,13 +29,52 @@ class _Result(Protocol):
 
 
 def show(result: _Result, as_json: bool) -> None:
-    """Prints a result as text or JSON."""
-    typer.echo(result.to_json() if as_json else str(result))
+    """Prints a result as text or JSON. A terminal gets lines that fit it."""
+    text = result.to_json() if as_json else in_flags(str(result))
+    is_terminal = sys.stdout.isatty() and not as_json
+    typer.echo(wrapped(text, shutil.get_terminal_size().columns) if is_terminal else text)
 
 
 def warn(text: str) -> None:
     """Prints a message to stderr."""
-    typer.echo(f"jzero: {text}", err=True)
+    typer.echo(f"jzero: {in_flags(text)}", err=True)
+
+
+NOT_ARGUMENTS = frozenset({"model", "params", "batch", "config", "disk"})
+"""Options whose names the library uses for other things."""
+OF_LIBRARY = {"largest_layer_params": "--largest-layer", "total_params": "--params", "auto": "--set"}
+"""Arguments of the library that options have other names for."""
+_flags: contextvars.ContextVar[dict[str, tuple[str, str]]] = contextvars.ContextVar("flags", default={})  # noqa: B039
+
+
+def name_flags(context: typer.Context) -> None:
+    """Lets messages name the options of the command that is about to run: each argument's flag, and the negated one."""
+    command: Any = context.command
+    options = [x for x in command.commands[context.invoked_subcommand].params if x.param_type_name == "option"]
+    flags = {name: (flag, flag) for name, flag in OF_LIBRARY.items()}
+    for option in options:
+        flag = option.opts[0]
+        for name in {option.name, flag.removeprefix("--").replace("-", "_")} - NOT_ARGUMENTS:
+            flags[name] = flag, (option.secondary_opts or [flag])[0]
+    _flags.set(flags)
+
+
+def in_flags(text: str) -> str:
+    """Returns a message with the options of the running command in place of the library's arguments.
+
+    The library says "`hbm_bytes=80e9`" where the command line takes "`--hbm-bytes 80e9`".
+    """
+
+    def as_flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[3]
+        if name not in _flags.get():
+            return found[0]
+        flag, negated = _flags.get()[name]
+        if value in ("True", "False"):
+            return f"`{flag if value == 'True' else negated}`"
+        return f"`{flag} {value}`" if value else f"`{flag}`"
+
+    return re.sub(r"`(\w+)(=([^`,{]*))?`", as_flag, text)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,20 @@
-"""Arguments that decide what a configuration leaves to a trainer, "auto".
+"""Arguments that decide what a configuration leaves to a trainer, "auto", or that take the place of its values.
 
 A value is named by its key in the file, or as Hugging Face's trainer names it; one such name may decide several keys.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from jzero.config.precision import Precision
 from jzero.config.settings import check, number, one_of, optional, whole
+from jzero.deepspeed.keys import KEYS, PARAMS
+from jzero.deepspeed.paths import AUTO, canonical, paths_of, value_at, with_value
 
-AUTO = "auto"
 A_NUMBER = number("a number", math.isfinite)
 TRAINER = {
     "learning_rate": ("optimizer.params.lr", "scheduler.params.warmup_max_lr"),
@@ -38,6 +40,46 @@ TRAINER = {
 NAMES = {None: "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+def trainer_name(path: str) -> str | None:
+    """Returns the first argument of Hugging Face's trainer that decides a key; `None` if none does."""
+    return next((name for name, paths in TRAINER.items() if canonical(path) in paths), None)
+
+
+def override(raw: Mapping[str, Any], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a configuration with values at their keys, whether it has these or not.
+
+    Args:
+      raw: The configuration.
+      values: By key, or as a trainer names them; such a name changes the keys that are there, or else adds them.
+
+    Raises:
+      ValueError: A name is neither a key nor an argument of the trainer.
+    """
+    present = {canonical(path): path for path, _ in paths_of(raw)}
+    betas = value_at(raw, "optimizer.params.betas")
+    pair = dict(zip(("adam_beta1", "adam_beta2"), betas, strict=False)) if isinstance(betas, list) else {}
+    of_trainer: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
+    for name, value in values.items():
+        path = canonical(name)
+        if path in KEYS or path.startswith(tuple(f"{block}." for block in PARAMS)):
+            by_key[path] = value
+        elif name in TRAINER:
+            decided = _of_trainer(name, value, {**pair, **values})
+            is_there = not present.keys().isdisjoint(TRAINER[name])
+            of_trainer |= {key: x for key, x in decided.items() if key in present}
+            of_trainer |= {} if is_there else {key: decided[key] for key in TRAINER[name]}
+        else:
+            close = difflib.get_close_matches(name, [*KEYS, *TRAINER, "optimizer.params.lr"], n=1, cutoff=0.5)
+            raise ValueError(
+                f"{name!r} is neither a key of DeepSpeed nor an argument of a trainer. Write keys with dots, such as "
+                f"`optimizer.params.lr`.{f' Did you mean `{close[0]}`?' if close else ''}"
+            )
+    for path, value in {**of_trainer, **by_key}.items():
+        raw = with_value(raw, present.get(path, path), value)
+    return raw
+
+
 def decide(
     raw: Mapping[str, Any], *, auto: Mapping[str, Any] | None, batch_size: int | None, precision: str | Precision | None
 ) -> Mapping[str, Any]:
@@ -49,34 +91,29 @@ def decide(
     if auto is not None and not isinstance(auto, Mapping):
         raise ValueError(f'`auto` must be a dictionary from keys that are "auto" to values: got {auto!r:.200}.')
     for path, value in _by_path(raw, auto or {}).items():
-        raw = _with(raw, tuple(path.split(".")), value)
+        raw = with_value(raw, path, value)
     if check("batch_size", batch_size, optional(whole(1))) is not None:
-        given = raw.get("train_batch_size")
-        if given not in (None, AUTO, batch_size):
-            raise ValueError(f"`batch_size={batch_size}` contradicts `train_batch_size` ({given!r}): leave one out.")
-        raw = _with(raw, ("train_batch_size",), batch_size)
+        written = raw.get("train_batch_size")
+        if written not in (None, AUTO, batch_size):
+            raise ValueError(f"`batch_size={batch_size}` contradicts `train_batch_size` ({written!r}): leave one out.")
+        raw = with_value(raw, "train_batch_size", batch_size)
     return raw if precision is None else _with_precision(raw, precision)
 
 
 def _by_path(raw: Mapping[str, Any], auto: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of `auto` by their keys in the file."""
-    autos = [".".join(names) for names in _autos(raw)]
-    found: dict[str, Any] = {}
+    autos = [path for path, value in paths_of(raw) if isinstance(value, str) and value == AUTO]
+    by_path: dict[str, Any] = {}
     for name, value in auto.items():
-        own = {name: value} if name in autos else _of_trainer(name, value, auto)
-        decided = {path: own[key] for path in autos for key in (path, _plain(path)) if key in own}
+        values = {name: value} if name in autos else _of_trainer(name, value, auto)
+        decided = {path: values[key] for path in autos for key in (path, canonical(path)) if key in values}
         if not decided:
-            meant = f" It stands for {list(own)}." if own else f" Of a trainer's there are {list(TRAINER)}."
+            meant = f"It stands for {list(values)}: change these." if values else f"A trainer has {list(TRAINER)}."
             raise ValueError(
-                f'`auto` names {name!r}, which is not "auto" in the configuration: these are {autos}.{meant}'
+                f'`auto` names {name!r}, which is not "auto" in the configuration: these are {autos}. {meant}'
             )
-        found |= {path: x for path, x in decided.items() if path not in auto or path == name}
-    return found
-
-
-def _plain(path: str) -> str:
-    """Returns a key without the prefix, and under the name, that are optional."""
-    return path.replace(".stage3_", ".").replace("bfloat16.", "bf16.")
+        by_path |= {path: x for path, x in decided.items() if path not in auto or path == name}
+    return by_path
 
 
 def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,9 +127,9 @@ def _of_trainer(name: str, value: Any, auto: Mapping[str, Any]) -> dict[str, Any
     if name == "warmup_ratio":
         total = check("auto['max_steps']", auto.get("max_steps"), whole(1, "known where `warmup_ratio` is, >= 1"))
         return dict.fromkeys(TRAINER[name], math.ceil(total * value))
-    if name == "hidden_size":  # in elements, as the trainer reckons them
-        zero = (value * value, int(0.9 * value * value), 10 * value)
-        return dict(zip(TRAINER[name], zero, strict=True))
+    if name == "hidden_size":  # in elements, by the trainer's rule
+        sizes = (value * value, int(0.9 * value * value), 10 * value)
+        return dict(zip(TRAINER[name], sizes, strict=True))
     other = {"bf16": "fp16.enabled", "fp16": "bf16.enabled"}.get(name)
     return {**dict.fromkeys(TRAINER.get(name, ()), value), **({other: False} if other and value is True else {})}
 
@@ -106,30 +143,11 @@ def _with_precision(raw: Mapping[str, Any], precision: str | Precision) -> Mappi
         )
     for block in ("bf16", "fp16"):
         written = "bfloat16" if block == "bf16" and "bfloat16" in raw else block
-        found = raw.get(written)
-        given = found.get("enabled") if isinstance(found, Mapping) else None
-        if isinstance(given, bool) and given != (name == block):
+        enabled = value_at(raw, f"{written}.enabled")
+        if isinstance(enabled, bool) and enabled != (name == block):
             raise ValueError(
-                f"`precision` ({name}) contradicts `{written}.enabled` ({given}) of the configuration: leave one out."
+                f"`precision` ({name}) contradicts `{written}.enabled` ({enabled}) of the configuration: leave one out."
             )
-        if given == AUTO or (given is None and name == block):
-            raw = _with(raw, (written, "enabled"), name == block)
+        if enabled == AUTO or (enabled is None and name == block):
+            raw = with_value(raw, f"{written}.enabled", name == block)
     return raw
-
-
-def _autos(block: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of what is "auto", as the configuration writes them."""
-    found: list[tuple[str, ...]] = []
-    for name, value in block.items():
-        if isinstance(value, Mapping):
-            found += _autos(value, (*prefix, str(name)))
-        elif isinstance(value, str) and value == AUTO:
-            found.append((*prefix, str(name)))
-    return found
-
-
-def _with(raw: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """Returns a copy with another value at a path."""
-    name, *rest = path
-    inner = raw.get(name)
-    return {**raw, name: _with(inner if isinstance(inner, Mapping) else {}, tuple(rest), value) if rest else value}

@@ -34,8 +34,9 @@ def import_config(
     check("num_devices", num_devices, optional(whole(1)))
     if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"`optimizer` must be an optax transformation: got {optimizer!r:.200}.")
-    raw = decide(read_source(source), auto=auto, batch_size=batch_size, precision=precision)
-    settings = read_settings(raw)
+    raw, processes = read_source(source)
+    num_devices = processes if num_devices is None else num_devices
+    settings = read_settings(decide(raw, auto=auto, batch_size=batch_size, precision=precision))
     block = read_optimizer(settings)
     schedule = make_schedule(settings, block.lr, has_betas=block.has_betas)
     settings.raise_problems()

@@ -276,6 +276,9 @@ def _precision(settings: Settings, stage: int) -> Precision:
     is_fp16, is_bf16 = settings["fp16.enabled"], settings["bf16.enabled"]
     if is_fp16 and is_bf16:
         raise ValueError("`fp16.enabled` and `bf16.enabled` are both true: turn one of them off.")
+    for path, other in (("fp16.enabled", "bf16.enabled"), ("bf16.enabled", "fp16.enabled")):
+        if path in settings.autos and settings[other]:
+            settings.judge_auto(path, f"false, since `{other}` is true")
     compute: DtypeName | None = "float16" if is_fp16 else "bfloat16" if is_bf16 else None
     declared = settings["data_types.param_dtype"]
     if declared not in (None, compute or "float32"):

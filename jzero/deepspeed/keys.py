@@ -21,5 +21,8 @@ LOOKED_INTO = (
 )
 """Blocks whose keys have verdicts of their own. Any other block has one."""
 
+PARAMS = ("optimizer.params", "scheduler.params")
+"""Blocks whose keys depend on the type of optimizer or schedule."""
+
 STRICT = ("zero_optimization", "fp16", "bf16")
 """Blocks in which, and below which, an unknown key is an error. Elsewhere DeepSpeed lets it pass."""

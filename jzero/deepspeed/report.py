@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 from jzero._text import Report, format_rows
+from jzero.deepspeed.auto_values import trainer_name
 from jzero.deepspeed.key import Verdict
 
 NOT_SET = "(not set)"
 """The value of a key that the file does not have, but whose default in DeepSpeed changes the numbers."""
 
-ORDER: tuple[Verdict, ...] = ("open", "refused", "honoured", "compiler", "ignored")
-IN_WORDS = {
+IN_WORDS: dict[Verdict, str] = {
     "open": "open",
     "refused": "refused",
     "honoured": "honoured",
@@ -24,8 +23,8 @@ IN_WORDS = {
     "ignored": "ignored",
 }
 WAY_OUT = (
-    "Decide it as a trainer does, `from_deepspeed(..., auto={'learning_rate': 2e-5, 'bf16': True})`, or by key, or by "
-    "`batch_size=`, `optimizer=`, `precision=`"
+    "Decide each in `auto=`, by its key or as a trainer calls it (in brackets), or by `batch_size=`, `precision=` and "
+    "`optimizer=`"
 )
 WIDTH = 24
 """Characters of a value that the table shows."""
@@ -112,7 +111,9 @@ class DeepSpeedReport(Report):
             )
         if self.open:
             raise ValueError(
-                f'Nothing decides what is "auto" in this DeepSpeed configuration:\n{_listed(self.open)}\n{WAY_OUT}.'
+                f'Nothing decides what is "auto" in this DeepSpeed configuration:\n{_listed(self.open)}\n'
+                "Decide each in `auto=`, such as `auto={'learning_rate': 2e-5, 'bf16': True}`, or by `batch_size=`, "
+                "`precision=` and `optimizer=`."
             )
 
     def step_arguments(self) -> dict[str, Any]:
@@ -140,45 +141,61 @@ class DeepSpeedReport(Report):
         return json.dumps(data, indent=2, ensure_ascii=False, default=str)
 
     def __str__(self) -> str:
-        words = [IN_WORDS[row.verdict] for row in self.rows]
-        counts = collections.Counter(words)
+        counts = collections.Counter(row.verdict for row in self.rows)
         head = ", ".join(
-            f"{counts[word]} {word}" for word in map(IN_WORDS.__getitem__, ORDER) if word != "open" or self.open
+            f"{counts[verdict]} {IN_WORDS[verdict]}" for verdict in IN_WORDS if verdict != "open" or self.open
         )
-        ordered = sorted(zip(self.rows, words, strict=True), key=lambda pair: ORDER.index(pair[0].verdict))
-        table = [("key", "value", "verdict", "what becomes of it")]
-        table += [(row.key, _short(row.value), word, row.note) for row, word in ordered]
         return "\n".join(
-            [f"DeepSpeed configuration: {head}", *self._left_open(), *self._facts(), "", *format_rows(table, left=4)]
+            [f"DeepSpeed configuration: {head}", *self._left_open(), self._batch(), self._settings(), *self._tables()]
         )
+
+    def _tables(self) -> list[str]:
+        """One table for each verdict, with the same columns."""
+        cells: list[tuple[str, str, str]] = []
+        starts = []
+        for verdict, words in IN_WORDS.items():
+            if rows := [row for row in self.rows if row.verdict == verdict]:
+                starts.append(len(cells))
+                cells += [
+                    (words, "value", "what becomes of it"),
+                    *((row.key, _short(row.value), row.note) for row in rows),
+                ]
+        lines = format_rows(cells, left=3)
+        return [text for i, line in enumerate(lines) for text in (["", line] if i in starts else [line])]
 
     def _left_open(self) -> list[str]:
-        """What nobody has decided, before anything else."""
+        """Undecided keys, first."""
         if not self.open:
             return []
-        names = ", ".join(row.key for row in self.open)
-        text = f'open, since "auto" is for a trainer to fill in: {names}'
-        return [
-            *textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False),
-            *textwrap.wrap(WAY_OUT, 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False),
-        ]
+        names = [row.key for row in self.open]
+        names = [f"{key} ({name})" if (name := trainer_name(key)) not in (None, key) else key for key in names]
+        return [f'open, since "auto" is for a trainer to fill in: {", ".join(names)}', f"  {WAY_OUT}."]
 
-    def _mark_open(self, prefix: str, text: str) -> str:
-        """A fact, unless an "auto" leaves it open."""
-        is_open = any(row.key.startswith(prefix) for row in self.open)
-        return f"{text} (open)" if is_open else text
-
-    def _facts(self) -> list[str]:
+    def _batch(self) -> str:
         sizes = (self.train_batch_size, self.micro_batch_size, self.accumulate_steps, self.num_devices)
+        if self.train_batch_size is None and self.micro_batch_size is None:
+            is_open = any(row.key == "train_batch_size" for row in self.open)
+            return f"batch: {'open' if is_open else 'not in the file: pass `batch_size=`'}"
         total, micro, steps, devices = ("?" if size is None else str(size) for size in sizes)
-        made = {"gradient_clipping": "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"}
-        made |= {"optimizer": "none" if self.optimizer is None else "yes"}
-        made |= {"scheduler": "none" if self.schedule is None else "yes"}
-        clipping, optimizer, schedule = (self._mark_open(key, text) for key, text in made.items())
-        return [
-            f"batch: {total} rows a step = {micro} in a micro-batch x {steps} micro-batches x {devices} devices",
-            f"clipping: {clipping}; optimizer: {optimizer}; schedule: {schedule}",
-        ]
+        text = f"batch: {total} rows a step = {micro} in a micro-batch x {steps} micro-batches x {devices} devices"
+        return text if self.num_devices else f"{text}, with `num_devices=` for the rest"
+
+    def _settings(self) -> str:
+        clipping = "none" if self.clip_norm is None else f"at a norm of {self.clip_norm:g}"
+        optimizer, schedule = self._made("optimizer", self.optimizer), self._made("scheduler", self.schedule)
+        return f"clipping: {self._or_open('gradient_clipping', clipping)}; optimizer: {optimizer}; schedule: {schedule}"
+
+    def _made(self, block: str, made: Any) -> str:
+        """Whether a block gave an optimizer or a schedule, and why not."""
+        if made is not None:
+            return "yes"
+        rows = [row for row in self.rows if row.key.partition(".")[0] == block]
+        is_refused = any(row.verdict == "refused" for row in rows)
+        return self._or_open(f"{block}.", "none (refused)" if is_refused else "none" if rows else "none in the file")
+
+    def _or_open(self, prefix: str, text: str) -> str:
+        """Marks a fact that depends on an undecided key."""
+        return f"{text} (open)" if any(row.key.startswith(prefix) for row in self.open) else text
 
 
 def _short(value: Any) -> str:

@@ -7,15 +7,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jzero.deepspeed.auto_values import AUTO
 from jzero.deepspeed.key import REQUIRED, USUAL, Key, Verdict
-from jzero.deepspeed.keys import KEYS, LOOKED_INTO, STRICT
+from jzero.deepspeed.keys import KEYS, LOOKED_INTO, PARAMS, STRICT
+from jzero.deepspeed.paths import AUTO, OLD_NAMES, canonical
 from jzero.deepspeed.report import NOT_SET, KeyVerdict
 
 AUTO_NOTE = '"auto" is for a trainer to fill in'
-PARAMS = ("optimizer.params", "scheduler.params")
 SWITCHES = ("fp16.enabled", "bf16.enabled")
-OLD_NAMES = {f"{path.rpartition('.')[0]}.{old}": path for path, key in KEYS.items() for old in key.old_names}
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), "float32"),
@@ -154,8 +152,7 @@ def read_settings(raw: Mapping[str, Any]) -> Settings:
 def _read_block(settings: Settings, block: Mapping[str, Any], prefix: str, written_prefix: str) -> None:
     for name, value in block.items():
         written = f"{written_prefix}{name}"
-        path = OLD_NAMES.get(f"{prefix}{name}", f"{prefix}{name}")
-        path = "bf16" if path == "bfloat16" else path
+        path = canonical(f"{prefix}{name}")
         if path in LOOKED_INTO:
             _read_inside(settings, value, path, written)
         elif path in PARAMS:

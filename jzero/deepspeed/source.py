@@ -1,4 +1,4 @@
-"""A configuration file as a dictionary."""
+"""A configuration as a dictionary: DeepSpeed's own, or the one that Accelerate makes of its YAML."""
 
 from __future__ import annotations
 
@@ -8,51 +8,87 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from jzero.deepspeed.accelerate import BLOCK, FILE, from_accelerate
 
 MAX_DEPTH = 50
 """Levels of blocks; DeepSpeed's own have four."""
 
 
-def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns what a file holds, or the dictionary itself.
+class Source(NamedTuple):
+    """A configuration, and the devices that Accelerate's file names; `None` if nothing does."""
+
+    values: Mapping[str, Any]
+    num_devices: int | None = None
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+    """Returns the configuration that a file or a dictionary holds.
 
     Raises:
       ValueError: The file cannot be parsed, holds no dictionary or a key twice, or is nested too deeply.
       TypeError: `source` is neither a path nor a dictionary.
     """
-    if isinstance(source, Mapping):
-        _check_depth(source, "The DeepSpeed configuration")
-        return source
+    raw = source if isinstance(source, Mapping) else _read_file(source)
+    _check_depth(raw, "The DeepSpeed configuration" if isinstance(source, Mapping) else repr(os.fspath(source)))
+    if BLOCK not in raw:
+        return Source(raw)
+    block = raw[BLOCK]
+    if not isinstance(block, Mapping):
+        raise ValueError(f"`{BLOCK}` must be a block of keys: got {block!r}.")
+    path = block.get(FILE)
+    return Source(*from_accelerate(raw, None if path is None else read_source(path).values))
+
+
+def _read_file(source: Any) -> Mapping[str, Any]:
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"A DeepSpeed configuration is a path or a dictionary: got {type(source).__name__}.")
-    name = repr(os.fspath(source))
-    with open(source, encoding="utf-8") as file:
-        try:
-            found = _parse(file.read(), os.fspath(source))
-        except RecursionError:
-            raise ValueError(_too_deep(name)) from None
-    _check_depth(found, name)
-    if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(source)!r} must hold a dictionary: got {type(found).__name__}.")
-    return found
+    path = os.fspath(source)
+    with open(path, encoding="utf-8") as file:
+        text = file.read()
+    is_yaml = path.endswith((".yaml", ".yml"))
+    try:
+        raw = _parse_yaml(text, path) if is_yaml else _parse(text, path)
+    except RecursionError:
+        raise ValueError(_too_deep(repr(path))) from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path!r} must hold a dictionary: got {type(raw).__name__}.")
+    if is_yaml and BLOCK not in raw:
+        other = raw.get("deepspeed")
+        raise ValueError(
+            f"{path!r} must be a configuration of Accelerate with a block `{BLOCK}`: "
+            + (f"its `deepspeed` names {other!r}, so pass that file." if other else f"got {list(raw)!r:.200}.")
+        )
+    return raw
 
 
 def _check_depth(value: Any, name: str) -> None:
     """Raises if blocks lie inside each other deeper than Python can follow, or inside themselves."""
     stack = [(value, 0)]
     while stack:
-        found, depth = stack.pop()
+        inner, depth = stack.pop()
         if depth > MAX_DEPTH:
             raise ValueError(_too_deep(name))
-        if isinstance(found, Mapping):
-            stack += [(x, depth + 1) for x in found.values()]
-        elif isinstance(found, list | tuple):
-            stack += [(x, depth + 1) for x in found]
+        if isinstance(inner, Mapping):
+            stack += [(x, depth + 1) for x in inner.values()]
+        elif isinstance(inner, list | tuple):
+            stack += [(x, depth + 1) for x in inner]
 
 
 def _too_deep(name: str) -> str:
-    return f"{name} is nested deeper than {MAX_DEPTH} levels, which no DeepSpeed configuration is: mend it."
+    return f"{name} is nested deeper than {MAX_DEPTH} levels; DeepSpeed configurations are not: check its braces."
+
+
+def _parse_yaml(text: str, path: str) -> Any:
+    yaml = _optional("yaml")
+    if yaml is None:
+        raise ValueError(f"{path!r} is YAML, which needs PyYAML: `pip install pyyaml`.")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path!r} must be YAML: {error}.") from error
 
 
 def _parse(text: str, path: str) -> Any:
@@ -60,16 +96,20 @@ def _parse(text: str, path: str) -> Any:
         return json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         # DeepSpeed reads Hjson, which has comments and trailing commas. Few files make use of that.
-        if importlib.util.find_spec("hjson") is None:
+        hjson = _optional("hjson")
+        if hjson is None:
             raise ValueError(
                 f"{path!r} is not plain JSON: {error}. If it is Hjson (comments, trailing commas), which DeepSpeed "
                 "reads, `pip install hjson`, or hand in a dictionary."
             ) from error
-    hjson = importlib.import_module("hjson")
     try:
         return hjson.loads(text, object_pairs_hook=_unique)
     except hjson.HjsonDecodeError as error:
         raise ValueError(f"{path!r} is neither JSON nor Hjson: {error}.") from error
+
+
+def _optional(name: str) -> ModuleType | None:
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
