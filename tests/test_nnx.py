@@ -233,7 +233,7 @@ def test_what_a_model_writes_into_its_parameters_is_kept(stage, own_update, prec
 def test_parameters_that_a_recomputed_layer_hands_through_are_not_written():
     step = jzero.make_train_step(nnx.remat(loss_fn))
     state, batch, rng = step.abstract_arguments(_sharded(MLP(nnx.Rngs(0), norm=True)), _batch())
-    traced, _ = step._trace_loss(state, state.tx.plan, batch, rng)
+    traced, _ = step.loss.trace(state, batch, rng)
     assert [(x.field, x.path) for x in traced.written] == [("rest", "norm/mean"), ("rest", "norm/var")]
 
 

@@ -1,10 +1,14 @@
-"""The base of all steps: functions of `(state, batch, rng)`, jitted once per plan."""
+"""The base of all steps: functions of `(state, batch, rng)`, jitted once per plan.
+
+__call__    of each kind of step: turns the user's state into a train state, and the new one back
+_dispatch   checks and places the arguments, and calls the program of their plan
+_compute    of each kind of step: the program, which begins with `self.loss.checked_trace(state, batch, rng)`
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +20,12 @@ from jzero import _compat
 from jzero.config.keep import Keep
 from jzero.config.settings import FLAG, NAMES, Setting, check, one_of, whole
 from jzero.engine.gradients import WHOLE_BATCH, MicroBatches
-from jzero.engine.merge import MERGES, Merge, choose_merges
-from jzero.engine.outputs import spread_marks
+from jzero.engine.merge import MERGES
 from jzero.engine.recompute import Remat
-from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
-from jzero.engine.written_variables import drop_unwritten, split_mutable
-from jzero.layout.mesh import batch_axes, num_batch_shards
-from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import adapt, adapt_sharded
+from jzero.state.adapter import Loss, adapt_sharded
 from jzero.state.disk import detached, for_loss, run_on_rows
-from jzero.state.train_state import check_alive, check_in_place
+from jzero.state.train_state import check_alive
 from jzero.step.agreement import StepAgreement
 from jzero.step.compiler_options import CompilerOptions, check_compiler_options
 from jzero.step.compiler_options import compiler_options as make_compiler_options
@@ -34,24 +33,18 @@ from jzero.step.inputs import (
     InputKind,
     abstract_inputs,
     are_like,
-    check_batch,
     check_donated,
-    check_loss,
-    check_rng,
-    check_stored,
     find_closed_over,
     has_tracers,
     kinds_of,
     optional_rng,
     place_inputs,
-    warn_closed_over,
 )
-from jzero.step.keeping import check_keep, kept_by
-from jzero.step.row_check import check_row_dims, results_of, warn_coupled
+from jzero.step.keeping import kept_by
+from jzero.step.loss import StepLoss, split_aux
 
 PyTree = Any
 State = Any
-Loss = Callable[..., Any]
 
 
 _WORDS = one_of(None, True, False, "cheap", "offload", "as_written")
@@ -111,11 +104,18 @@ class Step:
             raise ValueError(
                 f"`mutable={tuple(mutable)}` needs `has_aux=True`: the loss returns the new values in `aux`, by name."
             )
-        self.merge = check("merge", merge or {}, MERGE)
         check("remat", remat, REMAT)
-        self._checks_rows = check("check_rows", check_rows, FLAG)
-        self._has_warned = False
-        self.loss_fn = loss_fn
+        self.loss = StepLoss(
+            loss_fn,
+            split=self._splitter(has_aux),
+            maker=self.maker,
+            differentiates=self.differentiates,
+            mutable=tuple(mutable),
+            merge=check("merge", merge or {}, MERGE),
+            micro=micro,
+            remat=remat,
+            checks_rows=check("check_rows", check_rows, FLAG),
+        )
         self.has_aux = has_aux
         self.mutable = mutable
         self.micro = micro
@@ -132,7 +132,7 @@ class Step:
                 "reduce": "last" if micro.reduce_last else "each",
                 "remat": remat,
                 "mutable": self.mutable,
-                "merge": self.merge,
+                "merge": self.loss.merge,
                 "compiler_options": compiler_options,
             },
         )
@@ -151,11 +151,14 @@ class Step:
 
     maker: str
     donated: tuple[int, ...] = ()
-    uses_opt_state = True
-    keeps_changes = True
     differentiates = True
 
+    def _splitter(self, has_aux: bool) -> Callable[[Any], tuple[Any, PyTree]]:
+        """Returns a function that turns what the loss returns into `(loss, aux)`."""
+        return functools.partial(split_aux, has_aux=has_aux)
+
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
+        """The program of the step."""
         raise NotImplementedError
 
     def _jit(self, plan: ZeroPlan, state: Any, structure: Any = None) -> Any:
@@ -178,7 +181,8 @@ class Step:
     def _out_shardings(self, plan: ZeroPlan, state: Any) -> Any:
         return None
 
-    def _call(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+    def _dispatch(self, state: Any, batch: PyTree, rng: jax.Array | None) -> Any:
+        """Runs `_compute` under `jit`; checks and places arguments unless they are of the kinds of the last call."""
         plan, expected, inputs = state.tx.plan, self._expected, jax.tree.leaves((batch, rng))
         leaves: list[Any] = []
         if expected.state() is not state or (_compat.CRASHES_ON_DELETED and plan.mesh.size > 1):
@@ -254,7 +258,7 @@ class Step:
 
     def with_remat(self, remat: Remat | None) -> Self:
         """Returns a new step that differs in `remat` alone."""
-        return type(self)(self.loss_fn, **{**self._options, "remat": remat})
+        return type(self)(self.loss.fn, **{**self._options, "remat": remat})
 
     def clear_cache(self) -> None:
         """Forgets all compiled programs."""
@@ -268,116 +272,11 @@ class Step:
         """Returns the state's plan, which also knows the loss: `plan.closed_over`, `plan.kept`."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
         plan = train_state.tx.plan
-        traced, _ = self._trace_loss(train_state, plan, batch, rng)
+        traced, _ = self.loss.trace(train_state, batch, rng)
         kept = kept_by(self.remat, traced, plan, self.micro) if isinstance(self.remat, Keep) else None
         return dataclasses.replace(plan, closed_over=tuple(find_closed_over(traced, plan)), kept=kept)
 
     def recomputation(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Remat:
         """Returns `remat`; if it is `None`, its default for this plan and loss: "cheap" or "as_written"."""
         train_state, batch, rng = self.abstract_arguments(state, batch, rng=rng)
-        return self._trace_loss(train_state, train_state.tx.plan, batch, rng)[0].remat
-
-    def _trace_loss(
-        self, state: Any, plan: ZeroPlan, batch: PyTree, rng: jax.Array | None
-    ) -> tuple[TracedLoss, LossInputs]:
-        """Returns the traced loss and its inputs."""
-        check_keep(self.remat, plan)
-        check_rng(rng)
-        _check_third_argument(self.loss_fn, self.mutable, rng)
-        merge = self._merge(plan)
-        _, carried = self._bound_loss(state, plan, merge)
-        inputs = LossInputs(state.params, carried, batch, rng)
-        check_batch(batch, plan, self.micro.steps)
-
-        def trace(times: int = 1) -> TracedLoss:
-            steps, remat = self.micro.steps, self.remat
-            loss_fn, _ = self._bound_loss(state, plan, dataclasses.replace(merge, times=times))
-            return drop_unwritten(trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=remat, times=times))
-
-        traced = trace()
-        if traced.written or (self._checks_rows and self._num_parts(plan) > 1):
-            traced = traced.with_row_facts(plan)
-        leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
-        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, 2)), inputs
-
-    def _num_parts(self, plan: ZeroPlan) -> int:
-        """Returns into how many parts a batch is split, each of which the loss sees alone."""
-        return num_batch_shards(plan.mesh, plan.config) * self.micro.steps
-
-    def _merge(self, plan: ZeroPlan) -> Merge:
-        return Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
-
-    def _loss_and_carried(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, *rng, **carried) -> (result, changed)`, and the carried state."""
-        return adapt(state).bind_loss(
-            self.loss_fn,
-            self.mutable,
-            axes=batch_axes(plan.config),
-            keeps=self.keeps_changes,
-            written_shape=merge.written_shape,
-        )
-
-    def _bound_loss(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
-        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
-        loss_fn, carried = self._loss_and_carried(state, plan, merge)
-
-        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
-            result, changed = loss_fn(params, batch, *rng, **carried)
-            loss, aux = _split_aux(result, self.has_aux)
-            if self.mutable:
-                changed, aux = split_mutable(aux, carried, merge.written_shape)
-            return loss, (spread_marks(aux), changed)
-
-        return call, carried
-
-    def _trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
-        plan = state.tx.plan
-        _check_has_rows(state, plan)
-        check_stored(state, plan)
-        check_in_place(state, plan, with_opt_state=self.uses_opt_state)
-        traced, inputs = self._trace_loss(state, plan, batch, rng)
-        parts = self._num_parts(plan)
-        num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)
-        check_loss(traced, num_rows)
-        warn_closed_over(traced, plan)
-        if self._checks_rows and parts > 1:
-            results = results_of(traced)
-            check_row_dims(results, num_rows)
-            self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
-        return traced, inputs
-
-
-def _check_has_rows(state: Any, plan: ZeroPlan) -> None:
-    """Raises if a program could not read parameters on disk."""
-    away = [x.path for x in plan.flat_params(state.params) if isinstance(x, OnDisk)]
-    if away:
-        raise ValueError(
-            f"{away[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: call "
-            "this step outside of `jax.jit`, or keep parameters in the host's memory (`params='host'`)."
-        )
-
-
-def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
-    """Raises unless a key is passed if and only if the loss takes one; ignores losses without a signature."""
-    try:
-        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
-    except (TypeError, ValueError):
-        return
-    taken = [x for x in signature.parameters.values() if x.name not in mutable]
-    positional = [x for x in taken if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
-    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
-        raise TypeError(
-            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
-        )
-    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in taken):
-        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
-
-
-def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        if isinstance(result, tuple):
-            raise TypeError("The loss returned a tuple. Say `has_aux=True` if it returns `(loss, aux)`.")
-        return result, {}
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"With `has_aux=True` the loss must return `(loss, aux)`: got {type(result).__name__}.")
-    return result
+        return self.loss.trace(train_state, batch, rng)[0].remat

@@ -23,12 +23,11 @@ from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
 from jzero.layout.placement import overwrite, place_array
 from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import adapt
+from jzero.state.adapter import Loss, adapt
 from jzero.state.train_state import map_state, write_fields
 from jzero.update.extra_args import extra_args
 
 PyTree = Any
-Loss = Callable[..., Any]
 
 
 class Reference:

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 
 from jzero.config.settings import check, number, one_of, optional
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
-from jzero.engine.merge import Merge
-from jzero.engine.outputs import PerExample, Summed, Weighted, spread_marks
+from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.recompute import Remat
 from jzero.engine.written_variables import Changed
 from jzero.plan.plan import ZeroPlan
-from jzero.state.adapter import adapt_sharded
+from jzero.state.adapter import Loss, adapt_sharded
 from jzero.state.next_state import StepGrads, check_can_compute, next_state, scaled_grads
 from jzero.state.train_state import map_state, write_fields
 from jzero.step.compiler_options import CompilerOptions
@@ -26,7 +25,6 @@ from jzero.step.overflow import OverflowWatch, loss_scale_error
 
 PyTree = Any
 State = Any
-Loss = Callable[..., Any]
 
 
 class ValueAndGrad(Step):
@@ -37,7 +35,7 @@ class ValueAndGrad(Step):
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns `(loss, grads)`, or `((loss, aux), grads)`; see `value_and_grad`."""
         adapted = adapt_sharded(state)
-        value, aux, changed, grads = self._call(adapted.state, batch, rng)
+        value, aux, changed, grads = self._dispatch(adapted.state, batch, rng)
         if self.mutable:
             aux = {**aux, **changed}
         else:
@@ -46,7 +44,7 @@ class ValueAndGrad(Step):
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         plan = state.tx.plan
-        traced, inputs = self._trace(state, batch, rng)
+        traced, inputs = self.loss.checked_trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=state.tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, plan, inputs)
         changed = traced.by_field(result.written)
@@ -75,7 +73,7 @@ class TrainStep(Step):
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> tuple[State, dict[str, Any]]:
         """Returns `(state, metrics)` after one step. Consumes `state`."""
         adapted = adapt_sharded(state)
-        new, metrics = self._call(adapted.state, batch, rng)
+        new, metrics = self._dispatch(adapted.state, batch, rng)
         rebuilt = adapted.rebuild(new)
         if self._watch.is_exhausted(adapted.state, new, metrics):
             raise loss_scale_error(new.tx.plan, new, rebuilt)
@@ -111,7 +109,7 @@ class TrainStep(Step):
     ) -> tuple[StepGrads, Changed, dict[str, Any]]:
         """Returns the gradients of a step, what the loss wrote, and the metrics."""
         tx = state.tx
-        traced, inputs = self._trace(state, batch, rng)
+        traced, inputs = self.loss.checked_trace(state, batch, rng)
         inputs = inputs._replace(loss_scale=tx.loss_scale(state.opt_state))
         result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
         weighted = isinstance(traced.out_shape[0], Weighted)
@@ -140,27 +138,17 @@ class EvalStep(Step):
     """The callable that `make_eval_step` returns."""
 
     maker = "make_eval_step"
-    uses_opt_state = False
-    keeps_changes = False
     differentiates = False
 
     def __call__(self, state: State, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
         """Returns the metrics of the whole batch."""
-        return self._call(adapt_sharded(state).state, batch, rng)
+        return self._dispatch(adapt_sharded(state).state, batch, rng)
 
-    def _bound_loss(self, state: Any, plan: ZeroPlan, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
-        metric_fn, carried = self._loss_and_carried(state, plan, merge)
-
-        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
-            metrics, _ = metric_fn(params, batch, *rng, **carried)
-            ones = jnp.ones((), jnp.float32)
-            # A weighted mean becomes two sums; they are divided after their reduction.
-            return ones, (spread_marks(jax.tree.map(_as_sums, metrics, is_leaf=_is_marked)), {})
-
-        return call, carried
+    def _splitter(self, has_aux: bool) -> Callable[[Any], tuple[Any, PyTree]]:
+        return lambda metrics: (jnp.ones((), jnp.float32), jax.tree.map(_as_sums, metrics, is_leaf=_is_marked))
 
     def _compute(self, state: Any, batch: PyTree, *, rng: jax.Array | None = None) -> Any:
-        traced, inputs = self._trace(state, batch, rng)
+        traced, inputs = self.loss.checked_trace(state, batch, rng)
         metrics = evaluate(traced, state.tx.plan, inputs).aux
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
@@ -363,6 +351,7 @@ def _is_marked(x: Any) -> bool:
 
 
 def _as_sums(x: Any) -> Any:
+    """Returns a weighted mean as two sums, which are divided after their reduction."""
     return Weighted(Summed(x.sum), Summed(x.weight)) if isinstance(x, Weighted) else x  # type: ignore[arg-type]
 
 

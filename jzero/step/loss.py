@@ -1,0 +1,158 @@
+"""The loss of a step, from the user's function to a checked jaxpr.
+
+StepLoss.checked_trace   in a step's program: checks the state, then the traced loss
+StepLoss.trace           makes `fn(params, batch, *rng, **carried)` of the user's function, and traces it
+StateAdapter.bind_loss   gives the user's function the model or the fields that it takes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jzero.engine.gradients import MicroBatches
+from jzero.engine.merge import Merge, choose_merges
+from jzero.engine.outputs import spread_marks
+from jzero.engine.recompute import Remat
+from jzero.engine.trace import LossInputs, TracedLoss, carried_leaves, trace_loss
+from jzero.engine.written_variables import drop_unwritten, split_mutable
+from jzero.layout.mesh import batch_axes, num_batch_shards
+from jzero.layout.on_disk import OnDisk
+from jzero.plan.plan import ZeroPlan
+from jzero.state.adapter import Loss, adapt
+from jzero.state.train_state import check_in_place
+from jzero.step.inputs import check_batch, check_loss, check_rng, check_stored, warn_closed_over
+from jzero.step.keeping import check_keep
+from jzero.step.row_check import check_row_dims, results_of, warn_coupled
+
+PyTree = Any
+
+
+@dataclasses.dataclass
+class StepLoss:
+    """A user's loss, and what a step says about it.
+
+    Attributes:
+      fn: The user's function.
+      split: Turns what it returns into `(loss, aux)`.
+      maker: The public function that made the step.
+      differentiates: Whether the step trains: it needs the optimizer state, and keeps what the loss changes.
+      mutable: The fields of the state that the loss changes.
+      merge: How the values that devices write become one, by pattern.
+      micro: The micro-batches.
+      remat: What the backward pass recomputes.
+      checks_rows: Whether to check how the results depend on rows.
+    """
+
+    fn: Loss
+    split: Callable[[Any], tuple[Any, PyTree]]
+    maker: str
+    differentiates: bool
+    mutable: tuple[str, ...]
+    merge: Mapping[str, str]
+    micro: MicroBatches
+    remat: Remat | None
+    checks_rows: bool
+
+    def __post_init__(self) -> None:
+        self._has_warned = False
+
+    def checked_trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+        """Returns the traced loss and its inputs; raises unless the state and the results are as a step needs them."""
+        plan = state.tx.plan
+        _check_has_rows(state, plan)
+        check_stored(state, plan)
+        check_in_place(state, plan, with_opt_state=self.differentiates)
+        traced, inputs = self.trace(state, batch, rng)
+        parts = self._num_parts(plan)
+        num_rows = next((x.shape[0] // parts for x in jax.tree.leaves(batch) if x.ndim), None)
+        check_loss(traced, num_rows)
+        warn_closed_over(traced, plan)
+        if self.checks_rows and parts > 1:
+            results = results_of(traced)
+            check_row_dims(results, num_rows)
+            self._has_warned = self._has_warned or warn_coupled(results, plan, parts, self.maker)
+        return traced, inputs
+
+    def trace(self, state: Any, batch: PyTree, rng: jax.Array | None) -> tuple[TracedLoss, LossInputs]:
+        """Returns the traced loss and its inputs."""
+        plan, steps = state.tx.plan, self.micro.steps
+        check_keep(self.remat, plan)
+        check_rng(rng)
+        _check_third_argument(self.fn, self.mutable, rng)
+        merge = Merge(self.merge, num_batch_shards(plan.mesh, plan.config))
+        _, carried = self._bind(state, merge)
+        inputs = LossInputs(state.params, carried, batch, rng)
+        check_batch(batch, plan, steps)
+
+        def trace(times: int = 1) -> TracedLoss:
+            loss_fn, _ = self._bind(state, dataclasses.replace(merge, times=times))
+            traced = trace_loss(loss_fn, plan, inputs, accumulate_steps=steps, remat=self.remat, times=times)
+            return drop_unwritten(traced)
+
+        traced = trace()
+        if traced.written or (self.checks_rows and self._num_parts(plan) > 1):
+            traced = traced.with_row_facts(plan)
+        leaves = [*(leaf.param for leaf in plan.leaves), *carried_leaves(plan, carried)]
+        return choose_merges(traced, merge, plan, leaves, functools.partial(trace, 2)), inputs
+
+    def _num_parts(self, plan: ZeroPlan) -> int:
+        """Returns into how many parts a batch is split, each of which the loss sees alone."""
+        return num_batch_shards(plan.mesh, plan.config) * self.micro.steps
+
+    def _bind(self, state: Any, merge: Merge) -> tuple[Loss, dict[str, PyTree]]:
+        """Returns `fn(params, batch, *rng, **carried) -> (loss, (aux, changed))`, and the carried state."""
+        axes, keeps, written_shape = batch_axes(state.tx.plan.config), self.differentiates, merge.written_shape
+        bound = adapt(state).bind_loss(self.fn, self.mutable, axes=axes, keeps=keeps, written_shape=written_shape)
+        loss_fn, carried = bound
+
+        def call(params: PyTree, batch: PyTree, *rng: jax.Array, **carried: PyTree) -> Any:
+            result, changed = loss_fn(params, batch, *rng, **carried)
+            loss, aux = self.split(result)
+            if self.mutable and self.differentiates:
+                changed, aux = split_mutable(aux, carried, written_shape)
+            return loss, (spread_marks(aux), changed)
+
+        return call, carried
+
+
+def split_aux(result: Any, *, has_aux: bool) -> tuple[Any, PyTree]:
+    """Returns the loss and its auxiliary values."""
+    if not has_aux:
+        if isinstance(result, tuple):
+            raise TypeError("The loss returned a tuple. Say `has_aux=True` if it returns `(loss, aux)`.")
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"With `has_aux=True` the loss must return `(loss, aux)`: got {type(result).__name__}.")
+    return result
+
+
+def _check_has_rows(state: Any, plan: ZeroPlan) -> None:
+    """Raises if a program could not read parameters on disk."""
+    on_disk = [x.path for x in plan.flat_params(state.params) if isinstance(x, OnDisk)]
+    if on_disk:
+        raise ValueError(
+            f"{on_disk[0]!r} is on disk (`Offload(params='disk')`), from which only steps called from Python read: "
+            "call this step outside of `jax.jit`, or keep parameters in the host's memory (`params='host'`)."
+        )
+
+
+def _check_third_argument(loss_fn: Loss, mutable: Sequence[str], rng: jax.Array | None) -> None:
+    """Raises unless a key is passed if and only if the loss takes one; ignores losses without a signature."""
+    try:
+        signature = inspect.signature(loss_fn, follow_wrapped=False)  # a decorator may take other arguments
+    except (TypeError, ValueError):
+        return
+    parameters = [x for x in signature.parameters.values() if x.name not in mutable]
+    positional = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if rng is None and len(positional) > 2 and positional[2].default is inspect.Parameter.empty:
+        raise TypeError(
+            f"The loss takes a third argument, {positional[2].name!r}: pass a key, `step(state, batch, rng=key)`."
+        )
+    if rng is not None and len(positional) < 3 and all(x.kind != x.VAR_POSITIONAL for x in parameters):
+        raise TypeError("A key was passed as `rng`, but the loss takes none: `loss_fn(params, batch, rng)`.")
