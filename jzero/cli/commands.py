@@ -179,7 +179,7 @@ def doctor(
     disk: Annotated[
         str | None, typer.Option(metavar="PATH", help="Also measure the disk of this folder, a candidate for offload.")
     ] = None,
-    disk_bytes: Annotated[float, typer.Option(help="Space to take there meanwhile.")] = 2**31,
+    disk_bytes: Annotated[float, typer.Option(min=1, max=2**50, help="Space to take there meanwhile.")] = 2**31,
     cpu_devices: CpuDevices = None,
     as_json: Json = False,
     traceback: Traceback = False,

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import logging
 import os
+import pathlib
 import re
 import shutil
 import sys
@@ -19,6 +20,8 @@ from jzero._text import wrapped
 
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
+
+JZERO = pathlib.Path(__file__).parents[1]
 
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON to stdout.")]
 Traceback = Annotated[bool, typer.Option("--traceback", help="Print the traceback of an error.")]
@@ -87,11 +90,22 @@ def messages(traceback: bool) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr), _progress() if sys.stderr.isatty() else contextlib.nullcontext():
             yield
     except Exception as error:
-        if traceback or not isinstance(error, EXPECTED):
+        text = str(error) or type(error).__name__ if isinstance(error, EXPECTED) else _in_users_code(error)
+        if traceback or text is None:
             tracebacks.print_exception(error)
         else:
-            warn(f"{str(error) or type(error).__name__}\n(`--traceback` prints the traceback.)")
+            warn(f"{text}\n(`--traceback` prints the traceback.)")
         raise typer.Exit(2) from error
+
+
+def _in_users_code(error: Exception) -> str | None:
+    """Returns where a user's code raised an error; `None` if jzero did."""
+    frames = tracebacks.extract_tb(error.__traceback__)
+    own = [x for x in frames if "site-packages" not in pathlib.Path(x.filename).parts]
+    if not own or pathlib.Path(own[-1].filename).is_relative_to(JZERO):
+        return None
+    name = os.path.relpath(own[-1].filename)
+    return f"{type(error).__name__} in {name}, line {own[-1].lineno}, `{own[-1].line}`: {error}."
 
 
 @contextlib.contextmanager
