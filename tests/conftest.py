@@ -1,7 +1,9 @@
 """Eight CPU devices for every test; set before anything asks jax for its devices."""
 
+import gc
 import os
 import zlib
+from collections.abc import Iterator
 
 # XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
@@ -26,6 +28,14 @@ assert jax.device_count() == 8, jax.devices()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run share I (0 to N - 1) of N equal shares of the selected tests")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_objects_are_not_searched_for_garbage() -> Iterator[None]:
+    """After some files jax's caches hold millions of objects, and one `gc.collect()` would take a second."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
