@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 import tomllib
+import xml.etree.ElementTree
 
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
@@ -225,16 +227,66 @@ def test_every_note_is_under_design():
     assert sorted(listed) == sorted(written)
 
 
-def test_diagrams_are_those_that_the_script_draws():
-    folder = DOCS / "diagrams"
-    spec = importlib.util.spec_from_file_location("draw", folder / "draw.py")
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
-    drawn = draw.drawings()
-    assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawn
-    pages = "\n".join(path.read_text() for path in PAGES.values())
-    # Markdown takes an `svg` that stands alone for text, and puts paragraphs inside it.
-    assert all(f'<figure>\n--8<-- "docs/diagrams/{name}"\n</figure>' in pages for name in drawn)
+@pytest.fixture(scope="module")
+def render():
+    """The hook that puts pictures and notebooks into the site."""
+    spec = importlib.util.spec_from_file_location("render", DOCS / "render.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_picture(svg):
+    """Raises unless a picture says what it shows, and all its text ends inside, as far as letters can be counted."""
+    root = xml.etree.ElementTree.fromstring(svg)
+    width = float(root.attrib["viewBox"].split()[2])
+    assert len(root.attrib["aria-label"]) > 20
+    assert "\n\n" not in svg, "Markdown ends at an empty line"
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        length = 0.5 * float(text.attrib["font-size"]) * len(text.text)
+        left = float(text.attrib["x"]) - {"start": 0, "middle": 0.5, "end": 1}[text.attrib["text-anchor"]] * length
+        assert left > -8, text.text
+        assert left + length < width + 8, text.text
+
+
+def test_pages_show_each_picture(render):
+    texts = [path.read_text() for path in PAGES.values()]
+    shown = [name for text in texts for name in render.MARKER.findall(text)]
+    assert set(shown) == set(render.PICTURES)
+    assert len(shown) == sum(text.count("<!-- picture") for text in texts)
+
+
+@pytest.mark.parametrize(
+    "name", ["bytes", "stages", "matrices", "padding", "loading", "which_stage", "step", "life", "memory", "network"]
+)
+def test_pictures_can_be_read(render, name):
+    check_picture(render.PICTURES[name]())
+
+
+def test_the_picture_of_the_readme_is_the_one_that_is_drawn(render):
+    assert (DOCS / "pictures/bytes.svg").read_text() == render.PICTURES["bytes"]()
+
+
+def test_pictures_of_steps_say_what_the_programs_do(render):
+    programs = render.programs
+    loss_fn, params = programs._layers(3, 64)
+    body, _ = programs._placed(loss_fn, params, jnp.ones((64, 64)), stage=3)
+    lanes = {lane: [box.name for box in programs._boxes(body) if box.lane == lane] for lane in programs.LANES}
+    assert lanes == {
+        "gather": ["1", "2", "3", "3", "2"],
+        "compute": ["1", "2", "3", "∇3", "←3", "∇2", "←2", "∇1"],
+        "reduce": ["3", "2", "1"],
+    }
+
+
+def test_notebooks_become_pages(render):
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text, images = render.render(path)
+        assert text.startswith("# ")
+        assert images
+        assert all(image.startswith(b"\x89PNG") for image in images.values())
+        assert all(text.count(f'src="{name}"') == 1 for name in images)
+        assert ".ipynb)" not in text.replace(f"/{path.name})", "")
 
 
 @pytest.mark.slow
@@ -251,3 +303,6 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
         loaded += re.findall(r"<link\b(?![^>]*rel=\"?(?:canonical|next|prev))[^>]*?href=\"?([^\s\">]+)", text)
         assert not [url for url in loaded if url.startswith(("http", "//"))], page
         assert "--8<--" not in text, page
+        assert "<!-- picture" not in text, page
+        for svg in re.findall(r'<svg [^>]*class="diagram".*?</svg>', text, re.DOTALL):
+            check_picture(svg)
