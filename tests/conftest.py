@@ -3,7 +3,6 @@
 import gc
 import os
 import zlib
-from collections.abc import Iterator
 
 # XLA's CPU client runs devices on as many threads as there are cores or devices. With just one thread a device, two
 # programs in flight can wait for each other for ever: after 40 s XLA ends the process (seen with jax 0.10, 2 cores).
@@ -31,11 +30,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def earlier_objects_are_not_searched_for_garbage() -> Iterator[None]:
+def earlier_objects_are_not_searched_for_garbage() -> None:
     """After some files jax's caches hold millions of objects, and one `gc.collect()` would take a second."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k have selected
