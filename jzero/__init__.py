@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jzero.config.quantization import Quantization as Quantization
     from jzero.config.zero import LeafRule as LeafRule
     from jzero.config.zero import ZeroConfig as ZeroConfig
+    from jzero.deepspeed.conversion import from_deepspeed as from_deepspeed
     from jzero.deepspeed.estimator import estimate_zero1_model_states_mem_needs as estimate_zero1_model_states_mem_needs
     from jzero.deepspeed.estimator import (
         estimate_zero1_model_states_mem_needs_all_cold as estimate_zero1_model_states_mem_needs_all_cold,
@@ -158,6 +159,7 @@ __all__ = [
     "export_params",
     "fill_memory",
     "fit",
+    "from_deepspeed",
     "gather_params",
     "get_full_grad",
     "get_full_opt_state",
@@ -229,6 +231,7 @@ _HOMES = {
     "jzero.checkpoint.restoring": ("restore_checkpoint",),
     "jzero.checkpoint.safetensors_files": ("ExportReport",),
     "jzero.checkpoint.saving": ("save_checkpoint",),
+    "jzero.deepspeed.conversion": ("from_deepspeed",),
     "jzero.deepspeed.report": ("DeepSpeedReport",),
     "jzero.disk.files": ("DiskError",),
     "jzero.engine.recompute": ("offload_activations",),

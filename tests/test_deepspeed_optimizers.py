@@ -27,7 +27,7 @@ BATCH = {"train_batch_size": 8}
 def report_of(optimizer=None, schedule=None, **config):
     blocks = {"optimizer": optimizer, "scheduler": schedule}
     blocks = {key: block for key, block in blocks.items() if block is not None}
-    return jzero.ZeroConfig.from_deepspeed({**BATCH, **blocks, **config})[1]
+    return jzero.from_deepspeed({**BATCH, **blocks, **config})[1]
 
 
 def refused(*args, **kwargs):
@@ -277,7 +277,7 @@ TRAINED = {
 
 def losses(config, params, loss_fn, batches):
     """What a user does with a file: config, optimizer and step, on four devices."""
-    config, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=4)
+    config, report = jzero.from_deepspeed(config, num_devices=4)
     report.verify()
     mesh = jzero.make_mesh(devices=jax.devices()[:4])
     state = jzero.TrainState.create(params=params, tx=report.optimizer)

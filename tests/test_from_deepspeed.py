@@ -1,4 +1,4 @@
-"""`ZeroConfig.from_deepspeed`: a verdict on every key of real configurations, written by hand, and what is refused.
+"""`jzero.from_deepspeed`: a verdict on every key of real configurations, written by hand, and what is refused.
 
 `data/ds_configs/NAME.json` is a configuration in the manner of those in use, `NAME.expected.json` what becomes of it.
 `data/deepspeed_golden.json` is what DeepSpeed itself makes of batch sizes, see `data/make_deepspeed_golden.py`.
@@ -37,12 +37,12 @@ REPORTED = ("train_batch_size", "micro_batch_size", "accumulate_steps", "clip_no
 
 def read(config, *, num_devices=None):
     """Returns `(config, report)` of what must come without a warning."""
-    return jzero.ZeroConfig.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
+    return jzero.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
 
 
 def read_refused(config, *, num_devices=None):
     with pytest.warns(UserWarning, match="does not honour"):
-        return jzero.ZeroConfig.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
+        return jzero.from_deepspeed({**BATCH, **config}, num_devices=num_devices)
 
 
 def verdicts(report):
@@ -68,7 +68,7 @@ def imported(request):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         num_devices = expected(request.param)["num_devices"]
-        config, report = jzero.ZeroConfig.from_deepspeed(path_of(request.param), num_devices=num_devices)
+        config, report = jzero.from_deepspeed(path_of(request.param), num_devices=num_devices)
     return types.SimpleNamespace(
         name=request.param, config=config, report=report, caught=caught, expected=expected(request.param)
     )
@@ -117,7 +117,7 @@ def test_fields_are_the_expected_ones(imported):
 )
 def test_what_is_gathered_ahead_is_in_bytes_of_the_dtype_that_travels(block, size, expected):
     zero = {"stage": 3, "stage3_prefetch_bucket_size": size, **block}
-    config, report = jzero.ZeroConfig.from_deepspeed({"bf16": {"enabled": True}, "zero_optimization": zero})
+    config, report = jzero.from_deepspeed({"bf16": {"enabled": True}, "zero_optimization": zero})
     assert config.prefetch_bytes == expected
     verdict = "compiler" if expected is None else "honoured"
     assert verdicts(report)["zero_optimization.stage3_prefetch_bucket_size"] == verdict
@@ -472,14 +472,14 @@ def test_the_table_has_deepspeeds_keys_and_defaults():
 )
 def test_what_cannot_be_read_is_an_error_that_names_it(config, messages):
     with pytest.raises(ValueError, match=re.escape(messages[0])) as error:
-        jzero.ZeroConfig.from_deepspeed({**BATCH, **config})
+        jzero.from_deepspeed({**BATCH, **config})
     assert all(message in str(error.value) for message in messages), str(error.value)
 
 
 def test_all_errors_come_at_once():
     config = {"zero_optimization": {"stge": 1, "overlap_com": True}, "bf16": {"enabled": 1}, "gradient_clipping": -1}
     with pytest.raises(ValueError, match="cannot be read") as error:
-        jzero.ZeroConfig.from_deepspeed(config)
+        jzero.from_deepspeed(config)
     assert all(name in str(error.value) for name in ("stge", "overlap_com", "bf16.enabled", "gradient_clipping"))
 
 
@@ -503,7 +503,7 @@ def test_a_key_that_is_there_twice(tmp_path):
     file = tmp_path / "ds_config.json"
     file.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1, "stage": 2}}')
     with pytest.raises(ValueError, match=r"each key once: got \['stage'\]"):
-        jzero.ZeroConfig.from_deepspeed(file)
+        jzero.from_deepspeed(file)
 
 
 def test_hjson_needs_its_package(tmp_path, monkeypatch):
@@ -511,7 +511,7 @@ def test_hjson_needs_its_package(tmp_path, monkeypatch):
     file.write_text('{"train_batch_size": 8, // rows\n}')
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not plain JSON: .*pip install hjson"):
-        jzero.ZeroConfig.from_deepspeed(str(file))
+        jzero.from_deepspeed(str(file))
 
 
 @pytest.mark.parametrize("depth", [60, 100_000])
@@ -519,11 +519,11 @@ def test_deep_nesting_is_a_plain_error(depth, tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text('{"a": ' * depth + "1" + "}" * depth)
     with pytest.raises(ValueError, match=r"ds_config.json.* is nested deeper than"):
-        jzero.ZeroConfig.from_deepspeed(path)
+        jzero.from_deepspeed(path)
     nested = {}
     nested["optimizer"] = {"params": {"betas": [nested]}}
     with pytest.raises(ValueError, match="is nested deeper than"):
-        jzero.ZeroConfig.from_deepspeed(nested)
+        jzero.from_deepspeed(nested)
 
 
 def test_hjson_is_read_by_its_package(tmp_path, monkeypatch):
@@ -541,25 +541,25 @@ def test_hjson_is_read_by_its_package(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(loads=loads, HjsonDecodeError=HjsonDecodeError)
     monkeypatch.setitem(sys.modules, "hjson", fake)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: fake)
-    assert jzero.ZeroConfig.from_deepspeed(file)[1].train_batch_size == 8
+    assert jzero.from_deepspeed(file)[1].train_batch_size == 8
     file.write_text("{")
     with pytest.raises(ValueError, match="neither JSON nor Hjson"):
-        jzero.ZeroConfig.from_deepspeed(file)
+        jzero.from_deepspeed(file)
 
 
 def test_sources_that_are_no_configuration(tmp_path):
     with pytest.raises(TypeError, match="a path or a dictionary: got list"):
-        jzero.ZeroConfig.from_deepspeed([1])
+        jzero.from_deepspeed([1])
     with pytest.raises(FileNotFoundError):
-        jzero.ZeroConfig.from_deepspeed(tmp_path / "none.json")
+        jzero.from_deepspeed(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(ValueError, match="must hold a dictionary: got list"):
-        jzero.ZeroConfig.from_deepspeed(tmp_path / "list.json")
+        jzero.from_deepspeed(tmp_path / "list.json")
 
 
 def test_the_dictionary_stays_as_it_is():
     config = json.loads(path_of("zero3_offload").read_text())
-    jzero.ZeroConfig.from_deepspeed(config)
+    jzero.from_deepspeed(config)
     assert config == json.loads(path_of("zero3_offload").read_text())
 
 
@@ -623,10 +623,10 @@ def test_batch_sizes_are_deepspeeds():
 
 def test_step_arguments_need_the_number_of_micro_batches():
     config = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
-    _, report = jzero.ZeroConfig.from_deepspeed(config)
+    _, report = jzero.from_deepspeed(config)
     with pytest.raises(ValueError, match="`num_devices`"):
         report.step_arguments()
-    _, report = jzero.ZeroConfig.from_deepspeed(config, num_devices=8)
+    _, report = jzero.from_deepspeed(config, num_devices=8)
     assert report.step_arguments()["accumulate_steps"] == 2
     with pytest.warns(UserWarning, match="Nothing decides `gradient_accumulation_steps`"):
         _, auto = read({"gradient_accumulation_steps": "auto"}, num_devices=8)
@@ -653,7 +653,7 @@ def test_what_is_not_made_says_for_want_of_what():
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     }
     with pytest.warns(UserWarning, match="`optimizer.params.lr`, `scheduler.params.total_num_steps`"):
-        _, report = jzero.ZeroConfig.from_deepspeed(source)
+        _, report = jzero.from_deepspeed(source)
     assert report.optimizer is None
     assert report.schedule is None
     notes = {row.key: row.note for row in report.rows}
@@ -662,7 +662,7 @@ def test_what_is_not_made_says_for_want_of_what():
     assert notes["scheduler.params.total_num_steps"].endswith("here: not known")
     source["optimizer"]["params"]["lr"] = 1e-3
     source["scheduler"]["params"]["total_num_steps"] = 100
-    assert "none is made" not in str(jzero.ZeroConfig.from_deepspeed(source)[1])
+    assert "none is made" not in str(jzero.from_deepspeed(source)[1])
 
 
 AUTO = {
@@ -679,7 +679,7 @@ AUTO = {
 
 
 def undecided(**arguments):
-    config, report = jzero.ZeroConfig.from_deepspeed(AUTO, num_devices=8, **arguments)
+    config, report = jzero.from_deepspeed(AUTO, num_devices=8, **arguments)
     return config, report, {row.key for row in report.undecided}
 
 
@@ -736,7 +736,7 @@ ARGUMENTS = {
 
 def test_a_trainers_names_decide_what_they_do_there():
     """A stock file of Hugging Face; the values are those that its trainer writes into it."""
-    config, report = jzero.ZeroConfig.from_deepspeed(STOCK, num_devices=8, auto=ARGUMENTS)
+    config, report = jzero.from_deepspeed(STOCK, num_devices=8, auto=ARGUMENTS)
     assert not report.undecided
     report.verify()
     assert config.policy == jzero.ZeroConfig(precision="bf16").policy
@@ -751,13 +751,13 @@ def test_a_trainers_names_decide_what_they_do_there():
     assert (values["optimizer.params.eps"], values["optimizer.params.weight_decay"]) == (1e-6, 0.1)
     assert (values["scheduler.params.warmup_num_steps"], values["fp16.enabled"]) == (31, False)
     (key,) = {"scheduler.params.warmup_num_steps"}
-    _, report = jzero.ZeroConfig.from_deepspeed(STOCK, num_devices=8, auto={**ARGUMENTS, key: 7})
+    _, report = jzero.from_deepspeed(STOCK, num_devices=8, auto={**ARGUMENTS, key: 7})
     assert {row.key: row.value for row in report.rows}[key] == 7, "the key itself comes first"
 
 
 def test_one_precision_excludes_the_other():
     source = {"bf16": {"enabled": True}, "fp16": {"enabled": "auto"}, "train_batch_size": 8}
-    _, report = jzero.ZeroConfig.from_deepspeed(source)
+    _, report = jzero.from_deepspeed(source)
     assert not report.undecided
     assert {row.key: row.note for row in report.rows}["fp16.enabled"].endswith("false, since `bf16.enabled` is true")
 
@@ -765,7 +765,7 @@ def test_one_precision_excludes_the_other():
 def test_a_few_of_a_trainers_names_leave_what_is_usual():
     few = {name: ARGUMENTS[name] for name in ("learning_rate", "max_steps", "per_device_train_batch_size", "bf16")}
     few |= {"warmup_steps": 0, "gradient_accumulation_steps": 1}
-    _, report = jzero.ZeroConfig.from_deepspeed(STOCK, num_devices=8, auto=few)
+    _, report = jzero.from_deepspeed(STOCK, num_devices=8, auto=few)
     assert not report.open
     assert {"gradient_clipping", "optimizer.params.betas"} < {row.key for row in report.undecided}
     assert report.optimizer is not None
@@ -810,4 +810,4 @@ def test_arguments_decide(precision):
 )
 def test_arguments_that_decide_nothing(source, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        jzero.ZeroConfig.from_deepspeed(source, **arguments)
+        jzero.from_deepspeed(source, **arguments)

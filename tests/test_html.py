@@ -71,7 +71,7 @@ def reports(tmp_path_factory):
         jzero.estimate_step_memory(step, state, batch, topology="h200:8"),
         jzero.fit(plain, loss_fn, batch, topology="h200:8", confirm=False),
         jzero.check_equivalence(loss_fn, plain, [batch], stage=3),
-        jzero.ZeroConfig.from_deepspeed({"zero_optimization": {"stage": 3}, "train_batch_size": 8})[1],
+        jzero.from_deepspeed({"zero_optimization": {"stage": 3}, "train_batch_size": 8})[1],
         jzero.inspect_checkpoint(path / "checkpoint"),
         jzero.export_params(state, path / "model.safetensors"),
         jzero.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**7, verbose=False),

@@ -31,8 +31,8 @@ NAMES = sorted(
     MemoryEstimate Monitor Offload PerExample PlanViolation Precision Quantization RestoreReport StepMemory Summed
     TensorBoard TrainState WandB Weighted ZenFlow ZeroConfig ZeroOptState ZeroPlan abstract_train_state analyze
     apply_pending check_equivalence disk_stats estimate_step_memory export_checkpoint export_params fill_memory fit
-    gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint load_params
-    make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
+    from_deepspeed gather_params get_full_grad get_full_opt_state get_full_param init_train_state inspect_checkpoint
+    load_params make_eval_step make_mesh make_train_step natural_params offload_activations offload_train_state plan_of
     plan_train_state release_disk reload_train_state restore_checkpoint save_checkpoint set_full_opt_state
     set_full_param shard_train_state unshard_train_state update_params value_and_grad
     """.split()
@@ -46,7 +46,6 @@ FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(jzero, name, N
 METHODS = [
     (jzero.TrainState, "create"),
     (jzero.TrainState, "apply_gradients"),
-    (jzero.ZeroConfig, "from_deepspeed"),
     (jzero.DeepSpeedReport, "step_arguments"),
     (jzero.ZeroPlan, "table"),
     (jzero.ZeroPlan, "to_json"),

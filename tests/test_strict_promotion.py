@@ -141,7 +141,7 @@ def test_the_reference_of_check_equivalence():
 def test_norms_of_mixed_dtypes_and_schedules():
     def run():
         config = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
-        _, report = jzero.ZeroConfig.from_deepspeed({"optimizer": {"type": "SGD"}, "scheduler": config})
+        _, report = jzero.from_deepspeed({"optimizer": {"type": "SGD"}, "scheduler": config})
         rates = [report.schedule(jnp.int32(step)) for step in range(9)]
         with jax.enable_x64(True):
             params = {"w": PARAMS["w"].astype(np.float64), "v": PARAMS["v"]}

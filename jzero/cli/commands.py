@@ -87,7 +87,7 @@ def deepspeed(
         use_cpu(None)
         warnings.simplefilter("ignore", UserWarning)  # about refused and open keys, which the report lists
         source = read_source(config)
-        _, report = jzero.ZeroConfig.from_deepspeed(
+        _, report = jzero.from_deepspeed(
             override(source.values, dict(map(_named_value, values or []))),
             num_devices=source.num_devices if num_devices is None else num_devices,
             batch_size=batch_size,

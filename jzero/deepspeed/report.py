@@ -52,7 +52,7 @@ class KeyVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedReport(Report):
-    """What `ZeroConfig.from_deepspeed` made of a file: a verdict on each key, and what is not the config's to hold.
+    """What `jzero.from_deepspeed` made of a file: a verdict on each key, and what is not the config's to hold.
 
     `print` it for a table. What is `None` is not in the file, or "auto", or depends on a number of devices that was not
     given.
@@ -69,7 +69,7 @@ class DeepSpeedReport(Report):
       schedule: `schedule(step)` is the learning rate of that step, the first being 0.
 
     Example:
-      >>> _, report = jzero.ZeroConfig.from_deepspeed({"train_batch_size": 32, "gradient_clipping": 0.5}, num_devices=8)
+      >>> _, report = jzero.from_deepspeed({"train_batch_size": 32, "gradient_clipping": 0.5}, num_devices=8)
       >>> report.step_arguments()
       {'accumulate_steps': 1, 'clip_norm': 0.5}
       >>> [(row.key, row.verdict) for row in report.rows]
