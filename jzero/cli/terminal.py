@@ -16,8 +16,6 @@ from typing import Annotated, Any, Protocol
 
 import typer
 
-from jzero._text import wrapped
-
 EXPECTED = (ValueError, TypeError, ImportError, OSError, RuntimeError)
 """Errors that users can cause, from the library, jax and the file system; their messages need no traceback."""
 
@@ -35,7 +33,11 @@ def show(result: _Result, as_json: bool) -> None:
     """Prints a result as text or JSON. A terminal gets lines that fit it."""
     text = result.to_json() if as_json else in_flags(str(result))
     is_terminal = sys.stdout.isatty() and not as_json
-    typer.echo(wrapped(text, shutil.get_terminal_size().columns) if is_terminal else text)
+    if is_terminal:
+        from jzero._text import wrapped  # imports jax, which `--help` does without
+
+        text = wrapped(text, shutil.get_terminal_size().columns)
+    typer.echo(text)
 
 
 def warn(text: str) -> None:
