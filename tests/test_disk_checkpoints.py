@@ -536,7 +536,7 @@ def run_script(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("kills", default_for([2], [2, 50]))
+@pytest.mark.parametrize("kills", default_for([1], [1, 50]))
 def test_kills_at_random_moments_lose_nothing(kills, tmp_path):
     (tmp_path / "scratch").mkdir()
     rows = disk_checkpoint_run.run(str(tmp_path), str(tmp_path / "scratch"), kills, seed=11)

@@ -46,6 +46,7 @@ from tests.fuzz_cases import (
     reduced,
 )
 from tests.test_loss_scale import expected_scales
+from tests.tiers import default_for
 
 STEPS, WIDTH = 3, 7
 REFUSALS = ("`Weighted.weight` depends on parameters",)  # with micro-batches
@@ -451,7 +452,7 @@ def drawn(draws: int, seed: int, run: Any) -> None:
     hypothesis.seed(seed)(settings(hypothesis.given(cases())(run)))()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", default_for([0, 1], range(4)))
 def test_draws_train_like_plain_optax(seed):
     refused = []
     drawn(8, seed, lambda case: refused.extend([] if check(case) else [case]))

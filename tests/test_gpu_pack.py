@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` at its least size, on CPU devices, and what it does when parts of it fail."""
+"""`python -m benchmarks.gpu` at its least size, on CPU devices (slow), and what it does when parts of it fail."""
 
 import argparse
 import math
@@ -46,6 +46,7 @@ def numbers_in(x):
         yield x
 
 
+@pytest.mark.slow
 def test_each_part_measures_something(small):
     found, text = small
     assert list(found) == ["run", "machine", "rates", STEPS, "offload"]
@@ -68,6 +69,7 @@ def test_each_part_measures_something(small):
     assert "## Failed or skipped\n\nNothing.\n" in text
 
 
+@pytest.mark.slow
 def test_all_engines_train_alike(small):
     programs = small[0][STEPS]
     plain = programs["plain 0"]
@@ -76,6 +78,7 @@ def test_all_engines_train_alike(small):
         assert programs[name]["loss"] == pytest.approx(plain["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_report_shows_what_was_measured(small):
     found, text = small
     row = next(line for line in text.splitlines() if line.startswith("| jzero, stage 3 |"))
@@ -89,6 +92,7 @@ def test_report_shows_what_was_measured(small):
         assert f"## {part}" in text
 
 
+@pytest.mark.slow
 def test_report_is_written_wherever_a_run_ends(small, tmp_path):
     found, _ = small
     lines = tmp_path / "lines.jsonl"

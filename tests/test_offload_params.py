@@ -43,10 +43,10 @@ def train(plain, loss_fn, batches, offload, precision, **options):
 
 CASES = [
     slow(True, None, "fp32", ALL, {}),
-    (False, {}, "bf16", PARAMS, {}),
-    pytest.param(True, {}, "bf16", ALL, {"accumulate_steps": 2}, marks=pytest.mark.slow),
-    pytest.param(False, None, "fp16", ALL, {}, marks=pytest.mark.slow),
-    pytest.param(True, None, "fp32", PARAMS, {}, marks=pytest.mark.slow),
+    slow(False, {}, "bf16", PARAMS, {}),
+    (True, {}, "bf16", ALL, {"accumulate_steps": 2}),
+    slow(False, None, "fp16", ALL, {}),
+    slow(True, None, "fp32", PARAMS, {}),
 ]
 
 

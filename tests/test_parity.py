@@ -29,10 +29,8 @@ def precision(dtype):
     return jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext()
 
 
-# By default the smaller model takes every optimizer in float64; the larger one the one that differs most.
-LARGE = ("lamb",)
+# By default the smaller model takes every optimizer in float64, and the larger one AdamW alone, further below.
 FLOAT64 = [("mlp", optimizer, 3, 8) for optimizer in OPTIMIZERS if optimizer not in ("ema", "schedule", "masked")]
-FLOAT64 += [("gpt", optimizer, 1, 3) for optimizer in LARGE]
 ALL = [(model, o, *cell) for model in ("mlp", "gpt") for o in OPTIMIZERS for cell in ((3, 8), (1, 3))]
 
 
@@ -60,7 +58,7 @@ def test_every_optimizer_in_fp32(model, optimizer, stage, num_devices):
     assert params < (1e-5 if optimizer in TIGHT else max(3 * control[1], 2e-6))
 
 
-CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 3), (2, 2), (3, 1), (3, 5))] + [("gpt", 2, 5), ("gpt", 3, 3)]
+CELLS = [("mlp", *cell) for cell in ((0, 5), (1, 8), (2, 3), (2, 2), (3, 1), (3, 5))] + [("gpt", 3, 3)]
 EVERY = itertools.product(("mlp", "gpt"), (0, 1, 2, 3), (1, 2, 3, 5, 8))
 
 
