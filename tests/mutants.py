@@ -968,7 +968,7 @@ MUTANTS = [
         "disk/stores.py",
         "if self._sums is not None and _sum(buffer)",
         "if False and _sum(buffer)",
-        "test_disk_files.py::test_a_write_that_was_lost_is_found",
+        "test_disk_faults.py::test_a_write_that_was_lost_is_found",
     ),
     Mutant(
         "heads_are_compared_with_nothing",
@@ -1017,7 +1017,7 @@ MUTANTS = [
         "disk/pipeline.py",
         "not self._pass.is_fresh or ",
         "",
-        "test_disk_files.py::test_after_ctrl_c_the_step_is_repeated",
+        "test_disk_faults.py::test_after_ctrl_c_the_step_is_repeated",
         "later and 0.03",
     ),
     Mutant(
@@ -1032,14 +1032,14 @@ MUTANTS = [
         "disk/pipeline.py",
         "self._errors.clear()",
         "pass",
-        "test_disk_files.py::test_an_error_holds_no_space",
+        "test_disk_faults.py::test_an_error_holds_no_space",
     ),
     Mutant(
         "children_keep_files",
         "disk/files.py",
         "os.register_at_fork(after_in_child=_close_in_child)",
         "_close_in_child()",
-        "test_disk_files.py::test_a_forked_child_cannot_disturb",
+        "test_disk_faults.py::test_a_forked_child_cannot_disturb",
     ),
     Mutant(
         "files_keep_their_names",

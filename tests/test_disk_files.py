@@ -1,14 +1,9 @@
 """Records on disk: the bytes of a store in memory, whatever fails meanwhile, in the memory of a few buffers."""
 
-import contextlib
 import errno
 import fcntl
 import gc
 import os
-import pathlib
-import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,23 +11,27 @@ import weakref
 import numpy as np
 import pytest
 
-from jzero.disk import files
-from jzero.disk.files import PAGE, DiskError, UnnamedFile, check_folder, free_bytes, page_aligned
+from jzero.disk.files import PAGE, free_bytes, page_aligned
 from jzero.disk.pipeline import Pipeline
 from jzero.disk.rates import BLOCK, PlainFiles, measure_rates
 from jzero.disk.stores import DiskStore, RamStore
+from tests.disk_pipelines import (  # noqa: F401  # fixtures
+    FEW,
+    SIZES,
+    WAIT,
+    adam_like,
+    contents,
+    expected,
+    folder,
+    later,
+    much_space,
+    nothing_is_left,
+    run_python,
+    train,
+    wait_until,
+)
 
 pytestmark = pytest.mark.timeout(60)
-
-ROOT = pathlib.Path(__file__).parents[1]
-SIZES = tuple(PAGE * pages for pages in (3, 1, 17, 256, 1, 64, 5, 1031, 2, 100, 7))
-FEW = SIZES[:4]
-WAIT = 20  # seconds, in place of for ever
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path)
 
 
 @pytest.fixture(params=["direct", "cached", "named"])
@@ -65,110 +64,6 @@ def refuse_unnamed(monkeypatch):
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", opened)
-
-
-def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):
-    """Makes a call fail for the file of one slot, from the given number of calls on."""
-    real, left = getattr(os, call), [after]
-
-    def fails(fd, buffers, offset):
-        if fd == store._files[slot]._fd:
-            left[0] -= 1
-            if left[0] < 0:
-                raise OSError(number, os.strerror(number))
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, call, fails)
-
-
-def adam_like(step):
-    """A visitor whose result depends on all bytes of a record, on its number and on the step."""
-
-    def visit(record, buffer):
-        words = buffer.view(np.uint32)
-        words *= np.uint32(2654435761)
-        words += np.arange(words.size, dtype=np.uint32) + np.uint32(97 * step + record + 1)
-
-    return visit
-
-
-def later(visit):
-    """The same in two parts: a visitor that lets a writer change the bytes."""
-    return lambda record, buffer: lambda same: visit(record, same)
-
-
-def train(pipeline, *steps, wrap=lambda visit: visit):
-    for step in steps:
-        pipeline.run(wrap(adam_like(step)))
-        pipeline.store.commit()
-
-
-def contents(store):
-    """The bytes of all records, read one by one."""
-    found = []
-    for record, size in enumerate(store.sizes):
-        buffer = page_aligned(size)
-        store.read(record, buffer)
-        found.append(buffer.tobytes())
-    return found
-
-
-def expected(sizes, steps):
-    """The bytes after some steps, by a pipeline of one thread in memory."""
-    pipeline = Pipeline(RamStore(sizes), threads=1)
-    train(pipeline, *steps)
-    return contents(pipeline.store)
-
-
-def is_pipeline_thread(thread):
-    return thread.name.startswith("jzero disk")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Every test ends its threads and closes its files; those of other tests in this process do not count."""
-    gc.collect()
-    OTHERS.update(files._OPEN)
-    before = set(threading.enumerate())
-    yield
-    gc.collect()
-    deadline = time.monotonic() + WAIT
-    while (left := pipeline_threads(before)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
-    assert not open_files()
-
-
-OTHERS = weakref.WeakSet()
-
-
-def open_files():
-    return [file for file in files._OPEN if file not in OTHERS]
-
-
-def pipeline_threads(before):
-    return [thread.name for thread in threading.enumerate() if is_pipeline_thread(thread) and thread not in before]
-
-
-def start_python(text, *args):
-    """Starts a script that has this module's names."""
-    script = f"from tests.test_disk_files import *\n{text}"
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", script, *map(str, args)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
-
-
-def run_python(text, *args):
-    """Runs a script that has this module's names, and checks that it succeeds; returns its output."""
-    process = start_python(text, *args)
-    try:
-        output, errors = process.communicate(timeout=WAIT)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 0, errors
-    return output
 
 
 # The same bytes as in memory.
@@ -322,13 +217,6 @@ def test_a_forgotten_pipeline_gives_threads_and_space_back(folder):
     wait_until(lambda: gc.collect() is not None and store() is None)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "waited for too long"
-        time.sleep(0.002)
-
-
 # Memory.
 
 
@@ -367,157 +255,6 @@ def test_memory_grows_by_the_buffers_for_a_state_five_times_as_large(folder):
     run_python(MEMORY, folder)
 
 
-# Failures. Afterwards the state is as before, and the step can be repeated.
-
-
-@pytest.mark.parametrize("wrap", [lambda visit: visit, later], ids=["visited", "finished"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-@pytest.mark.parametrize(("call", "slot", "says"), [("preadv", 1, "Reading"), ("pwritev", 0, "Writing")])
-def test_after_a_failing_call_the_step_is_repeated(folder, monkeypatch, call, slot, says, number, wrap):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    train(pipeline, 0)
-    for after in (0, 4, len(SIZES) - 1):
-        with monkeypatch.context() as patch:
-            failing(patch, call, pipeline.store, slot=slot, after=after, number=number)
-            message = rf"{says} [\d,]+ bytes at [\d,]+ .*{os.strerror(number)} \(errno {number}\)\. .*repeat the step"
-            with pytest.raises(DiskError, match=message) as caught:
-                train(pipeline, 1, wrap=wrap)
-        assert folder in str(caught.value)
-        assert pipeline.store.generation == 1
-        assert contents(pipeline.store) == expected(SIZES, [0])
-    train(pipeline, 1)
-    assert contents(pipeline.store) == expected(SIZES, range(2))
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_after_an_error_of_the_visitor_the_step_is_repeated(folder, late):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    train(pipeline, 0)
-
-    def visit(record, buffer):
-        adam_like(1)(record, buffer)
-        if record == 5:
-            raise ZeroDivisionError("a visitor's")
-
-    with pytest.raises(ZeroDivisionError, match="a visitor's"):
-        pipeline.run(later(visit) if late else visit)
-    assert contents(pipeline.store) == expected(SIZES, [0])
-    train(pipeline, 1)
-    assert contents(pipeline.store) == expected(SIZES, range(2))
-
-
-def test_the_first_of_several_errors_is_raised(folder):
-    pipeline, failed = Pipeline(DiskStore(folder, FEW)), threading.Event()
-
-    def finish_first(buffer):
-        failed.set()
-        raise KeyError("first")
-
-    def finish_others(buffer):
-        assert failed.wait(WAIT)
-        time.sleep(0.05)
-        raise KeyError("second")
-
-    with pytest.raises(KeyError, match="first"):
-        pipeline.run(lambda record, buffer: finish_others if record == 0 else finish_first)
-
-
-def test_an_error_of_a_writer_ends_the_visits(folder, monkeypatch):
-    pipeline, visits = Pipeline(DiskStore(folder, SIZES)), []
-    failing(monkeypatch, "pwritev", pipeline.store, slot=1, after=0)
-    with pytest.raises(DiskError, match="Writing"):
-        pipeline.run(lambda record, buffer: visits.append(record) or time.sleep(0.03))
-    assert len(visits) < len(SIZES)
-
-
-def test_an_error_holds_no_space(folder, monkeypatch):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    gc.collect()
-    gc.disable()
-    try:
-        with monkeypatch.context() as patch, contextlib.suppress(DiskError):
-            failing(patch, "pwritev", pipeline.store, slot=1, after=0)
-            pipeline.run(adam_like(0))
-        del pipeline, patch
-        assert not open_files()
-    finally:
-        gc.enable()
-
-
-def test_an_error_while_reading_ahead_waits_for_the_pass(folder, monkeypatch):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    train(pipeline, 0)
-    with monkeypatch.context() as patch:
-        failing(patch, "preadv", pipeline.store, slot=1, after=1)
-        pipeline.start_reading()
-        time.sleep(0.05)
-    with pytest.raises(DiskError, match="Reading"):
-        pipeline.run(adam_like(1))
-    train(pipeline, 1)
-    assert contents(pipeline.store) == expected(SIZES, range(2))
-
-
-def test_a_cut_file(folder):
-    store = DiskStore(folder, SIZES)
-    train(Pipeline(store), 0)
-    os.ftruncate(store._files[store.slot]._fd, PAGE * 10)
-    with pytest.raises(DiskError, match=r"was cut: reading [\d,]+ bytes at [\d,]+ ended after [\d,]+\. Restore"):
-        train(Pipeline(store), 1)
-    assert store.generation == 1
-
-
-def flip(store, record, *, bit):
-    """Changes one bit of a record behind the store's back."""
-    buffer = page_aligned(store.sizes[record])
-    file = store._files[store.slot]
-    file.read(buffer, store.offsets[record])
-    buffer[bit // 8] ^= 1 << bit % 8
-    file.write(buffer, store.offsets[record])
-
-
-@pytest.mark.parametrize("record", [0, 3, len(SIZES) - 1])
-def test_a_flipped_bit_is_found_in_any_slot(folder, record):
-    for checksum in (True, False):
-        pipeline = Pipeline(DiskStore(folder, SIZES, checksum=checksum))
-        for step in range(2):
-            train(pipeline, step)
-            flip(pipeline.store, record, bit=8 * SIZES[record] - 1 - step)
-            found = pytest.raises(DiskError, match=rf"^Record {record} in .*checksum.*restore a checkpoint")
-            with found if checksum else contextlib.nullcontext():
-                pipeline.run(adam_like(9), writes=False)
-            flip(pipeline.store, record, bit=8 * SIZES[record] - 1 - step)
-        assert contents(pipeline.store) == expected(SIZES, range(2))
-
-
-def test_a_write_that_was_lost_is_found(folder, monkeypatch):
-    pipeline = Pipeline(DiskStore(folder, SIZES))
-    train(pipeline, 0, 1)
-    real, lost = os.pwritev, pipeline.store.offsets[3]
-    monkeypatch.setattr(os, "pwritev", lambda fd, x, at: len(x[0]) if at == lost else real(fd, x, at))
-    train(pipeline, 2)
-    with pytest.raises(DiskError, match="Record 3"):
-        pipeline.run(adam_like(3))
-
-
-# Space.
-
-
-def test_too_little_space_is_found_before_anything_is_computed(folder, monkeypatch):
-    there = free_bytes(folder)
-    size = (there // 2 // PAGE + 1) * PAGE
-    with pytest.raises(DiskError, match=rf"two slots of {size:,} bytes take {2 * size:,}, and [\d,]+ are free"):
-        DiskStore(folder, [size])
-
-    def fallocate(fd, offset, num_bytes):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "posix_fallocate", fallocate)  # a quota, of which statvfs knows nothing
-    with pytest.raises(DiskError, match=rf"another {sum(FEW):,} bytes: .*quota.*, and [\d,]+ are free") as caught:
-        DiskStore(folder, FEW)
-    assert not open_files(), "although the error is still there"
-    assert folder in str(caught.value)
-
-
 def test_space_is_taken_at_once_and_given_back_at_the_end(folder):
     size = much_space(folder)
     for give_back in (lambda store: store.close(), lambda store: None):
@@ -528,153 +265,6 @@ def test_space_is_taken_at_once_and_given_back_at_the_end(folder):
         give_back(store)
         del store
         wait_until(lambda before=before: before - free_bytes(folder) < size)
-
-
-def much_space(folder):
-    """So many bytes that what others take and free meanwhile does not matter, but not all."""
-    return min(2**31, free_bytes(folder) // 8 // PAGE * PAGE)
-
-
-KILLED = """
-import itertools
-store = DiskStore(sys.argv[1], [2**22] * 8)
-space = UnnamedFile(sys.argv[1], int(sys.argv[2]))
-pipeline = Pipeline(store)
-train(pipeline, 0)
-print("ready", flush=True)
-for step in itertools.count():
-    train(pipeline, step)
-"""
-
-
-def test_after_kill_9_nothing_is_left(folder):
-    size = much_space(folder)
-    before = free_bytes(folder)
-    process = start_python(KILLED, folder, size)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        taken = before - free_bytes(folder)
-        names = os.listdir(folder)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(WAIT)
-        process.stdout.close()
-        process.stderr.close()
-    assert names == os.listdir(folder) == []
-    if taken < size:
-        pytest.skip("this file system does not tell what is taken, or others are busy on it")
-    wait_until(lambda: before - free_bytes(folder) < size // 2)
-
-
-# Ctrl-C.
-
-
-INTERRUPTED = """
-signal.signal(signal.SIGINT, signal.default_int_handler)
-folder, wrap, delay = sys.argv[1], {"now": lambda visit: visit, "later": later}[sys.argv[2]], float(sys.argv[3])
-pipeline = Pipeline(DiskStore(folder, SIZES))
-train(pipeline, 0)
-begun, over = threading.Event(), threading.Event()
-
-def interrupt():
-    begun.wait()
-    for seconds in (delay, 0.003):  # the second while the threads still have work in hand
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.2)
-    over.set()
-
-def slow(record, buffer):
-    begun.set()
-    adam_like(1)(record, buffer)
-    time.sleep(0.01)
-
-threading.Thread(target=interrupt, daemon=True).start()
-interrupted = 0
-while not over.is_set():
-    try:
-        while not over.is_set():
-            pipeline.run(wrap(slow))
-    except KeyboardInterrupt:
-        interrupted += 1
-assert interrupted >= 1
-assert pipeline.store.generation == 1
-train(pipeline, 1)
-assert contents(pipeline.store) == expected(SIZES, range(2))
-print("equal")
-"""
-
-
-@pytest.mark.parametrize("how", ["now", "later"])
-@pytest.mark.parametrize("delay", [0.0, 0.03])
-def test_after_ctrl_c_the_step_is_repeated(folder, how, delay):
-    assert run_python(INTERRUPTED, folder, how, delay) == "equal\n"
-
-
-def run_until_interrupted(pipeline, interrupt):
-    interrupt.start()
-    while True:
-        pipeline.run(later(adam_like(1)))
-
-
-def test_ctrl_c_at_any_line(folder):
-    """Whatever line of the calling thread it hits, the same pipeline goes on."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        pipeline = Pipeline(DiskStore(folder, FEW))
-        train(pipeline, 0)
-        for delay in np.random.default_rng(0).uniform(0, 8e-3, size=60):
-            interrupt = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                run_until_interrupted(pipeline, interrupt)
-            interrupt.join()
-            assert contents(pipeline.store) == expected(FEW, [0])
-        train(pipeline, 1)
-        assert contents(pipeline.store) == expected(FEW, range(2))
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# Forks.
-
-
-FORKED = """
-import contextlib
-pipeline = Pipeline(DiskStore(sys.argv[1], SIZES))
-train(pipeline, 0)
-numbers = [file._fd for file in pipeline.store._files]
-pipeline.start_reading()
-child = os.fork()
-if not child:
-    try:
-        for number in numbers:
-            with contextlib.suppress(OSError):
-                os.fstat(number)
-                os._exit(1)  # it is open
-        try:
-            contents(pipeline.store)
-            os._exit(2)
-        except DiskError as error:
-            assert "forked child" in str(error)
-        try:
-            train(pipeline, 1)
-            os._exit(3)
-        except RuntimeError as error:
-            assert "forked child" in str(error)
-        pipeline.close()
-        pipeline.store.close()
-        del pipeline
-    except BaseException:
-        os._exit(4)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-train(pipeline, 1)
-assert contents(pipeline.store) == expected(SIZES, range(2))
-"""
-
-
-def test_a_forked_child_cannot_disturb(folder):
-    run_python(FORKED, folder)
 
 
 # Pins.
@@ -731,34 +321,6 @@ def test_a_read_only_pass_waits_for_no_pin():
     with pipeline.store.pin():
         train(pipeline, 1)
         pipeline.run(lambda record, buffer: None, writes=False)
-
-
-# Folders and figures.
-
-
-def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"`Offload\.path` must be a folder .* got '.*/missing', but it does not exist"
-    ):
-        check_folder(tmp_path / "missing")
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="it is a file"):
-        check_folder(tmp_path / "file")
-    with pytest.raises(DiskError, match="No file can be made in"):
-        UnnamedFile(str(tmp_path / "missing"), PAGE)
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ValueError, match=r"^`--disk` must be .*permissions"):
-        check_folder(tmp_path, "--disk")
-
-
-def test_a_folder_in_memory_is_warned_of(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert check_folder(".") == str(tmp_path)
-    with pytest.warns(UserWarning, match="is memory, not a disk"):
-        check_folder("/dev/shm")
-    monkeypatch.setattr(files, "file_system", lambda _: "tmpfs")
-    with pytest.warns(UserWarning, match=r"\(tmpfs\).*Set `Offload\.path`"):
-        check_folder(tmp_path)
 
 
 def test_rates_count_overlapping_calls_once(folder, monkeypatch):
