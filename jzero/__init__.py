@@ -102,91 +102,6 @@ if TYPE_CHECKING:
     from jzero.step.train_step import make_train_step as make_train_step
     from jzero.step.train_step import value_and_grad as value_and_grad
 
-__all__ = [
-    "AnalysisReport",
-    "CheckpointError",
-    "CheckpointInfo",
-    "CheckpointManager",
-    "Csv",
-    "DeepSpeedReport",
-    "DiskError",
-    "DiskStats",
-    "DynamicLossScale",
-    "EquivalenceReport",
-    "ExportReport",
-    "Fit",
-    "From",
-    "JsonLines",
-    "Keep",
-    "LeafRule",
-    "LossScaleError",
-    "MLflow",
-    "Mapping",
-    "MemoryEstimate",
-    "Monitor",
-    "Offload",
-    "PerExample",
-    "PlanViolation",
-    "Precision",
-    "Quantization",
-    "RestoreReport",
-    "StepMemory",
-    "Summed",
-    "TensorBoard",
-    "TrainState",
-    "WandB",
-    "Weighted",
-    "ZenFlow",
-    "ZeroConfig",
-    "ZeroOptState",
-    "ZeroPlan",
-    "abstract_train_state",
-    "analyze",
-    "apply_pending",
-    "check_equivalence",
-    "disk_stats",
-    "estimate_step_memory",
-    "estimate_zero1_model_states_mem_needs",
-    "estimate_zero1_model_states_mem_needs_all_cold",
-    "estimate_zero1_model_states_mem_needs_all_live",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-    "export_checkpoint",
-    "export_params",
-    "fill_memory",
-    "fit",
-    "from_deepspeed",
-    "gather_params",
-    "get_full_grad",
-    "get_full_opt_state",
-    "get_full_param",
-    "init_train_state",
-    "inspect_checkpoint",
-    "load_params",
-    "make_eval_step",
-    "make_mesh",
-    "make_train_step",
-    "natural_params",
-    "offload_activations",
-    "offload_train_state",
-    "plan_of",
-    "plan_train_state",
-    "release_disk",
-    "reload_train_state",
-    "restore_checkpoint",
-    "save_checkpoint",
-    "set_full_opt_state",
-    "set_full_param",
-    "shard_train_state",
-    "unshard_train_state",
-    "update_params",
-    "value_and_grad",
-]
-
 _HOMES = {
     "jzero.engine.outputs": ("PerExample", "Summed", "Weighted"),
     "jzero.config.offload": ("Offload", "ZenFlow"),
@@ -252,10 +167,11 @@ _HOMES = {
     "jzero.monitor.sinks": ("Csv", "JsonLines", "TensorBoard"),
     "jzero.monitor.trackers": ("MLflow", "WandB"),
 }
-"""The names of each module, as type checkers see them above. A name's module is imported when it is first used, so that
-`import jzero` takes no time, and a program loads only what it uses."""
+"""The names of each module, again: type checkers read imports alone, and a name is imported when it is first used, so
+that `import jzero` takes no time, and a program loads only what it uses."""
 
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_HOME = dict(sorted((name, module) for module, names in _HOMES.items() for name in names))
+__all__ = list(_HOME)
 
 if not TYPE_CHECKING:  # type checkers would accept any name
 
