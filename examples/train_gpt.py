@@ -80,8 +80,8 @@ def main() -> None:
     make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
     loss_fn = framework.make_loss_fn(model_config(args))
 
-    with rich.get_console().status("Creating the sharded state"):
-        state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
+    print("creating the sharded state", flush=True)
+    state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
     print(jzero.plan_of(state))
     with checkpoint_manager(args) as manager:
         state, history = train(state, loss_fn, load_corpus(), manager, args)
@@ -124,13 +124,14 @@ def train(
     step = jzero.make_train_step(loss_fn, accumulate_steps=args.accumulate_steps, clip_norm=1.0)
     eval_step = jzero.make_eval_step(lambda model, batch: {"loss": loss_fn(model, batch)})
     held_out = list(itertools.islice(Batches(corpus.validation, args, seed=VALIDATION_SEED), args.eval_batches))
-    with rich.get_console().status("Evaluating the untrained model"):
-        history = History(validation=[(0, evaluate(eval_step, state, held_out))])
+    print("evaluating the untrained model", flush=True)
+    history = History(validation=[(0, evaluate(eval_step, state, held_out))])
     data, done = Batches(corpus.train, args, seed=args.seed), 0
     if manager is not None and manager.latest_step() is not None:
         state = manager.restore(state, data_iterator=data, donate=True)
         done = manager.latest_step()
         print(f"going on from step {done}")
+    print("compiling the first step", flush=True)
     with make_monitor(history, args, start_step=done) as monitor:
         for index in range(done + 1, args.steps + 1):
             state, metrics = step(state, next(data))
