@@ -67,8 +67,8 @@ def test_saving_again_and_out_of_turn(plain, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_to_keep": 0}, "`max_to_keep` must be a whole number of at least 1: got 0"),
-        ({"save_interval_steps": None}, "`save_interval_steps` must be a whole number"),
+        ({"max_to_keep": 0}, "`max_to_keep` must be None or an integer >= 1: got 0"),
+        ({"save_interval_steps": None}, "`save_interval_steps` must be an integer >= 1"),
         ({"keep_every_steps": 2.5}, "`keep_every_steps` must be"),
         ({"best_mode": "most"}, "`best_mode` must be 'max' or 'min': got 'most'"),
     ],

@@ -134,7 +134,7 @@ def test_impossible_arguments(paths, tmp_path):
         source(paths)
     with pytest.raises(ValueError, match="either `open_file`"):
         source(paths, open_file=lines, read=lines)
-    with pytest.raises(ValueError, match="`interleave` must be a whole number of at least 1: got 0"):
+    with pytest.raises(ValueError, match="`interleave` must be an integer >= 1: got 0"):
         source(paths, open_file=lines, interleave=0)
     with pytest.raises(ValueError, match="`max_open_files` must be"):
         source(paths, open_file=lines, max_open_files=True)

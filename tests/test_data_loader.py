@@ -414,8 +414,8 @@ def make(source, batch_size=8, **options):
     [
         (lambda: make(examples(9), 12), ValueError, r"multiple of the 8 parts .* got 12. The nearest are 8 or 16"),
         (lambda: make(examples(9), 7), ValueError, r"got 7. The nearest are 8\.$"),
-        (lambda: make(examples(9), 0), ValueError, "`batch_size` must be a whole number of at least 1: got 0"),
-        (lambda: make(examples(9), seed=-1), ValueError, "`seed` must be a whole number of at least 0: got -1"),
+        (lambda: make(examples(9), 0), ValueError, "`batch_size` must be an integer >= 1: got 0"),
+        (lambda: make(examples(9), seed=-1), ValueError, "`seed` must be an integer >= 0: got -1"),
         (lambda: make(examples(9), prefetch=1.5), ValueError, "`prefetch` must be .* got 1.5"),
         (lambda: make(examples(9), num_workers=-1), ValueError, "`num_workers` must be .* got -1"),
         (lambda: make(examples(9), num_epochs=0), ValueError, "`num_epochs` must be .* got 0"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jzero.config.settings import check, whole
 from jzero.data.exchange import exchange
 from jzero.data.interleave import Lanes
 from jzero.data.sequential import SequentialFile
@@ -66,9 +67,8 @@ class FileSource:
         interleave: int = 1,
         max_open_files: int = 256,
     ) -> None:
-        for name, value in (("interleave", interleave), ("max_open_files", max_open_files)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
+        check("interleave", interleave, whole(1))
+        check("max_open_files", max_open_files, whole(1))
         self.sequential = read is not None
         self._open_file, self._count_file = _reader(open_file, read)
         self.paths = _unite([os.fspath(path) for path in paths])

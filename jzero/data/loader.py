@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jzero.config.settings import check, optional, whole
 from jzero.config.zero import ZeroConfig
 from jzero.data.exchange import check_agreement, exchange
 from jzero.data.iterator import LoaderIterator
@@ -90,9 +91,12 @@ def make_loader(
     found: list[Pipeline] = []
 
     def attempt() -> Mapping[str, Any]:
-        optional = {"num_epochs": num_epochs, "shuffle_window": shuffle_window}
-        _check_numbers(1, batch_size=batch_size, **{name: x for name, x in optional.items() if x is not None})
-        _check_numbers(0, seed=seed, prefetch=prefetch, num_workers=num_workers)
+        check("batch_size", batch_size, whole(1))
+        check("num_epochs", num_epochs, optional(whole(1)))
+        check("shuffle_window", shuffle_window, optional(whole(1)))
+        check("seed", seed, whole(0))
+        check("prefetch", prefetch, whole(0))
+        check("num_workers", num_workers, whole(0))
         if shuffle_window is not None and not shuffle:
             raise ValueError(f"`shuffle_window={shuffle_window}` means nothing without `shuffle=True`.")
         config = ZeroConfig(axis=axis, node_axis=node_axis, replica_axis=replica_axis)
@@ -109,12 +113,6 @@ def make_loader(
 
     check_agreement(exchange(attempt))
     return Loader(found[0])
-
-
-def _check_numbers(least: int, **numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"`{name}` must be a whole number of at least {least}: got {value!r}.")
 
 
 def _check_source(source: Any, order: Order, schedule: Schedule) -> None:

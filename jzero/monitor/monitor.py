@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jzero.config.settings import FLAG, check
+from jzero.config.settings import FLAG, check, optional, whole
 from jzero.monitor.profiler import StepProfiler
 from jzero.monitor.progress import Bar, Lines, make_display
 from jzero.monitor.readings import OWN_PREFIX, fetch, peak_device_bytes, scalars
@@ -97,9 +97,10 @@ class Monitor:
     ) -> None:
         check("every_process", every_process, FLAG)
         check("progress", progress, FLAG)
-        _check_counts(total_steps=total_steps, every=every, tokens_per_step=tokens_per_step)
-        if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
-            raise ValueError(f"`start_step` must be a whole number of at least 0: got {start_step!r}.")
+        check("total_steps", total_steps, optional(whole(1)))
+        check("every", every, whole(1))
+        check("tokens_per_step", tokens_per_step, optional(whole(1)))
+        check("start_step", start_step, whole(0))
         if config is not None and not isinstance(config, Mapping):
             raise TypeError(f"`config` must be a dictionary of settings: got {type(config).__name__}.")
         not_callable = [sink for sink in sinks if not callable(sink)]
@@ -268,9 +269,3 @@ class Monitor:
     def _check_entered(self) -> None:
         if self._since is None:
             raise RuntimeError("A monitor works inside of `with`: `with jzero.Monitor(...) as monitor:`.")
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a whole number of at least 1: got {value!r}.")
