@@ -11,7 +11,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
@@ -32,10 +32,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-Equation = JaxprEqn
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+from jax.typing import ArrayLike
+
+from jzero._types import DType, Params
+
 Atom: TypeAlias = Var | Literal
+Scopes: TypeAlias = tuple[Any, ...]  # those that a name stack holds
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
-J = TypeVar("J", Jaxpr, ClosedJaxpr)
+J = TypeVar("J", bound=Jaxpr | ClosedJaxpr)
 
 compute_on: Callable[..., Any] = getattr(jax_compute_on, "compute_on2", jax_compute_on.compute_on)
 """`jax.experimental.compute_on.compute_on`, which jax 0.10 calls `compute_on2`."""
@@ -76,12 +82,12 @@ def type_of(atom: Atom) -> jax.core.ShapedArray:
     return atom.aval  # type: ignore[return-value]
 
 
-def is_literal(atom: Any) -> TypeGuard[Literal]:
+def is_literal(atom: Atom) -> TypeIs[Literal]:
     """Whether an operand of an equation is a literal."""
     return isinstance(atom, jex_core.Literal)
 
 
-def value_of(literal: Any) -> Any:
+def value_of(literal: Literal) -> Any:
     """Returns the value of a literal, without the mesh that it was traced under."""
     value = literal.val
     if isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding):
@@ -89,34 +95,34 @@ def value_of(literal: Any) -> Any:
     return value.view() if isinstance(value, np.ndarray) else value
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
+def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[Jaxpr, Sequence[Any]]:
     """Returns `(jaxpr, consts)` of an open or closed jaxpr."""
-    if hasattr(jaxpr, "consts"):
-        return jaxpr.jaxpr, jaxpr.consts
-    return jaxpr, ()
+    closed: Any = jaxpr  # in jax 0.12 there is one class
+    return (closed.jaxpr, closed.consts) if hasattr(jaxpr, "consts") else (closed, ())
 
 
-def with_outputs(jaxpr: Any, used: Sequence[bool]) -> Any:
-    """Returns a closed jaxpr of the same inputs with some of its outputs, without what only the others need."""
+def with_outputs(jaxpr: J, used: Sequence[bool]) -> J:
+    """Returns a jaxpr of the same inputs with some of its outputs, without what only the others need."""
     opened, _ = open_jaxpr(jaxpr)
-    kept, _ = partial_eval.dce_jaxpr(opened, list(used), instantiate=True)
-    return kept if opened is jaxpr else jaxpr.replace(jaxpr=kept)
+    part, _ = partial_eval.dce_jaxpr(opened, list(used), instantiate=True)
+    return cast("J", part if opened is jaxpr else jaxpr.replace(jaxpr=part))
 
 
-def part_for(jaxpr: Any, output: int) -> tuple[Jaxpr, list[bool]]:
+def part_for(jaxpr: AnyJaxpr, output: int) -> tuple[Jaxpr, list[bool]]:
     """Returns the part of a jaxpr that makes one output, and for each input of the jaxpr whether the part has it."""
     opened, _ = open_jaxpr(jaxpr)
     return partial_eval.dce_jaxpr(opened, [i == output for i in range(len(opened.outvars))], instantiate=False)
 
 
-def contained_jaxprs(eqn: Equation) -> Iterator[Jaxpr]:
+def contained_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Yields the jaxprs among an equation's parameters."""
     for jaxpr in jex_core.jaxprs_in_params(eqn.params):
         yield open_jaxpr(jaxpr)[0]
 
 
-def shape_of(kind: Any) -> jax.ShapeDtypeStruct:
+def shape_of(kind: core.AbstractValue) -> jax.ShapeDtypeStruct:
     """Returns a type without its mesh; what varies over that is known where there is one."""
+    assert isinstance(kind, core.ShapedArray)
     of_mesh: dict[str, Any] = {}
     if kind.manual_axis_type.varying:
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
@@ -124,7 +130,7 @@ def shape_of(kind: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type, **of_mesh)
 
 
-def escaped_values(jaxpr: AnyJaxpr, live: Sequence[Any] | None = None) -> Iterator[tuple[Any, str]]:
+def escaped_values(jaxpr: AnyJaxpr, live: Sequence[object] | None = None) -> Iterator[tuple[jax.Array, str]]:
     """Yields the constants of a jaxpr that are values of a trace, unless that goes on around this call.
 
     Of the jaxprs inside, it yields all constants that are values of a trace, since none can be lowered. Each comes with
@@ -151,24 +157,24 @@ def line_of(eqn: JaxprEqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def ordered_effects(jaxpr: Any) -> list[str]:
+def ordered_effects(jaxpr: AnyJaxpr) -> list[str]:
     """Returns the names of the ordered effects of a jaxpr, such as an ordered `io_callback`."""
     return sorted(str(e) for e in open_jaxpr(jaxpr)[0].effects if effects.ordered_effects.contains(e))
 
 
-def pipelined_gathers() -> dict[str, Any]:
+def pipelined_gathers() -> dict[str, bool | str]:
     """Returns the option that makes XLA for GPUs gather for the next pass of a loop in the one before."""
     if jax.__version_info__ < (0, 12):
         return {"xla_gpu_enable_pipelined_all_gather": True}
     return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 
-def has_side_effects(eqn: Equation) -> bool:
+def has_side_effects(eqn: JaxprEqn) -> bool:
     """Whether an equation does more than return its outputs. Naming a mesh axis, which jax calls an effect, is not."""
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
 
 
-def scan_groups(eqn: Equation) -> tuple[int, int]:
+def scan_groups(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a `scan` equation."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -176,30 +182,30 @@ def scan_groups(eqn: Equation) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def shard_map_axes(eqn: Equation) -> frozenset[str]:
+def shard_map_axes(eqn: JaxprEqn) -> frozenset[str]:
     """Returns the axes that a `shard_map` equation makes manual."""
     params = eqn.params
     return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
 
 
-def names_of(eqn: Equation) -> tuple[Any, ...]:
+def names_of(eqn: JaxprEqn) -> Scopes:
     """Returns the scopes that an equation was traced in, the outermost first."""
     return tuple(eqn.source_info.name_stack.stack)
 
 
-def is_transposed(eqn: Equation) -> bool:
+def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether an equation is one of a backward pass, as far as its scopes say."""
     return any(getattr(scope, "name", None) == "transpose" for scope in names_of(eqn))
 
 
-def changed(eqn: Equation, *, inputs: Sequence[Any], names: tuple[Any, ...]) -> Equation:
+def changed(eqn: JaxprEqn, *, inputs: Sequence[Atom], names: Scopes) -> JaxprEqn:
     """Returns an equation with other variables or literals as inputs, in other scopes."""
     name_stack = source_info_util.NameStack(names)
     return eqn.replace(invars=list(inputs), source_info=eqn.source_info.replace(name_stack=name_stack))
 
 
 @contextlib.contextmanager
-def in_names(names: tuple[Any, ...]) -> Iterator[None]:
+def in_names(names: Scopes) -> Iterator[None]:
     """Enters scopes that `names_of` returned."""
     stack = source_info_util.current_name_stack() + source_info_util.NameStack(names)
     with source_info_util.set_name_stack(stack):
@@ -207,7 +213,7 @@ def in_names(names: tuple[Any, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def equation_context(eqn: Equation) -> Iterator[None]:
+def equation_context(eqn: JaxprEqn) -> Iterator[None]:
     """Re-enters the name stack, the traceback and the settings that an equation was traced under.
 
     The mesh of the surrounding `shard_map` stays current: the equation was traced outside of it.
@@ -222,18 +228,18 @@ def equation_context(eqn: Equation) -> Iterator[None]:
         yield
 
 
-def where_traced(eqn: Equation) -> contextlib.AbstractContextManager[Any]:
+def where_traced(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
     """Enters the settings that an equation was traced under, its mesh included."""
     return eqn.ctx.manager
 
 
-def has_mesh(atom: Any) -> bool:
+def has_mesh(atom: Atom) -> bool:
     """Whether the type of a variable or literal of a jaxpr names a mesh."""
     sharding = getattr(atom.aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
 
 
-def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[Any]:
+def bind(eqn: JaxprEqn, inputs: Sequence[ArrayLike], **changed_params: object) -> list[jax.Array]:
     """Applies an equation's primitive to new inputs and returns its outputs as a list.
 
     The sharding that some equations hold for their output's type says nothing but the mesh that they were traced in,
@@ -251,12 +257,12 @@ def bind(eqn: Equation, inputs: Sequence[Any], **changed_params: Any) -> list[An
     return list(outputs) if eqn.primitive.multiple_results else [outputs]
 
 
-def is_placeholder(x: Any) -> bool:
+def is_placeholder(x: object) -> bool:
     """Whether `x` stands for a leaf of a tree that jax makes only to say how two structures differ."""
     return type(type(x)).__name__ == "LeafMeta"
 
 
-def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
+def when_added(x: jax.Array, then: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Returns a traced value of which `y + x` is `then` of the sum; else it is as any other.
 
     The sum happens in code of the user or of Flax (`params + updates`), where jzero has no other say: an object that is
@@ -266,7 +272,7 @@ def when_added(x: Any, then: Callable[[jax.Array], jax.Array]) -> Any:
     """
     kind = type(x)
 
-    def radd(self: Any, other: Any) -> Any:
+    def radd(self: jax.Array, other: ArrayLike) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
             total = kind.__radd__(self, other)
         return total if total is NotImplemented else then(total)
@@ -311,39 +317,39 @@ UNSPECIFIED = sharding_impls.UNSPECIFIED
 # Jaxprs under construction, for `jzero.jaxpr.edit`.
 
 
-def variable(aval: Any) -> Var:
+def variable(aval: core.AbstractValue) -> Var:
     """Returns a new variable of a type."""
     return core.Var(aval)
 
 
-def array_type(shape: Sequence[int], dtype: Any, *, on_host: bool = False) -> Any:
+def array_type(shape: Sequence[int], dtype: DType, *, on_host: bool = False) -> core.ShapedArray:
     """Returns the type of an array."""
     aval = core.ShapedArray(tuple(shape), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
     return aval.update(memory_space=jax.memory.Space.Host) if on_host else aval
 
 
-def is_on_host(aval: Any) -> bool:
+def is_on_host(aval: core.AbstractValue) -> bool:
     """Whether a type is that of an array in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def new_equation(
-    primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], params: dict[str, Any], near: Equation | None
-) -> Equation:
+    primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], params: Params, near: JaxprEqn | None
+) -> JaxprEqn:
     """Returns an equation, in the scopes and settings of another one."""
     info, ctx = (None, None) if near is None else (near.source_info, near.ctx)
     return core.new_jaxpr_eqn(list(inputs), list(outputs), primitive, params, core.no_effects, info, ctx)
 
 
 def traced(
-    fn: Callable[..., Any], avals: Sequence[Any], axis_env: Sequence[tuple[str, int]] = ()
+    fn: Callable[..., Any], avals: Sequence[core.AbstractValue], axis_env: Sequence[tuple[str, int]] = ()
 ) -> tuple[Jaxpr, list[Any]]:
     """Returns the open jaxpr, and the constants, of a function of arrays of exactly these types.
 
     It may name the axes of `axis_env`.
     """
 
-    def flat(*xs: Any) -> list[Any]:
+    def flat(*xs: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(fn(*xs))
 
     debug = api_util.debug_info("jzero", flat, (), {})
@@ -354,12 +360,12 @@ def traced(
     return jaxpr, list(consts)
 
 
-def literal(value: Any, aval: Any) -> Literal:
+def literal(value: ArrayLike, aval: core.AbstractValue) -> Literal:
     """Returns a literal of a type."""
     return core.Literal(value, aval)
 
 
-def moved(eqn: Equation, inputs: Sequence[Atom], outputs: Sequence[Var], near: Equation | None) -> Equation:
+def moved(eqn: JaxprEqn, inputs: Sequence[Atom], outputs: Sequence[Var], near: JaxprEqn | None) -> JaxprEqn:
     """Returns an equation with other inputs and outputs, in the scopes of another one."""
     info = eqn.source_info
     if near is not None:
@@ -367,7 +373,7 @@ def moved(eqn: Equation, inputs: Sequence[Atom], outputs: Sequence[Var], near: E
     return eqn.replace(invars=list(inputs), outvars=list(outputs), source_info=info)
 
 
-def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[Equation]) -> J:
+def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn]) -> J:
     """Returns a jaxpr of other equations, inputs and outputs, closed if `like` is."""
     opened, _ = open_jaxpr(like)
     found = frozenset().union(*(eqn.effects for eqn in eqns)) if eqns else frozenset()
@@ -375,11 +381,11 @@ def with_equations(like: J, inputs: Sequence[Var], outputs: Sequence[Atom], eqns
     kept = frozenset(effect for effect in found if not isinstance(effect, effects.JaxprInputEffect))
     debug = opened.debug_info._replace(arg_names=None, result_paths=None)
     new = core.Jaxpr(list(opened.constvars), list(inputs), list(outputs), list(eqns), kept, debug)
-    made: Any = like.replace(jaxpr=new) if hasattr(like, "consts") else new  # in jax 0.12 each jaxpr has constants
-    return made
+    # In jax 0.12 each jaxpr has constants.
+    return cast("J", like.replace(jaxpr=new) if hasattr(like, "consts") else new)
 
 
-def source_of(eqn: Equation) -> str:
+def source_of(eqn: JaxprEqn) -> str:
     """Returns the line that made an equation, e.g. `train.py:12 (loss_fn)`, outside of installed packages if possible.
 
     It is empty inside of functions that jax has jitted.

@@ -10,14 +10,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
 
 from jzero import _compat
-from jzero.engine.lazy import Deferred, Operation, is_lazy
+from jzero.engine.lazy import Deferred, Lazy, Leaf, Operand, Operation, is_lazy
 from jzero.jaxpr.identity import IdDict
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+
+T = TypeVar("T")
+Recipe: TypeAlias = "int | tuple[Operation, tuple[Recipe, ...]]"
+Recipes: TypeAlias = tuple[Recipe, ...]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -30,25 +38,25 @@ class Bundle:
       template: One entry per value: the index of a leaf, or an operation with the entries of its inputs.
     """
 
-    leaves: tuple[Any, ...]
-    template: tuple[Any, ...]
+    leaves: tuple[Value, ...]
+    template: Recipes
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def tree_flatten(self) -> tuple[tuple[Value, ...], Recipes]:
         """Splits into leaves and static template."""
         return self.leaves, self.template
 
     @classmethod
-    def tree_unflatten(cls, template: tuple[Any, ...], leaves: Sequence[Any]) -> Bundle:
+    def tree_unflatten(cls, template: Recipes, leaves: Sequence[Value]) -> Bundle:
         """Joins what `tree_flatten` split."""
         return cls(tuple(leaves), template)
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Bundle:
+    def of(cls, values: Iterable[Value]) -> Bundle:
         """Bundles arrays and lazy values."""
-        leaves: list[Any] = []  # distinct, in the order of their first use
-        index: IdDict[Any, int] = IdDict()
+        leaves: list[Value] = []  # distinct, in the order of their first use
+        index: IdDict[Value, int] = IdDict()
 
-        def template(x: Any) -> Any:
+        def template(x: Value) -> Recipe:
             if isinstance(x, Deferred):
                 return x.operation, tuple(map(template, x.inputs))  # hashable, so that equal ones run once
             i = index.setdefault(x, len(leaves))
@@ -59,26 +67,34 @@ class Bundle:
         made = tuple(map(template, values))
         return cls(tuple(leaves), made)
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[Value]:
         """Returns the values; equal values are one object."""
-        return self._make(lambda operation, inputs: Deferred(tuple(inputs), operation))
+        return self._make(lambda operation, inputs: Deferred(tuple(cast("list[Operand]", inputs)), operation))
 
-    def compute(self) -> list[Any]:
+    def compute(self) -> list[jax.Array]:
         """Returns the values as arrays, if all leaves are arrays; equal values are computed once."""
         with np.errstate(over="ignore"):  # jax casts literals by NumPy, which warns if they become infinite
             return self._make(lambda operation, inputs: _compat.bind(operation.eqn, inputs)[0])
 
-    def _make(self, apply: Callable[[Operation, list[Any]], Any]) -> list[Any]:
-        made: dict[Any, Any] = {}
+    def _make(self, apply: Callable[[Operation, list[T]], T]) -> list[T]:
+        made: dict[Recipe, T] = {}
 
-        def value(x: Any) -> Any:
+        def value(x: Recipe) -> T:
             if isinstance(x, int):
-                return self.leaves[x]
+                return cast("T", self.leaves[x])
             if x not in made:  # an operation that two values share runs once
                 made[x] = apply(x[0], [value(y) for y in x[1]])
             return made[x]
 
         return [value(x) for x in self.template]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static(Generic[T]):
+    """A static value that a function returns from its trace, instead of an array."""
+
+    value: T
 
 
 @functools.partial(
@@ -95,17 +111,21 @@ class Rows:
       template: The recipe of a row, as in a `Bundle`.
     """
 
-    stacks: tuple[Any, ...]  # [L, D/N, F] for a parameter, else [L, ...]
-    shared: tuple[Any, ...]
+    stacks: tuple[Leaf, ...]  # [L, D/N, F] for a parameter, else [L, ...]
+    shared: tuple[Value, ...]
     places: tuple[tuple[bool, int], ...]
-    template: Any
+    template: Recipe
 
-    def row(self, rows: Sequence[Any]) -> Any:
+    def row(self, rows: Sequence[Leaf]) -> Value:
         """Returns the lazy value of one turn, given that turn's row of each stack."""
         leaves = tuple(self.shared[i] if is_shared else rows[i] for is_shared, i in self.places)  # parameters: [D/N, F]
         return Bundle(leaves, (self.template,)).values()[0]
 
 
-def is_unevaluated(x: Any) -> bool:
+Value: TypeAlias = "jax.Array | Lazy | Deferred | Rows"
+"""A value of the walk."""
+
+
+def is_unevaluated(x: object) -> TypeIs[Lazy | Deferred | Rows]:
     """Whether `x` is a lazy value, or rows of them."""
     return is_lazy(x) or isinstance(x, Rows)

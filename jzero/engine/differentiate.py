@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
+from jzero._types import PyTree
 from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import widen
 from jzero.engine.outputs import Weighted
@@ -38,7 +38,6 @@ from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.interpret import evaluate
 from jzero.layout.comm import Sums
 
-PyTree = Any
 Note = Callable[[bool], None]
 
 
@@ -53,7 +52,7 @@ class Joint:
     """
 
     jaxpr: ClosedJaxpr
-    out: Any
+    out: jax.tree_util.PyTreeDef
     moving: tuple[int, ...]
 
     @property
@@ -63,7 +62,13 @@ class Joint:
 
 
 def differentiate(
-    traced: TracedLoss, moving: Sequence[int], *, sums: Sums, steps: int, loss_scale: Sequence[Any], axis_env: AxisEnv
+    traced: TracedLoss,
+    moving: Sequence[int],
+    *,
+    sums: Sums,
+    steps: int,
+    loss_scale: Sequence[jax.Array],
+    axis_env: AxisEnv,
 ) -> Joint:
     """Differentiates a traced loss.
 
@@ -105,11 +110,15 @@ def differentiate(
 
 
 def _program(
-    traced: TracedLoss, moving: tuple[int, ...], loss_scale: Sequence[Any], axis_env: AxisEnv, objective: Any
+    traced: TracedLoss,
+    moving: tuple[int, ...],
+    loss_scale: Sequence[jax.Array],
+    axis_env: AxisEnv,
+    objective: Callable[..., PyTree],
 ) -> Joint:
     """Traces an objective, and its gradients with respect to the `moving` parameters."""
 
-    def values_and_grads(params: list[Any], *rest: Any) -> Any:
+    def values_and_grads(params: list[jax.Array], *rest: PyTree) -> PyTree:
         some = {i: params[i] for i in moving}  # each [D, F], whole
         if not moving:
             return objective({}, params, *rest)[1], some  # `some` is empty: no gradients
@@ -127,7 +136,7 @@ def _program(
     return Joint(jaxpr, jax.tree.structure(out), moving)
 
 
-def _captures(loss: Any, value: Any, line: str) -> ValueError:
+def _captures(loss: AnyJaxpr, value: jax.Array, line: str) -> ValueError:
     """Returns the error about a derivative rule that closes over a traced value, used in a line of the loss."""
     calls = list(_custom_derivatives(loss))
     named = {name for name, at in calls if at == line} or {name for name, _ in calls}
@@ -165,8 +174,8 @@ class _Objective:
     steps: int
 
     def __call__(
-        self, moving: dict[int, jax.Array], params: list[jax.Array], *beside: Any, note: Note | None = None
-    ) -> tuple[jax.Array, Any]:
+        self, moving: dict[int, jax.Array], params: list[jax.Array], *beside: PyTree, note: Note | None = None
+    ) -> tuple[jax.Array, PyTree]:
         """Returns `(objective, ((sum, weight), divisor, aux))`.
 
         Args:
@@ -209,7 +218,7 @@ def _note_derivative(x: jax.Array, note: Note) -> jax.Array:
     def same(x: jax.Array) -> jax.Array:
         return x
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    def rule(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         note(not isinstance(tangents[0], SymbolicZero))
         return primals[0], jnp.zeros_like(primals[0])
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jzero import _compat
+from jzero._types import DType
 from jzero.layout.comm import Comm, Sums
 from jzero.layout.cut import Cut
 
@@ -37,7 +38,7 @@ class Reduction:
     cut: Cut
     comm: Comm
     sums: Sums
-    dtype: Any
+    dtype: DType
     by_use: bool
     to_host: bool = False
     is_awaited: bool = True
@@ -50,7 +51,7 @@ class Reduction:
         """Returns the reduction to device memory, for shards that equations still compute on: hosts only copy."""
         return dataclasses.replace(self, to_host=False)
 
-    def shard_type(self) -> Any:
+    def shard_type(self) -> jax.core.ShapedArray:
         """Returns the type of its shards. [D/N, F]."""
         return _compat.array_type(self.cut.shard_shape, self.dtype, on_host=self.to_host)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Passed(NamedTuple):
     """
 
     inputs: Mapping[int, GradientExit]
-    apply: Callable[[list[Any]], jax.Array] | None
+    apply: Callable[[list[jax.Array]], jax.Array] | None
 
 
 def _same(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
@@ -109,7 +109,7 @@ def _update(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
     if not makers.is_free(x) or not makers.is_zero(whole) or is_partial:
         return None
 
-    def apply(inputs: list[Any]) -> jax.Array:
+    def apply(inputs: list[jax.Array]) -> jax.Array:
         _, shard, *index = inputs  # [1, D/N, F], then the indices
         # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
         return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.cut.for_shard(index, jnp.zeros_like(index[0])))

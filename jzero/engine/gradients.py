@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jzero._types import PyTree
 from jzero.arrays.collectives import batch_index, sum_over
 from jzero.config.keep import Keep
 from jzero.config.precision import cast_dtype, scale_by, widen
 from jzero.engine.differentiate import Joint, differentiate
 from jzero.engine.kernel_gradients import without_transposes
-from jzero.engine.lazy import is_lazy, make_lazy
+from jzero.engine.lazy import Leaf, is_lazy, make_lazy
 from jzero.engine.merge import merge_written
 from jzero.engine.norms import grad_norm
 from jzero.engine.order import Order
@@ -41,8 +42,6 @@ from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
-
-PyTree = Any
 
 
 class LossResult(NamedTuple):
@@ -212,7 +211,7 @@ class _LocalStep:
             for i, leaf in enumerate(plan.leaves)
         ]
 
-    def out_specs(self) -> dict[str, Any]:
+    def out_specs(self) -> dict[str, PyTree]:
         """Returns the specs of the result's fields."""
         whole = PartitionSpec()
         grads = [leaf.grad.manual_spec for leaf in self.plan.leaves] if self.differentiates else []
@@ -248,7 +247,9 @@ class _LocalStep:
         fixed = [self._as_input(i, x) for i, x in enumerate(before)]  # [D/N, F] becomes lazy
         sources = [x.source for x in self.traced.written]
 
-        def evaluate(batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array, state: list[jax.Array]) -> Any:
+        def evaluate(
+            batch: list[jax.Array], key: list[jax.Array], divisor: jax.Array, state: list[jax.Array]
+        ) -> PyTree:
             inputs = list(fixed)
             for i, x in zip(sources, state, strict=True):
                 inputs[i] = self._as_input(i, x)
@@ -284,7 +285,7 @@ class _LocalStep:
         aux = reduce_aux(aux, sums, self.micro.steps)
         return LossResult(loss, weight, aux, written, grads, reduced, unscale, norm, overflowed)
 
-    def _as_input(self, number: int, x: jax.Array) -> Any:
+    def _as_input(self, number: int, x: jax.Array) -> Leaf:
         """Returns a stored parameter or carried array as the walk takes it: lazy if it is a partitioned parameter."""
         if number < len(self.params):
             return self.params[number].value(x)
@@ -296,7 +297,7 @@ class _LocalStep:
             return round_without_derivative(x, dtype)
         return make_lazy(x, self.way(leaf), cut, dtype)
 
-    def _walk(self, joint: Joint, inputs: Any) -> Any:
+    def _walk(self, joint: Joint, inputs: PyTree) -> PyTree:
         """Evaluates the program on one device: returns `(((sum, weight), divisor, aux), gradients by index)`."""
         leaves = jax.tree.leaves(inputs, is_leaf=is_lazy)
         order = Order.of(self.plan, differentiates=self.differentiates)
@@ -310,11 +311,11 @@ class _LocalStep:
     def _accumulate(
         self,
         joint: Joint,
-        evaluate: Callable[..., Any],
+        evaluate: Callable[..., PyTree],
         batch: list[jax.Array],
         key: list[jax.Array],
         state: list[jax.Array],
-    ) -> tuple[Any, dict[int, jax.Array]]:
+    ) -> tuple[PyTree, dict[int, jax.Array]]:
         """Sums loss, weight and gradients over micro-batches, which pass on the `state` that the loss writes.
 
         Returns:
@@ -331,7 +332,7 @@ class _LocalStep:
         like = {j: self.params[j].like_gradient() for j in joint.moving}
         kept_in = {j: cast_dtype(x.dtype, self.params[j].kept_dtype) for j, x in like.items()}
 
-        def body(carry: Any, i: jax.Array) -> tuple[Any, Any]:
+        def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:
             sums, divisor, state = carry
             part = [
                 x if w else lax.dynamic_index_in_dim(x, i, keepdims=False) for x, w in zip(parts, whole, strict=True)

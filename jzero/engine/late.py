@@ -16,17 +16,18 @@ It costs one such part of a row during the loop, and a reduction of zeros in the
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
 from jax.extend.core import JaxprEqn, Var
 
 from jzero import _compat
 from jzero._compat import Atom, J
+from jzero._types import Params
 from jzero.engine.placed import named_p, reduce_p
 from jzero.jaxpr.edit import params_of_call
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 
-Left = dict[str, Any]
+Left: TypeAlias = Params
 """The parameters of a reduction."""
 
 

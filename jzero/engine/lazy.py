@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero._types import DType
 from jzero.engine.placed import gather_p, read_p
 from jzero.jaxpr.primitives import CHEAP
 from jzero.jaxpr.sizes import array_bytes
@@ -32,6 +33,9 @@ from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
 from jzero.plan.ways import Way
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 MAX_DEFERRED = 16
 """Most operations in one deferred value; longer chains (a recurrence over parameters, say) are computed once and
@@ -48,6 +52,10 @@ class RowOf(NamedTuple):
 
     depth: int
     stack: int
+
+
+ParamKey: TypeAlias = tuple[int, Cut]
+"""The identity of a shard, and the part of the parameter that it is of."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -69,18 +77,18 @@ class Lazy:
       stays: Whether it stays whole from its first to its last use, in both passes.
     """
 
-    shard: Any
+    shard: jax.Array
     whole: jax.Array | None
     cut: Cut
     comm: Comm
-    wire_dtype: Any
-    dtype: Any
+    wire_dtype: DType
+    dtype: DType
     row_of: RowOf | None = None
     path: str = ""
-    on_disk: Any = None
+    on_disk: DType | None = None
     stays: bool = False
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def tree_flatten(self) -> tuple[tuple[jax.Array, jax.Array | None], tuple[Any, ...]]:
         """Splits into arrays and static layout."""
         layout = (self.cut, self.comm, self.wire_dtype, self.dtype, self.row_of, self.path, self.on_disk, self.stays)
         return (self.shard, self.whole), layout
@@ -96,7 +104,7 @@ class Lazy:
         return self.cut.shape
 
     @property
-    def key(self) -> Any:
+    def key(self) -> ParamKey:
         """Identifies the parameter while its shard is alive."""
         return id(self.shard), self.cut  # a cast keeps the shard, a slice makes another
 
@@ -123,7 +131,7 @@ class Lazy:
         return read_p.bind(self.shard, shape=self.cut.shard_shape, dtype=self.on_disk)
 
 
-def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:
+def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> Lazy:
     """Returns a stored shard, [..., P/N], as a lazy parameter of a dtype.
 
     If it travels in blocks, it is rounded here, so that all uses see the same values. If it is secondary, it is
@@ -145,7 +153,7 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: Any) -> Lazy:
 class Operation(NamedTuple):
     """An equation's operation as a static, comparable value."""
 
-    key: Any
+    key: Hashable
     eqn: JaxprEqn
 
     def __eq__(self, other: object) -> bool:
@@ -165,15 +173,15 @@ class Deferred:
       operation: The operation.
     """
 
-    inputs: tuple[Any, ...]
+    inputs: tuple[Operand, ...]
     operation: Operation
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Operation]:
+    def tree_flatten(self) -> tuple[tuple[Operand, ...], Operation]:
         """Splits into inputs and static operation."""
         return self.inputs, self.operation
 
     @classmethod
-    def tree_unflatten(cls, operation: Operation, inputs: Sequence[Any]) -> Deferred:
+    def tree_unflatten(cls, operation: Operation, inputs: Sequence[Operand]) -> Deferred:
         """Joins what `tree_flatten` split."""
         return cls(tuple(inputs), operation)
 
@@ -183,7 +191,7 @@ class Deferred:
         return tuple(_compat.type_of(self.operation.eqn.outvars[0]).shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Dtype of the value."""
         return _compat.type_of(self.operation.eqn.outvars[0]).dtype
 
@@ -193,34 +201,38 @@ class Deferred:
         return 1 + sum(x.num_operations for x in self.inputs if isinstance(x, Deferred))
 
 
-def is_lazy(x: Any) -> bool:
+Leaf: TypeAlias = "jax.Array | Lazy"
+Operand: TypeAlias = "jax.Array | Lazy | Deferred"  # where it is an array, a literal's number, too
+
+
+def is_lazy(x: object) -> TypeIs[Lazy | Deferred]:
     """Whether `x` is a lazy value."""
     return isinstance(x, Lazy | Deferred)
 
 
-def is_cut(x: Any) -> bool:
+def is_cut(x: object) -> TypeGuard[Lazy]:
     """Whether `x` is a parameter that must be gathered before use."""
     # `whole` in another dtype has another rounding, so it does not count.
     return isinstance(x, Lazy) and (x.whole is None or x.whole.dtype != x.wire_dtype)
 
 
-def is_constant(x: Any) -> bool:
+def is_constant(x: object) -> bool:
     """Whether a value is made of literals alone, so that the compiler knows it."""
     if isinstance(x, Deferred):
         return all(map(is_constant, x.inputs))
     return isinstance(x, bool | int | float | complex | np.ndarray | np.generic) and np.size(x) == 1
 
 
-def num_bytes(values: Iterable[Any]) -> int:
+def num_bytes(values: Iterable[Leaf]) -> int:
     """Returns the bytes of arrays, and of parameters when gathered."""
 
-    def dtype(x: Any) -> Any:
+    def dtype(x: Leaf) -> DType:
         return jnp.dtype(x.wire_dtype if isinstance(x, Lazy) else x.dtype)
 
     return sum(array_bytes(math.prod(x.shape), dtype(x)) for x in values)
 
 
-def defer(eqn: JaxprEqn, inputs: Sequence[Any]) -> Deferred | None:
+def defer(eqn: JaxprEqn, inputs: Sequence[Operand]) -> Deferred | None:
     """Returns the equation's result as a deferred value, if it is cheap and takes only parameters and numbers."""
     if eqn.primitive.name not in CHEAP or len(eqn.outvars) != 1:
         return None
@@ -229,7 +241,7 @@ def defer(eqn: JaxprEqn, inputs: Sequence[Any]) -> Deferred | None:
         return None
     if sum(x.num_operations for x in inputs if isinstance(x, Deferred)) >= MAX_DEFERRED:
         return None
-    key: Any
+    key: Hashable
     try:
         # By value, so that equations that do the same share one result within a `Bundle`.
         key = (eqn.primitive, tuple(sorted(eqn.params.items())), eqn.outvars[0].aval)

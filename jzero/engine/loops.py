@@ -19,17 +19,19 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.typing import ArrayLike
 
 from jzero import _compat
-from jzero.engine.bundles import Bundle, Rows, is_unevaluated
+from jzero._types import DType, Params, PyTree
+from jzero.engine.bundles import Bundle, Rows, Value
 from jzero.engine.late import without_last_hops
-from jzero.engine.lazy import Lazy, RowOf, is_constant, is_cut, is_lazy
+from jzero.engine.lazy import Lazy, Leaf, Operand, RowOf, is_constant, is_cut, is_lazy
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
@@ -39,17 +41,27 @@ from jzero.jaxpr.primitives import CALLS, REMAT
 Late: TypeAlias = dict[int, jax.Array]
 """Rows of gradients before their last hop, by index of the result."""
 
+TurnOutputs: TypeAlias = tuple[list[list[jax.Array]], dict[int, jax.Array]]
+"""The arrays of each result of a turn, and the whole rows to keep, by stack; or the stacks of all turns."""
 
-def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+Restore: TypeAlias = Callable[[list[jax.Array]], Value]
+"""Makes the result of a loop from its stacked arrays."""
+
+
+Carry: TypeAlias = list["jax.Array | None"]
+"""The carried values of a turn; `None` for those that the body returns unchanged."""
+
+
+def scan(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a scan."""
     loop = _Loop(walk, eqn, inputs)
     end, (ys, kept) = loop.run()
     for j, whole in kept.items():
         # [L, D, F]: the backward loop scans the rows that the forward loop gathered.
-        walk.held.keep([dataclasses.replace(loop.stacks[j], wire_dtype=whole.dtype, whole=whole)])
+        walk.held.keep([dataclasses.replace(loop.params[j], wire_dtype=whole.dtype, whole=whole)])
     # Unchanged values never went through the loop, so lazy ones are still lazy.
-    end = [x.start if x.is_fixed else y for x, y in zip(loop.carried, end, strict=True)]
-    return [*end, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
+    last = [x.start if y is None else y for x, y in zip(loop.carried, end, strict=True)]
+    return [*last, *(restore(y) for restore, y in zip(loop.restored, ys, strict=True))]
 
 
 class _Carried(NamedTuple):
@@ -60,7 +72,7 @@ class _Carried(NamedTuple):
       is_fixed: Whether the body returns it unchanged, so that it is a constant of the loop.
     """
 
-    start: Any
+    start: Value
     is_fixed: bool
 
 
@@ -72,17 +84,18 @@ class _Loop:
       carried: The carried values.
       values: The scanned inputs, each made of some of `stacks`.
       stacks: The distinct arrays and lazy stacks that the loop slices.
+      params: Of these, the lazy ones, by index.
       late: By index of a stacked result: the hop of its reduction that runs one turn later.
       restored: For each stacked result, a function that makes it from the stacked arrays of the turns; set by `turn`.
     """
 
-    def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> None:
+    def __init__(self, walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> None:
         self.walk, self.eqn, self.jaxpr = walk, eqn, eqn.params["jaxpr"]
         body, _ = _compat.open_jaxpr(self.jaxpr)
         first, num_carry = _compat.scan_groups(eqn)
         end = first + num_carry
         self.num_carry, self.length = num_carry, int(eqn.params["length"])
-        self.late: dict[int, dict[str, Any]] = {}
+        self.late: dict[int, Params] = {}
         if walk.hops_late and self.length > 1:
             self.jaxpr, self.late = without_last_hops(self.jaxpr, num_carry)
         fixed = [v is out for v, out in zip(body.invars[first:end], body.outvars, strict=False)]
@@ -90,26 +103,28 @@ class _Loop:
         self.consts = outside[:first]
         starts = [x if is_lazy(x) or hasattr(x, "dtype") else jnp.asarray(x) for x in outside[first:]]
         self.carried = [_Carried(x, is_fixed) for x, is_fixed in zip(starts, fixed, strict=True)]
-        xs = [x if isinstance(x, Rows) else _make_sliceable(walk, x) for x in inputs[end:]]
-        self.values = [x if isinstance(x, Rows) else Rows((x,), (), ((False, 0),), 0) for x in xs]
-        self.stacks = [walk.held.fill(stack) for x in self.values for stack in x.stacks]  # [L, D/N, F] or [L, ...]
-        self.restored: list[Callable[[Any], Any]] = []
+        self.values = [
+            x if isinstance(x, Rows) else Rows((_make_sliceable(walk, x),), (), ((False, 0),), 0) for x in inputs[end:]
+        ]
+        stacks = (stack for x in self.values for stack in x.stacks)
+        self.stacks = [walk.held.fill(x) if isinstance(x, Lazy) else x for x in stacks]  # [L, D/N, F] or [L, ...]
+        self.params = {j: x for j, x in enumerate(self.stacks) if isinstance(x, Lazy)}
+        self.restored: list[Restore] = []
 
-    def turn(self, carry: list[Any], rows: list[Any], late: Late) -> tuple[list[Any], Late, Any]:
+    def turn(self, carry: Carry, rows: list[Leaf], late: Late) -> tuple[Carry, Late, TurnOutputs]:
         """Returns the new carry of one turn, and its outputs: arrays of its results, and the whole rows to keep.
 
         Of `late` results, it takes those of the turn before, which it finishes, and returns its own.
         """
         finished = self.finish(late)
         inner = self.walk.enter_block(of_loop=True)  # keeps what it gathers to the end of the turn
-        left, values = iter(rows), []
-        for x in self.values:
-            values.append(x.row([next(left) for _ in x.stacks]))
-        carried = [x.start if x.is_fixed else y for x, y in zip(self.carried, carry, strict=True)]
+        left = iter(rows)
+        values = [x.row([next(left) for _ in x.stacks]) for x in self.values]
+        carried = [x.start if y is None else y for x, y in zip(self.carried, carry, strict=True)]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
         self.found = inner.found  # what the turn gathered, for `_choose_prefetched`
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
-        new = inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])
+        new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
         kept: dict[int, jax.Array] = {}
         for j, (stack, row) in enumerate(zip(self.stacks, rows, strict=True)):
             whole = inner.held.get(row) if is_cut(stack) and stack.stays else None
@@ -117,15 +132,16 @@ class _Loop:
         ys = outputs[self.num_carry :]
         results = [self._split_result(inner, finished.get(i, y), rows, kept) for i, y in enumerate(ys)]
         self.restored = [restore for _, restore in results]
-        return new, {i: ys[i] for i in self.late}, ([arrays for arrays, _ in results], kept)
+        unfinished = {i: cast("jax.Array", ys[i]) for i in self.late}
+        return new, unfinished, ([arrays for arrays, _ in results], kept)
 
     def finish(self, late: Late) -> Late:
         """Returns late results of a turn after their last hop. [D/M, F] -> [D/N, F]."""
         return {i: reduce_p.bind(x, **self.late[i]) for i, x in late.items()}
 
-    def run(self) -> tuple[list[Any], Any]:
+    def run(self) -> tuple[Carry, TurnOutputs]:
         """Returns the final carry, and the stacked outputs of the turns."""
-        init = [None if x.is_fixed else x.start for x in self.carried]
+        init: Carry = [None if x.is_fixed else cast("jax.Array", x.start) for x in self.carried]
         options = {k: self.eqn.params[k] for k in ("length", "reverse", "unroll")}
         ahead = self._choose_prefetched(init)
         step = -1 if self.eqn.params["reverse"] else 1
@@ -135,13 +151,13 @@ class _Loop:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
-        def body(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
+        def body(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
             carry, late, whole, at = state  # whole: rows of this turn, [D, F]
-            following = gather({j: _slice_row(self.stacks[j], at + step) for j in ahead})  # unused after the last turn
+            following = gather({j: _slice_row(self.params[j], at + step) for j in ahead})  # unused after the last turn
             carry, late, (arrays, kept) = self.turn(carry, self._rows(stacks, whole), late)
             return (carry, late, following, at + step), (arrays, self._after(kept, [*carry, *following.values()]))
 
-        def plain(state: Any, stacks: list[Any]) -> tuple[Any, Any]:
+        def plain(state: PyTree, stacks: list[Leaf]) -> tuple[PyTree, TurnOutputs]:
             carry, late, (arrays, kept) = self.turn(state[0], self._rows(stacks, {}), state[1])
             return (carry, late), (arrays, self._after(kept, carry))
 
@@ -149,9 +165,9 @@ class _Loop:
         if not ahead:
             (end, late, *_), results = lax.scan(plain, (init, late), self.stacks, **options)
         else:
-            rows = {j: _slice_row(self.stacks[j], start) for j in ahead}  # of the first turn, [D/N, F]
+            rows = {j: _slice_row(self.params[j], start) for j in ahead}  # of the first turn, [D/N, F]
             rows = self.walk.order.order_first_rows(self.stacks, rows, init)
-            state: Any = init, late, gather(rows), start
+            state: PyTree = init, late, gather(rows), start
             (end, late, *_), results = lax.scan(body, state, self.stacks, **options)
         ys, kept = results
         for i, row in self.finish(late).items():  # the last turn's; the others are one turn late
@@ -160,7 +176,7 @@ class _Loop:
             ys[i] = [jnp.concatenate(parts)]
         return end, (ys, kept)
 
-    def _after(self, kept: dict[int, jax.Array], others: Sequence[Any]) -> dict[int, jax.Array]:
+    def _after(self, kept: dict[int, jax.Array], others: Sequence[jax.Array | None]) -> dict[int, jax.Array]:
         """Returns the whole rows that a turn keeps, not written to their stacks before the turn is done.
 
         The compiler for GPUs would write a row as early as it can, and so gather it before its use, beside nothing.
@@ -176,21 +192,20 @@ class _Loop:
         types = {i: _compat.type_of(results[i]) for i in self.late}
         return {i: jnp.zeros(x.shape, x.dtype) for i, x in types.items()}  # [D/M, F]
 
-    def _rows(self, stacks: Sequence[Any], whole: Mapping[int, jax.Array]) -> list[Any]:
+    def _rows(self, stacks: Sequence[Leaf], whole: Mapping[int, jax.Array]) -> list[Leaf]:
         """Returns one row of each stack, with the parameters that are already whole."""
         # A stack may be scanned twice, but is gathered ahead once.
-        at_hand = IdDict((self.stacks[j].shard, x) for j, x in whole.items())
-        rows = []
-        for j, (stack, x) in enumerate(zip(self.stacks, stacks, strict=True)):
-            if isinstance(x, Lazy):
-                known = at_hand.get(stack.shard, x.whole)
-                row_of = RowOf(self.walk.depth + 1, j)
-                rows.append(dataclasses.replace(x.drop_leading(), whole=known, row_of=row_of))
-            else:
-                rows.append(x)
-        return rows
+        at_hand = IdDict((self.params[j].shard, x) for j, x in whole.items())
 
-    def _choose_prefetched(self, init: list[Any]) -> dict[int, Any]:
+        def row(j: int, x: Leaf) -> Leaf:
+            if not isinstance(x, Lazy):
+                return x
+            array = at_hand.get(self.params[j].shard, x.whole)
+            return dataclasses.replace(x.drop_leading(), whole=array, row_of=RowOf(self.walk.depth + 1, j))
+
+        return [row(j, x) for j, x in enumerate(stacks)]
+
+    def _choose_prefetched(self, init: Carry) -> dict[int, DType]:
         """Returns the stacks to gather one turn ahead, with the dtype of each gather."""
         limit = self.walk.order.ahead
         if limit == 0 or self.length < 2 or not any(map(is_cut, self.stacks)):
@@ -199,15 +214,15 @@ class _Loop:
         jax.eval_shape(
             lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
         )
-        first: IdDict[Any, tuple[int, Any]] = IdDict()  # by shard; a turn may gather a row more than once
+        first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard; a turn may gather a row more than once
         for row_of, dtype in self.found:
             if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
-                first.setdefault(self.stacks[row_of.stack].shard, (row_of.stack, dtype))
-        return choose_prefetched({j: (self.stacks[j], dtype) for j, dtype in first.values()}, self.length, limit)
+                first.setdefault(self.params[row_of.stack].shard, (row_of.stack, dtype))
+        return choose_prefetched({j: (self.params[j], dtype) for j, dtype in first.values()}, self.length, limit)
 
     def _split_result(
-        self, inner: Walk, x: Any, rows: list[Any], kept: Mapping[int, Any]
-    ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+        self, inner: Walk, x: Value, rows: list[Leaf], kept: Mapping[int, jax.Array]
+    ) -> tuple[list[jax.Array], Restore]:
         """Returns a turn's arrays for one result, and a function that makes the result from the stacks of all turns.
 
         See [Note: Residuals made of parameters].
@@ -215,16 +230,16 @@ class _Loop:
         number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, Lazy))
         bundle = Bundle.of([x])
         known = {j for j in number.values() if j in kept or not is_cut(self.stacks[j])}
-        is_known = all(number.get(getattr(y, "shard", None)) in known for y in bundle.leaves)
+        is_known = all(isinstance(y, Lazy) and y.shard in number and number[y.shard] in known for y in bundle.leaves)
         # What is made of a parameter that stays is kept whole, too, unless whole rows are.
         stays = any(isinstance(y, Lazy) and y.stays for y in bundle.leaves)
         if not is_lazy(x) or (stays and not is_known):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all turns, so not stacked
-        arrays: list[Any] = []
-        parts: list[Callable[[list[Any]], Any]] = []
+        arrays: list[jax.Array] = []
+        parts: list[Callable[[list[jax.Array]], Leaf]] = []
         places: list[tuple[bool, int]] = []
-        shared: list[Any] = []
+        shared: list[Value] = []
         for leaf in bundle.leaves:
             array = leaf.shard if isinstance(leaf, Lazy) else leaf  # a shard is [D/N, F]
             if not isinstance(array, jax.core.Tracer) or array in closed:
@@ -232,14 +247,14 @@ class _Loop:
                 shared.append(leaf)
                 continue
             places.append((False, len(parts)))
-            if array in number:
-                parts.append(_restore_scanned(leaf, self.stacks[number[array]]))  # the stack that came in: no copy
+            if isinstance(leaf, Lazy) and array in number:
+                parts.append(_restore_scanned(leaf, self.params[number[array]]))  # the stack that came in: no copy
             else:
                 parts.append(_restore_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
                 arrays.append(array)
         (template,) = bundle.template
 
-        def restore(ys: list[Any]) -> Any:
+        def restore(ys: list[jax.Array]) -> Value:
             stacks = tuple(part(ys) for part in parts)
             is_one = isinstance(template, int) and not shared and isinstance(stacks[0], Lazy)
             return stacks[0] if is_one else Rows(stacks, tuple(shared), tuple(places), template)
@@ -247,22 +262,26 @@ class _Loop:
         return arrays, restore
 
 
-def _restore_scanned(row: Lazy, stack: Lazy) -> Callable[[list[Any]], Any]:
+def _restore_scanned(row: Lazy, stack: Lazy) -> Callable[[list[jax.Array]], Lazy]:
     """Returns a function that makes a result from the stack that the loop scanned."""
-    dtypes = {"wire_dtype": row.wire_dtype, "dtype": row.dtype}
-    return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, **dtypes)
+    wire_dtype, dtype = row.wire_dtype, row.dtype
+    return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, wire_dtype=wire_dtype, dtype=dtype)
 
 
-def _restore_stacked(row: Any, index: int) -> Callable[[list[Any]], Any]:
+def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf]:
     """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
     if not isinstance(row, Lazy):
         return lambda ys: ys[index]
-    like = dataclasses.replace(row, shard=None, whole=None, row_of=None)  # layout alone: no tracer may leave the turn
-    # [L, D/N, F]
-    return lambda ys: dataclasses.replace(like, shard=ys[index], cut=like.cut.add_leading(len(ys[index])))
+    _, layout = dataclasses.replace(row, row_of=None).tree_flatten()  # layout alone: no tracer may leave the turn
+
+    def restore(ys: list[jax.Array]) -> Lazy:
+        stack = Lazy.tree_unflatten(layout, (ys[index], None))
+        return dataclasses.replace(stack, cut=stack.cut.add_leading(len(ys[index])))  # [L, D/N, F]
+
+    return restore
 
 
-def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Any], fixed: list[bool]) -> list[Any]:
+def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bool]) -> list[Value]:
     """Returns a loop's constants and initial carry, with parameters whole, except those that the turns only index."""
     lazily = [
         is_lazy(x) and ((same and is_constant(x)) or _is_only_indexed(body, v))
@@ -272,13 +291,13 @@ def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Any], fixed: list[bool
     return [x if lazy else y for x, y, lazy in zip(inputs, whole, lazily, strict=True)]
 
 
-def _make_sliceable(walk: Walk, x: Any) -> Any:
+def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
     # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
-    if not is_unevaluated(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+    if not is_lazy(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
         return x
-    if not is_constant(x) and ("sliced", x.shape) not in walk.cache:  # warns once for the loop and its backward loop
-        walk.cache["sliced", x.shape] = True
+    if not is_constant(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
+        walk.warned.add(x.shape)
         why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
         warnings.warn(
             f"A stack of shape {x.shape} {why}, and a scan in the loss runs over it: every device gathers the whole "
@@ -289,12 +308,14 @@ def _make_sliceable(walk: Walk, x: Any) -> Any:
     return walk.gather([x])[0]  # [L, D, F], whole
 
 
-def _slice_row(stack: Lazy, at: Any) -> Lazy:
+def _slice_row(stack: Lazy, at: ArrayLike) -> Lazy:
     """Returns one row of a lazy stack."""
-    return _slice_rows([stack], at)[0].drop_leading()  # [L, D/N, F] -> [D/N, F]
+    (row,) = _slice_rows([stack], at)
+    assert isinstance(row, Lazy)
+    return row.drop_leading()  # [L, D/N, F] -> [D/N, F]
 
 
-def _slice_rows(stacks: list[Any], at: Any) -> list[Any]:
+def _slice_rows(stacks: list[Leaf], at: ArrayLike) -> list[Leaf]:
     """Returns the arrays of one row of each stack, as a scan would slice them."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), stacks)  # and of `whole`, if any
 

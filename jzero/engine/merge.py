@@ -17,11 +17,12 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jzero import _compat
 from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_over
@@ -50,7 +51,7 @@ class Rule(NamedTuple):
     """
 
     merge: Callable[[jax.Array, jax.Array, Sums], jax.Array]
-    takes: Any
+    takes: DTypeLike
 
 
 MERGES = {
@@ -141,7 +142,9 @@ def choose_merges(
     return dataclasses.replace(traced, written=tuple(written))
 
 
-def _why_no_value(word: str | None, leaf: StateLeaf | None, shape: Any, facts: RowFacts, counts: bool) -> str | None:
+def _why_no_value(
+    word: str | None, leaf: StateLeaf | None, shape: jax.ShapeDtypeStruct, facts: RowFacts, counts: bool
+) -> str | None:
     """Returns why a variable's new value is not one for all devices; `None` if it is, or the user's word covers it."""
     if word is not None:
         fits = jnp.issubdtype(shape.dtype, MERGES[word].takes) and (leaf is None or word in FOR_PARAMETERS)

@@ -13,7 +13,7 @@ inside the step.
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.engine.bundles import Rows
+from jzero.engine.bundles import Rows, Value
 from jzero.engine.lazy import is_lazy
 from jzero.engine.placed import PLACED
 from jzero.engine.shard_rules import constrain_lazy
@@ -74,7 +74,7 @@ def names_mesh(eqn: JaxprEqn) -> bool:
     return any(isinstance(s, NamedSharding) for s in shardings)
 
 
-def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
+def constrain(x: Value, sharding: object, axes: frozenset[str]) -> Value:
     """Applies a sharding constraint without ZeRO's axes, which are manual inside the step."""
     if not isinstance(sharding, NamedSharding) or isinstance(x, Rows):
         return x
@@ -88,7 +88,7 @@ def constrain(x: Any, sharding: Any, axes: frozenset[str]) -> Any:
 
 
 def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    def entry(names: Any) -> Any:
+    def entry(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         kept = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
         return None if not kept else kept if isinstance(names, tuple) else kept[0]
 

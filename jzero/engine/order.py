@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
 from jzero.config.zero import may_prefetch
-from jzero.engine.lazy import Lazy, is_cut, num_bytes
+from jzero.engine.bundles import Value
+from jzero.engine.lazy import Lazy, Leaf, is_cut, num_bytes
 from jzero.engine.placed import How, wait
 from jzero.jaxpr.identity import IdDict
 from jzero.layout.placement import memory_of
@@ -69,7 +70,7 @@ class Order:
         """Returns the order of a loop body or a recomputed block: a separate program, which gathers only once."""
         return Order(ahead=self.ahead)
 
-    def enter_call(self, gathered: Iterable[Lazy]) -> Order:
+    def enter_call(self, gathered: Iterable[Value]) -> Order:
         """Returns the order of a called function, given those of its inputs that were gathered before."""
         order = Order(self.fence, None, self.ahead)
         order.note_gathered(gathered)
@@ -84,22 +85,22 @@ class Order:
         self._is_backward, self._turned_at = True, len(self._uses)
         return True
 
-    def note_gathered(self, params: Iterable[Lazy]) -> None:
+    def note_gathered(self, params: Iterable[Value]) -> None:
         """Records that parameters are gathered."""
-        self._gathered.update((x.shard, None) for x in params)
+        self._gathered.update((x.shard, None) for x in params if isinstance(x, Lazy))
 
-    def was_gathered(self, x: Any) -> bool:
+    def was_gathered(self, x: object) -> TypeGuard[Lazy]:
         """Whether a parameter has been gathered before."""
         return isinstance(x, Lazy) and x.shard in self._gathered
 
-    def note_used(self, results: Sequence[Any]) -> None:
+    def note_used(self, results: Sequence[object]) -> None:
         """Records a result computed from the parameters that were gathered last."""
         if self._uses and not self._uses[-1][1]:
             self._uses[-1][1].extend([x for x in results if _is_number(x)][:1])
 
     # What is about to happen.
 
-    def order_use(self, leaves: list[Any]) -> list[Any]:
+    def order_use(self, leaves: list[Value]) -> list[Value]:
         """Returns arrays and lazy parameters that one equation uses, with the parameters waiting as needed.
 
         A parameter that was gathered before waits for the arrays. With a limit, all parameters wait for earlier uses.
@@ -111,22 +112,24 @@ class Order:
             return leaves
         is_light = self.fence == "light" and num_bytes(arrays.values()) > num_bytes(again.values())
         how: How = "select" if self.fence == "data" else "light" if is_light else "barrier"
-        held, behind = _delay({i: leaves[i] for i in again}, [*arrays.values()], how)
-        if how == "barrier":
-            held |= dict(zip(arrays, behind, strict=True))
-        return _replace(leaves, held)
+        waiting = {i: x for i, x in _find_cut(leaves).items() if i in again}
+        held, behind = _delay(waiting, [*arrays.values()], how)
+        return _replace(leaves, {**held, **(dict(zip(arrays, behind, strict=True)) if how == "barrier" else {})})
 
-    def order_block(self, operands: list[Any]) -> tuple[list[Any], bool]:
+    def order_block(self, operands: list[Value]) -> tuple[list[Value], bool]:
         """Returns the operands of a recomputed block, and whether its parameters may be gathered before it begins."""
         again = [i for i, x in _find_cut(operands).items() if self.was_gathered(x)]
         operands, may_be_ahead = self._limit_prefetch(operands)
-        cotangent = [i for i, x in enumerate(operands) if _is_activation(x)][-1:]  # jax puts it last
+        cotangent = [x for x in operands if _is_activation(x)][-1:]  # jax puts it last
         if self.fence == "data" and not may_be_ahead:
-            held, _ = _delay({i: operands[i] for i in again}, [operands[i] for i in cotangent])
+            waiting = {i: x for i, x in _find_cut(operands).items() if i in again}
+            held, _ = _delay(waiting, cotangent)
             operands = _replace(operands, held)
         return operands, may_be_ahead
 
-    def order_first_rows(self, stacks: Sequence[Any], rows: dict[int, Lazy], carry: list[Any]) -> dict[int, Lazy]:
+    def order_first_rows(
+        self, stacks: Sequence[Leaf], rows: dict[int, Lazy], carry: Sequence[object]
+    ) -> dict[int, Lazy]:
         """Returns the rows of stacks that are gathered before the first turn of a loop.
 
         If a stack was gathered before, its row waits for the initial carry.
@@ -135,7 +138,7 @@ class Order:
         self.note_gathered(_find_cut(stacks).values())
         return {**rows, **_delay(again, [x for x in carry if _is_number(x)])[0]}
 
-    def _limit_prefetch(self, leaves: list[Any]) -> tuple[list[Any], bool]:
+    def _limit_prefetch(self, leaves: list[Value]) -> tuple[list[Value], bool]:
         """Records a use; with a limit, its gathers wait until enough earlier uses are done.
 
         Returns:
@@ -158,24 +161,24 @@ class Order:
 
 def _delay(
     params: Mapping[int, Lazy], others: Sequence[jax.Array], how: How = "select"
-) -> tuple[dict[int, Any], list[jax.Array]]:
+) -> tuple[dict[int, Lazy], list[jax.Array]]:
     """Returns lazy parameters that are not gathered before others exist, and those others, behind the same barrier."""
     shards, behind = wait([x.shard for x in params.values()], others, how)
     pairs = zip(params.items(), shards, strict=True)
     return {i: dataclasses.replace(x, shard=shard) for (i, x), shard in pairs}, behind
 
 
-def _find_cut(leaves: Sequence[Any]) -> dict[int, Lazy]:
+def _find_cut(leaves: Sequence[Value]) -> dict[int, Lazy]:
     return {i: x for i, x in enumerate(leaves) if is_cut(x)}
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> TypeGuard[jax.Array]:
     return isinstance(x, jax.Array) and bool(jnp.issubdtype(x.dtype, jnp.inexact)) and memory_of(x) == "device"
 
 
-def _is_activation(x: Any) -> bool:
+def _is_activation(x: object) -> TypeGuard[jax.Array]:
     return _is_number(x) and x.ndim > 0
 
 
-def _replace(values: list[Any], new: Mapping[int, Any]) -> list[Any]:
+def _replace(values: list[Value], new: Mapping[int, Value]) -> list[Value]:
     return [new.get(i, x) for i, x in enumerate(values)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jzero._text import path_str
+from jzero._types import DType, PyTree
 from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import wide_dtype, widen
 from jzero.layout.comm import Sums
-
-PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -79,14 +78,14 @@ class PerExample:
     value: jax.Array
 
 
-def _is_marked(x: Any) -> bool:
+def _is_marked(x: object) -> TypeGuard[Summed | PerExample]:
     return isinstance(x, Summed | PerExample)
 
 
 def spread_marks(aux: PyTree) -> PyTree:
     """Returns `aux` with each mark around a tree moved to the leaves of the tree."""
 
-    def spread(x: Any) -> Any:
+    def spread(x: PyTree) -> PyTree:
         # Summed({a, b}) -> {Summed(a), Summed(b)}
         return jax.tree.map(type(x), x.value, is_leaf=_is_marked) if _is_marked(x) else x
 
@@ -132,7 +131,7 @@ def reduce_aux(aux: PyTree, sums: Sums, num_micro_batches: int) -> PyTree:
     """
     stacked = num_micro_batches > 1
 
-    def reduce(x: Any) -> jax.Array:
+    def reduce(x: jax.Array | Summed | PerExample) -> jax.Array:
         if isinstance(x, PerExample):
             return x.value.reshape(-1, *x.value.shape[2:]) if stacked else x.value  # [steps * B, ...]
         if isinstance(x, Summed):
@@ -154,7 +153,7 @@ def average(x: jax.Array, sums: Sums, num_micro_batches: int = 1) -> jax.Array:
     return sum_over(wide.sum(0) if stacked else wide, sums).astype(x.dtype)
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: DType) -> DType:
     """Returns the dtype in which to sum values of `dtype` over devices: one with room for the sum."""
     if dtype == jnp.bool_:
         return jnp.int32

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 from jax.interpreters import ad, mlir
 
 from jzero import _compat
+from jzero._types import DType, PyTree
 from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.python_calls import call_python
 from jzero.disk.rows import take_row
@@ -43,7 +44,7 @@ from jzero.layout.placement import on_device
 How: TypeAlias = Literal["barrier", "light", "select"]
 
 
-def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> jax.Array:
+def _gather(shard: jax.Array, *, cut: Cut, dtype: DType, comm: Comm, **_: object) -> jax.Array:
     """[..., P/N] -> [..., D]. A shard in host memory comes to the device only now."""
     shard = on_device(shard)
     if cut.blocks is None:
@@ -51,17 +52,17 @@ def _gather(shard: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, **_: Any) -> 
     return round_without_derivative(gather_param(shard, cut, comm), dtype)
 
 
-def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _read(handle: jax.Array, *, shape: tuple[int, ...], dtype: DType) -> jax.Array:
     """[2] -> [..., P/N]."""
     return call_python(take_row, handle, shape, dtype)
 
 
-def _reduce(grad: jax.Array, *, cut: Cut, dtype: Any, comm: Comm, sums: Sums, **_: Any) -> jax.Array:
+def _reduce(grad: jax.Array, *, cut: Cut, dtype: DType, comm: Comm, sums: Sums, **_: object) -> jax.Array:
     """[..., D] -> [..., P/N]. `path` and `is_awaited` are for who reads the program."""
     return reduce_shard(grad, cut, comm, sums).astype(dtype)
 
 
-def _same(x: jax.Array, **_: Any) -> jax.Array:
+def _same(x: jax.Array, **_: object) -> jax.Array:
     return x
 
 
@@ -108,13 +109,15 @@ def wait(values: Sequence[jax.Array], others: Sequence[jax.Array], how: How) -> 
     return done[: len(values)], done[len(values) :]
 
 
-def _differentiate(rule: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+def _differentiate(
+    rule: Callable[..., PyTree], primals: Sequence[jax.Array], tangents: Sequence[jax.Array], **params: object
+) -> PyTree:
     """Differentiates a walked program, such as by the batch: with the operations in place of the equation."""
     return jax.jvp(functools.partial(rule, **params), primals, tuple(map(ad.instantiate_zeros, tangents)))
 
 
 def _primitive(
-    name: str, rule: Callable[..., Any], abstract: Callable[..., Any], *, several: bool = False
+    name: str, rule: Callable[..., PyTree], abstract: Callable[..., PyTree], *, several: bool = False
 ) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = several
@@ -134,7 +137,7 @@ unreduced_p = _primitive("zero_unreduced", _same, lambda x, **_: x)
 named_p = _primitive("zero_named", _same, lambda x, **_: x)
 wait_p = _primitive("zero_wait", _wait, lambda *xs, **_: list(xs), several=True)
 
-PLACED: dict[Any, Callable[..., Any]] = {
+PLACED: dict[Primitive, Callable[..., PyTree]] = {
     gather_p: _gather,
     read_p: _read,
     reduce_p: _reduce,

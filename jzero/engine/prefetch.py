@@ -19,15 +19,15 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from jzero._types import DType
 from jzero.engine.lazy import Lazy, num_bytes
 
 MOST_IN_VAIN = 1 / 32
 """Upper bound on the wasted gathers of the last turn, as a share of all gathers of the loop."""
 
 
-def choose_prefetched(found: Mapping[int, tuple[Lazy, Any]], length: int, limit: int | None) -> dict[int, Any]:
+def choose_prefetched(found: Mapping[int, tuple[Lazy, DType]], length: int, limit: int | None) -> dict[int, DType]:
     """Returns the stacks to gather one turn ahead, by number, with the dtype of each gather.
 
     The stacks that a turn uses first come first: they have the least computation to hide behind.

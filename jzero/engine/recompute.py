@@ -28,15 +28,17 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.config.keep import Keep
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import Piece, evaluate, propagate
@@ -45,7 +47,8 @@ from jzero.jaxpr.repeats import Part, aval_bytes, keeps_heavy, split_into_parts
 from jzero.jaxpr.structure import CanonicalJaxpr, Structures, is_worth_a_call
 from jzero.layout.mesh import HOST_MEMORY
 
-Apply = Callable[[Any, list[Any]], list[Any]]
+Apply: TypeAlias = Callable[[JaxprEqn, list[jax.Array]], list[jax.Array]]
+LayerFunction: TypeAlias = Callable[..., list[jax.Array]]
 Remat: TypeAlias = bool | Literal["cheap", "offload", "as_written"] | Keep
 AxisEnv: TypeAlias = list[tuple[str, int]]
 """Names and sizes of the mesh axes that the loss may name."""
@@ -92,14 +95,14 @@ def offload_activations(names: str | Sequence[str], *, keep: str | Sequence[str]
     )
 
 
-def recomputes(eqn: Any) -> bool:
+def recomputes(eqn: JaxprEqn) -> bool:
     """Whether an equation, or anything in it, is recomputed in the backward pass."""
     return eqn.primitive.name in REMAT or any(
         recomputes(inner) for jaxpr in _compat.contained_jaxprs(eqn) for inner in jaxpr.eqns
     )
 
 
-def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
+def recompute(jaxpr: AnyJaxpr, remat: Remat, axis_env: AxisEnv) -> ClosedJaxpr:
     """Returns a closed jaxpr of the same loss, with recomputation as `remat` says and repeated layers as calls.
 
     Enters `jit`, `cond`, `scan` and `jax.checkpoint`; other equations with jaxprs stay as they are.
@@ -132,7 +135,7 @@ def recompute(jaxpr: Any, remat: Remat, axis_env: AxisEnv) -> Any:
     return jax.make_jaxpr(lambda *inputs: _Rewrite(remat, before)(jaxpr, inputs), axis_env=axis_env)(*shapes)
 
 
-def num_blocks(jaxpr: Any) -> int:
+def num_blocks(jaxpr: AnyJaxpr) -> int:
     """Returns how many repeated blocks `remat="cheap"` recomputes, outside of loops and branches."""
     parts = split_into_parts(_compat.open_jaxpr(jaxpr)[0])
     free = [part.is_block and _is_free(part.eqns) for part in parts]
@@ -140,7 +143,7 @@ def num_blocks(jaxpr: Any) -> int:
     return sum(free) + sum(num_blocks(called_jaxpr(eqn)) for eqn in others if eqn.primitive.name in CALLS)
 
 
-def kept_bytes(jaxpr: Any) -> int:
+def kept_bytes(jaxpr: AnyJaxpr) -> int:
     """Returns the bytes that kept blocks save for the backward pass, given a differentiated program."""
     opened, total = _compat.open_jaxpr(jaxpr)[0], 0
     read = {v for eqn in opened.eqns if _compat.is_transposed(eqn) for v in eqn.invars if not _compat.is_literal(v)}
@@ -148,13 +151,13 @@ def kept_bytes(jaxpr: Any) -> int:
         if eqn.primitive.name not in CALLS or _compat.is_transposed(eqn):
             continue
         if eqn.params.get("name") == KEPT_BLOCK:
-            total += sum(aval_bytes(v.aval) for v in eqn.outvars if v in read)
+            total += sum(aval_bytes(_compat.type_of(v)) for v in eqn.outvars if v in read)
         else:
             total += kept_bytes(called_jaxpr(eqn))
     return total
 
 
-def has_parts_to_recompute(jaxpr: Any) -> bool:
+def has_parts_to_recompute(jaxpr: AnyJaxpr) -> bool:
     """Whether `remat="cheap"` changes anything: whether some scan or repeated block has no checkpoint of its own."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     parts = split_into_parts(opened)
@@ -167,12 +170,12 @@ def has_parts_to_recompute(jaxpr: Any) -> bool:
     )
 
 
-def _is_free(eqns: Sequence[Any]) -> bool:
+def _is_free(eqns: Sequence[JaxprEqn]) -> bool:
     """Whether equations may be recomputed, and have no checkpoints of their own."""
     return not any(recomputes(eqn) or _compat.has_side_effects(eqn) for eqn in eqns)
 
 
-def _rewritten_jaxprs(eqn: Any) -> Sequence[Any]:
+def _rewritten_jaxprs(eqn: JaxprEqn) -> Sequence[AnyJaxpr]:
     """Returns the jaxprs of an equation that the rewrite enters."""
     kind = eqn.primitive.name
     return eqn.params["branches"] if kind == "cond" else [called_jaxpr(eqn)] if kind in CALLS else []
@@ -194,9 +197,9 @@ class _Rewrite:
     before_kept: int | None = None
     in_loop: bool = False
     structures: Structures = dataclasses.field(default_factory=Structures)
-    calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    calls: dict[Hashable, Callable[..., Sequence[jax.Array]]] = dataclasses.field(default_factory=dict)
 
-    def __call__(self, jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Evaluates a jaxpr part by part: repeated blocks, and the equations around them."""
         # A body is traced once, so sharing its layers gains nothing; "cheap" still adds checkpoints.
         if self.in_loop and self.remat != "cheap":
@@ -209,7 +212,7 @@ class _Rewrite:
         numbers = IdDict((x, self.structures(layers[x])) for x in shared)
         times = collections.Counter(numbers.values())
 
-        def apply(part: Part, values: list[Any]) -> list[Any]:
+        def apply(part: Part, values: list[jax.Array]) -> list[jax.Array]:
             if is_cheap and part in layers and self._is_kept():
                 return self._call_shared(layers[part], values, _compat.bind, lambda layer: layer, KEPT_BLOCK)
             if part in numbers and times[numbers[part]] > 1:  # a layer that occurs once stays in place
@@ -229,13 +232,18 @@ class _Rewrite:
         return self.before_kept == 0
 
     def _call_shared(
-        self, common: CanonicalJaxpr, inputs: Sequence[Any], apply: Apply, wrap: Callable[[Any], Any], key: Any = None
-    ) -> list[Any]:
+        self,
+        common: CanonicalJaxpr,
+        inputs: Sequence[jax.Array],
+        apply: Apply,
+        wrap: Callable[[LayerFunction], LayerFunction],
+        key: Hashable = None,
+    ) -> list[jax.Array]:
         """Calls the function that all equal jaxprs share."""
         key = self.remat, key, self.structures(common)
         if key not in self.calls:
 
-            def layer(*inputs: Any) -> list[Any]:
+            def layer(*inputs: jax.Array) -> list[jax.Array]:
                 return evaluate(common, inputs, apply)
 
             layer.__name__ = key[1] if key[1] == KEPT_BLOCK else "layer"
@@ -243,7 +251,7 @@ class _Rewrite:
         with _compat.in_names(common.names):
             return list(self.calls[key](*inputs, *common.numbers))  # numbers: those folded into random keys
 
-    def _apply(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+    def _apply(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         kind = eqn.primitive.name
         if kind in REMAT:
             return self._checkpoint(eqn, inputs)
@@ -260,13 +268,13 @@ class _Rewrite:
     def _in_loop(self) -> _Rewrite:
         return dataclasses.replace(self, in_loop=True, before_kept=None)
 
-    def _changes(self, scan: Any) -> bool:
+    def _changes(self, scan: JaxprEqn) -> bool:
         """Whether a scan is changed."""
         if self.remat == "cheap":
             return _is_free([scan])
         return self.remat in ("offload", False) or (self.remat is True and not recomputes(scan))
 
-    def _call(self, eqn: Any) -> Callable[..., Any]:
+    def _call(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         jaxpr, either = called_jaxpr(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
         given, returned = (  # other calls than those of `jit` say nothing about shardings
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
@@ -279,20 +287,20 @@ class _Rewrite:
         key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), given, returned
         if key not in self.calls:
 
-            def call(*xs: Any) -> tuple[Any, ...]:
+            def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
                 return tuple(dataclasses.replace(inside)(jaxpr, xs))  # it counts blocks
 
             call.__name__ = eqn.params.get("name", "jit")
             self.calls[key] = jax.jit(call, in_shardings=given, out_shardings=returned)
         return self.calls[key]
 
-    def _checkpoint(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+    def _checkpoint(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         given, policy = eqn.params["prevent_cse"], eqn.params["policy"]
         prevent_cse = given if isinstance(given, bool) else any(given)
         inside = self._in_loop()
         apply = _compat.bind if self.remat in ("cheap", "as_written") else inside._apply
 
-        def wrap(body: Any) -> Any:
+        def wrap(body: LayerFunction) -> LayerFunction:
             return jax.checkpoint(body, prevent_cse=prevent_cse, policy=policy) if self.remat else body
 
         if self.in_loop:
@@ -300,7 +308,7 @@ class _Rewrite:
         common = CanonicalJaxpr.of(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
         return self._call_shared(common, inputs, apply, wrap, (prevent_cse, id(policy)))
 
-    def _scan(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         num_consts, num_carry = _compat.scan_groups(eqn)
         jaxpr, _ = _compat.open_jaxpr(eqn.params["jaxpr"])
         end = num_consts + num_carry
@@ -308,13 +316,13 @@ class _Rewrite:
         # Values that are carried unchanged stay visibly unchanged.
         fixed = [v is out for v, out in zip(jaxpr.invars[num_consts:end], jaxpr.outvars, strict=False)]
 
-        inner: Callable[[Any, Sequence[Any]], list[Any]]
+        inner: Callable[[AnyJaxpr, Sequence[jax.Array]], list[jax.Array]]
         # With "offload" each turn of an outermost loop is recomputed as one piece.
         inner = _Rewrite(False if self.remat == "offload" else self.remat, in_loop=True, calls=self.calls)
         if self.remat == "cheap":  # one checkpoint is enough: its policy also decides for loops inside
             inner = functools.partial(evaluate, apply=_compat.bind)
 
-        def run(consts: list[Any], carry: list[Any], x: list[Any]) -> list[Any]:
+        def run(consts: list[jax.Array], carry: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
             named = [
                 # A scalar is not worth a copy to the host, nor is a constant of the loop.
                 checkpoint_name(c, BOUNDARY) if self.remat == "offload" and c.ndim and not same else c
@@ -326,7 +334,7 @@ class _Rewrite:
             policies = {"offload": offload_activations(BOUNDARY), "cheap": keeps_heavy}
             run = jax.checkpoint(run, prevent_cse=False, policy=policies.get(str(self.remat)))
 
-        def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        def body(carry: list[jax.Array], x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             outputs = run(consts, carry, x)
             new = [c if same else y for c, y, same in zip(carry, outputs, fixed, strict=False)]
             return new, outputs[num_carry:]

@@ -28,13 +28,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
+import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr, Atom, J
+from jzero._types import Params
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.gradient_rules import GRADIENT_RULES
 from jzero.engine.makers import Makers
@@ -109,7 +111,7 @@ class _Sweep:
     def leave(self, v: Atom, how: GradientExit, out: Var) -> None:
         """Puts a reduction before what is there, or the mark of a gradient that is reduced later."""
         near = self.makers.find(v)
-        params: dict[str, Any] = {"path": how.path, "is_awaited": how.is_awaited}
+        params: Params = {"path": how.path, "is_awaited": how.is_awaited}
         if isinstance(how, Unreduced):
             self.eqns.append(_compat.new_equation(unreduced_p, [v], [out], params, near))
             return
@@ -133,7 +135,7 @@ class _Sweep:
         self.compute(how.place, [made], out, near)
         return made
 
-    def compute(self, fn: Callable[..., Any], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
+    def compute(self, fn: Callable[..., jax.Array], inputs: Sequence[Atom], out: Var, near: JaxprEqn | None) -> None:
         """Puts before what is there the equations of a function, whose result is `out`."""
         ahead = Editor()
         (result,) = ahead.trace(fn, inputs, near)
@@ -165,7 +167,7 @@ class _Sweep:
                 self.leave(v, left, self.shards[v])
         self.eqns.append(eqn)
 
-    def _mark(self, eqn: JaxprEqn, inputs: Any) -> JaxprEqn:
+    def _mark(self, eqn: JaxprEqn, inputs: Mapping[int, GradientExit]) -> JaxprEqn:
         return eqn.replace(invars=[self.want(v, inputs[i]) if i in inputs else v for i, v in enumerate(eqn.invars)])
 
     def _enter_call(self, eqn: JaxprEqn, exits: Exits) -> tuple[JaxprEqn, Exits]:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jzero._types import DType
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.lazy import Lazy, make_lazy
+from jzero.engine.lazy import Lazy, Leaf, make_lazy
 from jzero.engine.placed import reduce_p
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Comm, Levels, Sums
@@ -103,7 +103,7 @@ class Parameter:
         return self.comm.split() if self.is_late else None
 
     @property
-    def kept_dtype(self) -> Any:
+    def kept_dtype(self) -> DType:
         """The dtype in which its reduced gradient is kept and summed: 8 bits have no room for a sum."""
         dtype = self.leaf.grad.dtype
         return wide_dtype(dtype) if is_float8(dtype) else dtype
@@ -114,7 +114,7 @@ class Parameter:
             return jax.ShapeDtypeStruct(self.leaving.cut.shard_shape, self.leaving.dtype)  # [D/N, F]
         return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)  # [D, F]
 
-    def value(self, stored: jax.Array) -> Any:
+    def value(self, stored: jax.Array) -> Leaf:
         """Returns the parameter as an input of the walk: lazy if it is cut, else an array."""
         cut = self.leaf.param.cut_for_collectives
         if cut is None:  # already in the compute dtype, unless the parameter is not trained

@@ -18,23 +18,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.engine.bundles import Bundle, is_unevaluated
-from jzero.engine.lazy import Lazy, defer, is_lazy
+from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
+from jzero.engine.lazy import Deferred, Lazy, defer, is_lazy
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
 from jzero.engine.order import Order
 from jzero.engine.placed import named_p
 from jzero.engine.shard_rules import apply_on_shard
-from jzero.engine.walk import HeldParameters, Rule, Walk
+from jzero.engine.walk import CalledFunction, HeldParameters, Rule, Walk
 from jzero.jaxpr.edit import is_recomputed, params_retraced
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
@@ -42,10 +42,12 @@ from jzero.jaxpr.primitives import CALLS, REMAT, RUNS, called_jaxpr
 from jzero.jaxpr.structure import is_worth_a_call
 from jzero.layout.placement import memory_of, on_device
 
-_EMPTY = object()
+_EMPTY = Static("empty")
+Known: TypeAlias = Value | Static[str] | None
+"""What a branch returns, as far as it is known before the branch runs."""
 
 
-def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
     jaxpr = called_jaxpr(eqn)
     given = eqn.params.get("in_shardings") or [None] * len(inputs)
@@ -57,15 +59,7 @@ def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return [constrain(x, sharding, walk.axes) for x, sharding in zip(outputs, returned, strict=True)]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A static value that a function returns from its trace, instead of an array."""
-
-    value: Any
-
-
-def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Any]) -> list[Any]:
+def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Value]) -> Sequence[Value]:
     """Calls a jaxpr's function. There is one function per key; `jax.jit` distinguishes the layouts of inputs."""
     bundle = Bundle.of(walk.gather_staying(jaxpr, inputs))
     if is_recomputed(eqn):
@@ -73,40 +67,40 @@ def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Any]
         bundle = Bundle(tuple(leaves), bundle.template)
     # Parameters that were gathered before the call are gathered behind a barrier inside it, as elsewhere.
     again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))
-    key = id(jaxpr), again
-    if key not in walk.cache:
-        walk.cache[key] = _make_function(walk, eqn, jaxpr, again)
+    functions = walk.functions.setdefault(jaxpr, {})
+    if again not in functions:
+        functions[again] = _make_function(walk, eqn, jaxpr, again)
     # Layers share one function, see `placed`.
     paths = {f"input {i}": x.path for i, x in enumerate(bundle.leaves) if isinstance(x, Lazy)}
     named = [_name(x, f"input {i}") for i, x in enumerate(bundle.leaves)]
-    outputs, gathered = walk.cache[key](Bundle(tuple(named), bundle.template))
+    outputs, gathered = functions[again](Bundle(tuple(named), bundle.template))
     walk.order.note_gathered(bundle.leaves[i] for i in gathered.value)
     # If the function returns one of its input shards, the result is that input itself, so that the walk recognizes it.
     arrays = jax.tree.leaves(bundle)
     places = jax.tree.map(
-        lambda x: arrays[x.value] if isinstance(x, _Static) else x, outputs, is_leaf=lambda x: isinstance(x, _Static)
+        lambda x: arrays[x.value] if isinstance(x, Static) else x, outputs, is_leaf=lambda x: isinstance(x, Static)
     )
     results = [dataclasses.replace(x, path=paths[x.path]) if isinstance(x, Lazy) else x for x in places.leaves]
     return Bundle(tuple(results), places.template).values()
 
 
-def _name(x: Any, name: str) -> Any:
+def _name(x: Value, name: str) -> Value:
     """Returns a leaf of a bundle as a function that layers share takes it."""
     if not isinstance(x, Lazy):
         return x
     return dataclasses.replace(x, path=name, shard=named_p.bind(x.shard, path=x.path))
 
 
-def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int, ...]) -> Any:
+def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int, ...]) -> CalledFunction:
     """Returns a jaxpr's function, from a bundle to a bundle and the indices of the leaves that it gathers."""
     anew = walk.enter_call([])  # the function outlives this walk, so it must not hold the walk's tracers
 
-    def call(bundle: Bundle) -> Any:
+    def call(bundle: Bundle) -> tuple[Bundle, Static[tuple[int, ...]]]:
         inner = anew.enter_call([bundle.leaves[i] for i in again])
         outputs = Bundle.of(inner(jaxpr, bundle.values()))
         gathered = tuple(i for i, x in enumerate(bundle.leaves) if inner.order.was_gathered(x))
         place = IdDict((x, i) for i, x in enumerate(jax.tree.leaves(bundle)))  # to recognize inputs that it returns
-        return jax.tree.map(lambda x: _Static(place[x]) if x in place else x, outputs), _Static(gathered)
+        return jax.tree.map(lambda x: Static(place[x]) if x in place else x, outputs), Static(gathered)
 
     call.__name__ = eqn.params.get("name", "jit")
     return jax.jit(call)
@@ -115,7 +109,7 @@ def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int,
 # Recomputed blocks.
 
 
-def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
     given, inputs = eqn.params["prevent_cse"], walk.gather_staying(eqn.params["jaxpr"], inputs)
     if is_recomputed(eqn):
@@ -131,10 +125,10 @@ def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return outputs
 
 
-def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
+def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
-    def near(x: Any) -> Any:
+    def near(x: Value | None) -> Value | None:
         return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, Lazy) else x
 
     moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
@@ -149,18 +143,18 @@ def _put_behind_barrier(values: list[Any], stays: list[bool]) -> list[Any]:
 # Equations that lazy parameters pass unchanged.
 
 
-def _barrier(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _barrier(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     done = iter(_compat.bind(eqn, [x for x in inputs if not is_unevaluated(x)]))  # lazy values pass beside it
     return [x if is_unevaluated(x) else next(done) for x in inputs]
 
 
-def _constraint(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _constraint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     return [constrain(inputs[0], eqn.params["sharding"], walk.axes)]
 
 
-def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a `cond`, whose branches return each other's residuals as empty values. Parameters stay lazy."""
-    lazily: list[Any] = [None] * len(eqn.outvars)
+    lazily: list[Value | None] = [None] * len(eqn.outvars)
     if any(map(is_lazy, inputs)):
         by_branch = [_lazy_outputs(branch, inputs[1:]) for branch in eqn.params["branches"]]
         returned = [[x for x in values if x is not _EMPTY] for values in zip(*by_branch, strict=True)]
@@ -168,7 +162,7 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     if all(x is None for x in lazily):
         return walk.bind_whole(eqn, inputs)
 
-    def others(branch: Any, *operands: Any) -> list[Any]:
+    def others(branch: AnyJaxpr, *operands: jax.Array) -> list[Value]:
         outputs = walk.enter_block().evaluate_whole(branch, *operands)
         return [x for x, y in zip(outputs, lazily, strict=True) if y is None]
 
@@ -177,24 +171,25 @@ def _cond(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return [next(outputs) if y is None else y for y in lazily]
 
 
-def _lazy_outputs(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+def _lazy_outputs(jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Known]:
     """Returns, for each output of a branch, its lazy value, `_EMPTY` if the branch leaves it empty, else `None`."""
 
-    def apply(eqn: JaxprEqn, values: list[Any]) -> list[Any]:
-        unknown: list[Any] = [None] * len(eqn.outvars)
+    def apply(eqn: JaxprEqn, values: list[Known]) -> list[Known]:
+        unknown: list[Known] = [None] * len(eqn.outvars)
         if eqn.primitive.name in ("empty", "empty2") or any(x is _EMPTY for x in values):
             return [_EMPTY, *unknown[1:]]
-        if any(map(is_lazy, values)) and all(x is not None for x in values):
-            return [apply_on_shard(eqn, values) or defer(eqn, values), *unknown[1:]]
+        operands = [x for x in values if x is not None and not isinstance(x, Static | Rows)]
+        if any(map(is_lazy, operands)) and len(operands) == len(values):
+            return [apply_on_shard(eqn, operands) or defer(eqn, operands), *unknown[1:]]
         return unknown
 
     opened, _ = _compat.open_jaxpr(jaxpr)
-    known = [*[None] * len(opened.constvars), *(x if is_lazy(x) else None for x in inputs)]
+    known: list[Known] = [*[None] * len(opened.constvars), *(x if is_lazy(x) else None for x in inputs)]
     outputs = propagate(opened, known, apply, _compat.value_of)
     return [x if x is _EMPTY or is_lazy(x) else None for x in outputs]
 
 
-def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Applies the loss's own `shard_map`, on the mesh of the step."""
     axes = _compat.shard_map_axes(eqn)
     if axes & walk.axes:
@@ -215,7 +210,7 @@ def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     lazily = _cast_to_varying(eqn, inputs)
     inner = walk.enter_block()
 
-    def body(*xs: Any) -> tuple[Any, ...]:
+    def body(*xs: jax.Array) -> tuple[jax.Array, ...]:
         outputs = inner.evaluate_whole(eqn.params["jaxpr"], *xs)
         return tuple(x for x, y in zip(outputs, lazily, strict=True) if y is None)
 
@@ -232,18 +227,17 @@ def _shard_map(walk: Walk, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
     return results
 
 
-def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | None]:
     """Returns, for each result of a `shard_map`, a lazy value if it is a parameter cast to vary: copies of it."""
     jaxpr, sizes = eqn.params["jaxpr"], jax.sharding.get_abstract_mesh().shape
     pairs = zip(inputs, eqn.params["in_specs"], strict=True)
-    found: dict[Any, Any] = dict(zip(jaxpr.invars, pairs, strict=True))
+    found: dict[Var, tuple[Value | None, PartitionSpec | None]] = dict(zip(jaxpr.invars, pairs, strict=True))
     for inner in jaxpr.eqns:
         if inner.primitive.name in ("pvary", "pcast") and not _compat.is_literal(inner.invars[0]):
             found[inner.outvars[0]] = found.get(inner.invars[0], (None, None))
 
-    def copies(var: Any, spec: PartitionSpec) -> Any:
-        known: Any = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
-        x, given = known
+    def copies(var: Var, spec: PartitionSpec) -> Deferred | None:
+        x, given = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
         names, *others = spec or (None,)
         # Known are copies along dimension 0 of a parameter that enters uncut.
         if not is_lazy(x) or given != PartitionSpec() or names is None or any(others):

@@ -8,8 +8,8 @@ the cut dimension cannot run on shards.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +18,27 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero._types import DType, Params
 from jzero.engine.bundles import Bundle
-from jzero.engine.lazy import Deferred, Lazy, is_constant, is_lazy
+from jzero.engine.lazy import Deferred, Lazy, Operand, is_constant, is_lazy
 from jzero.layout.placement import memory_of
 
-Rule = Callable[[Lazy, Sequence[Any], Mapping[str, Any], tuple[int, ...]], Lazy | None]
+T = TypeVar("T")
+OwnPart: TypeAlias = Callable[[Sequence[T], T], Sequence[T]]
+Rule: TypeAlias = Callable[[Lazy, Sequence[jax.Array], Params, tuple[int, ...]], Lazy | None]
 
 
-def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Any]) -> Lazy | None:
+def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> Lazy | None:
     """Returns the equation's result as a lazy parameter, if the operation can run on the shard itself."""
-    lazy, *others = inputs or (None,)
+    lazy = inputs[0] if inputs else None
     rule = _RULES.get(eqn.primitive.name)
     if rule is None or not isinstance(lazy, Lazy):
         return None
     # Indices made of literals count as literals.
-    others = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in others]
-    return (
-        None
-        if any(map(is_lazy, others))
-        else rule(lazy, others, eqn.params, tuple(_compat.type_of(eqn.outvars[0]).shape))
-    )
+    known = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
+    others = [x for x in known if not is_lazy(x)]
+    shape = tuple(_compat.type_of(eqn.outvars[0]).shape)
+    return rule(lazy, others, eqn.params, shape) if len(others) == len(known) else None
 
 
 def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
@@ -53,23 +54,22 @@ def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
     cut = x.cut.with_other_axes(entries, dict(jax.sharding.get_abstract_mesh().shape))
     if not cut.other_axes or cut == x.cut:
         return x
-    assert x.shard is not None
     shard = lax.with_sharding_constraint(x.shard, PartitionSpec(*cut.other_axes[: x.shard.ndim]))  # [D/N, F]
     whole = None if x.whole is None else lax.with_sharding_constraint(x.whole, spec)
     return dataclasses.replace(x, shard=shard, whole=whole, cut=cut)
 
 
-def widens(old: Any, new: Any) -> bool:
+def widens(old: DType, new: DType) -> bool:
     """Whether floating-point dtype `new` holds all numbers of `old`."""
     of_old, of_new = jnp.finfo(old), jnp.finfo(new)
     return bool(of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp)
 
 
-def _same(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy:
+def _same(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy:
     return lazy
 
 
-def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+def _cast(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
     """The first narrowing cast runs before the gather, widening casts after it; a second narrowing cast is deferred."""
     new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
@@ -77,13 +77,12 @@ def _cast(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: t
     if widens(old, new):
         return dataclasses.replace(lazy, dtype=new)  # after the gather: the narrower dtype travels
     # After another cast the shard would be rounded once where the loss rounds twice.
-    known = old if lazy.shard is None else lazy.shard.dtype
-    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else lazy.on_disk or known
+    stored = lazy.cut.blocks.dtype if lazy.cut.blocks else lazy.on_disk or lazy.shard.dtype
     is_as_stored = old == lazy.wire_dtype == stored
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 
-def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+def _transpose(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
     if lazy.cut.flat or memory_of(lazy.shard) == "host" or lazy.on_disk is not None:  # hosts only copy
         return None
     if lazy.stays:  # see [Note: Parameters that stay]
@@ -92,7 +91,7 @@ def _transpose(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], sha
     return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
 
 
-def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+def _squeeze(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
     dims = tuple(params["dimensions"])
     if any(lazy.cut.cuts(d) for d in dims) or not _can_change(lazy, dims):
         return None
@@ -100,7 +99,7 @@ def _squeeze(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape
     return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
 
 
-def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+def _slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
     strides = params["strides"] or (1,) * len(lazy.shape)
     start, limit = params["start_indices"], params["limit_indices"]
     for d, size in enumerate(lazy.shape):
@@ -109,14 +108,14 @@ def _slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: 
     if not _can_change(lazy, [d for d, size in enumerate(lazy.shape) if shape[d] != size]):
         return None
 
-    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+    def cut_slice(x: jax.Array, own: OwnPart[Any]) -> jax.Array:
         size = x.shape[_cut_dim(lazy, x)]  # all of the shard's
         return lax.slice(x, own(start, 0), own(limit, size), own(strides, 1))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
-def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any], shape: tuple[int, ...]) -> Lazy | None:
+def _dynamic_slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
     sizes = tuple(params["slice_sizes"])  # for `w[i]`: [1, D, F]
     if len(others) != len(lazy.shape):
         return None
@@ -125,7 +124,7 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[Any], params: Mapping[str, Any],
     if any(map(lazy.cut.cuts, changed)) or not _can_change(lazy, changed):
         return None
 
-    def cut_slice(x: jax.Array, own: Any) -> jax.Array:
+    def cut_slice(x: jax.Array, own: OwnPart[Any]) -> jax.Array:
         return lax.dynamic_slice(x, own(others, jnp.zeros_like(others[0])), own(sizes, x.shape[_cut_dim(lazy, x)]))
 
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
@@ -141,7 +140,9 @@ def _cut_dim(lazy: Lazy, x: jax.Array) -> int:
     return min(lazy.cut.dim, x.ndim - 1)
 
 
-def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, ...]) -> Lazy:
+def _map_arrays(
+    lazy: Lazy, fn: Callable[[jax.Array, OwnPart[Any]], jax.Array], *, dims: Sequence[int], shape: tuple[int, ...]
+) -> Lazy:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
     `own(values, of_cut)` returns values per dimension of the array: for the shard, `of_cut` for the cut dimension. The
@@ -151,7 +152,7 @@ def _map_arrays(lazy: Lazy, fn: Any, *, dims: Sequence[int], shape: tuple[int, .
     return dataclasses.replace(
         lazy,
         # e.g. [L, D/N, F] -> [1, D/N, F], and [L, D, F] -> [1, D, F]
-        shard=None if lazy.shard is None else fn(lazy.shard, of_shard),
+        shard=fn(lazy.shard, of_shard),
         whole=None if lazy.whole is None else fn(lazy.whole, lambda values, of_cut: values),
         cut=lazy.cut.for_shape(shape, dims),
     )

@@ -15,12 +15,15 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
+from jzero._types import PyTree
 from jzero.config.keep import Keep
 from jzero.engine.recompute import AxisEnv, Remat, has_parts_to_recompute, num_blocks
 from jzero.jaxpr.rows import RowFacts, row_facts
@@ -29,10 +32,11 @@ from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.padded import is_padded, unbox
 from jzero.plan.plan import ZeroPlan
 
-PyTree = Any
-
 FROZEN = "frozen"
 """Name of the carried state that holds parameters outside the optimizer."""
+
+
+T = TypeVar("T")
 
 
 class LossInputs(NamedTuple):
@@ -47,7 +51,7 @@ class LossInputs(NamedTuple):
     """
 
     params: PyTree
-    carried: Mapping[str, Any]
+    carried: Mapping[str, PyTree]
     batch: PyTree
     rng: jax.Array | None
     loss_scale: jax.Array | None = None
@@ -89,7 +93,7 @@ class TracedLoss:
       row_facts: How each of its results depends on the rows of the batch.
     """
 
-    jaxpr: Any
+    jaxpr: AnyJaxpr
     out_shape: PyTree
     num_inputs: tuple[int, int, int, int]
     batch_specs: list[PartitionSpec]
@@ -105,9 +109,9 @@ class TracedLoss:
         facts = row_facts(self.jaxpr, batch=batch, keys=keys, axes=split or axes)
         return dataclasses.replace(self, row_facts=facts)
 
-    def by_field(self, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    def by_field(self, values: Sequence[T]) -> dict[str, dict[str, T]]:
         """Returns values, one for each written variable, by field of the state and path in the field."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, dict[str, T]] = {}
         for x, value in zip(self.written, values, strict=True):
             found.setdefault(x.field, {})[x.path] = value
         return found
@@ -119,7 +123,7 @@ def axis_env(plan: ZeroPlan) -> AxisEnv:
 
 
 def trace_loss(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     plan: ZeroPlan,
     inputs: LossInputs,
     *,
@@ -139,7 +143,7 @@ def trace_loss(
     carried = _carried_shapes(plan, inputs.carried)
     key = [] if rng is None else [jax.ShapeDtypeStruct(rng.shape, rng.dtype)]
 
-    def call(params: PyTree, carried: Mapping[str, Any], batch: PyTree, key: list[jax.Array]) -> Any:
+    def call(params: PyTree, carried: Mapping[str, PyTree], batch: PyTree, key: list[jax.Array]) -> PyTree:
         return loss_fn(params, batch, *key, **carried)
 
     jaxpr, out_shape = _make_jaxpr(call, plan, (params, carried, local, key))
@@ -154,7 +158,7 @@ def trace_loss(
     return TracedLoss(jaxpr, out_shape, sizes, specs, _resolve_remat(remat, plan, jaxpr))
 
 
-def _make_jaxpr(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...]) -> tuple[Any, PyTree]:
+def _make_jaxpr(fn: Callable[..., PyTree], plan: ZeroPlan, shapes: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
     """Returns a function's jaxpr, and the shapes of its results."""
     try:
         jaxpr, out_shape = jax.make_jaxpr(fn, axis_env=axis_env(plan), return_shape=True)(*shapes)
@@ -186,7 +190,7 @@ def _make_jaxpr(fn: Callable[..., Any], plan: ZeroPlan, shapes: tuple[Any, ...])
     return jaxpr, out_shape
 
 
-def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
+def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: AnyJaxpr) -> Remat:
     """Returns `remat` with the default resolved: "cheap" if parameters are gathered again, else "as_written"."""
     if remat is None and not plan.regathers:
         return "as_written"
@@ -207,7 +211,7 @@ def _resolve_remat(remat: Remat | None, plan: ZeroPlan, jaxpr: Any) -> Remat:
     return "as_written"
 
 
-def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf | None]:
+def carried_leaves(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> list[StateLeaf | None]:
     """Returns, for each leaf of the carried state, its layout if it is a frozen parameter, else `None`."""
     frozen = [leaf for leaf in plan.other_leaves if leaf.is_param]
     return [
@@ -217,7 +221,7 @@ def carried_leaves(plan: ZeroPlan, carried: Mapping[str, Any]) -> list[StateLeaf
     ]
 
 
-def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, Any]) -> dict[str, PyTree]:
+def _carried_shapes(plan: ZeroPlan, carried: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Returns the shapes of the carried state as the loss sees it."""
     frozen = {name: jax.tree.map(unbox, x, is_leaf=is_padded) for name, x in carried.items() if name == FROZEN}
     leaves, treedef = jax.tree.flatten({**carried, **frozen})

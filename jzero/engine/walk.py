@@ -30,15 +30,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
 from jzero._compat import AnyJaxpr
-from jzero.engine.bundles import Bundle, Rows, is_unevaluated
-from jzero.engine.lazy import Lazy, RowOf, defer, is_constant, is_cut, is_lazy
+from jzero._types import DType, Params
+from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
+from jzero.engine.lazy import Deferred, Lazy, ParamKey, RowOf, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
@@ -49,7 +50,8 @@ from jzero.jaxpr.uses import reads_of
 
 _TRACED_ANEW = frozenset(["composite", "cond", "custom_linear_solve", "custom_vmap_call", "reduce", "while"])
 
-Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Any]], list[Any]]"
+CalledFunction: TypeAlias = Callable[[Bundle], tuple[Bundle, Static[tuple[int, ...]]]]
+Rule: TypeAlias = "Callable[[Walk, JaxprEqn, list[Value]], Sequence[Value]]"
 
 
 class HeldParameters:
@@ -61,18 +63,18 @@ class HeldParameters:
 
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
-        self._whole: dict[Any, dict[Any, jax.Array]] = {}  # by parameter and the dtype of the gather
-        self._known: dict[Any, Lazy] = {}  # keeps shards alive, since their identities are keys
+        self._whole: dict[ParamKey, dict[DType, jax.Array]] = {}  # by parameter and the dtype of the gather
+        self._known: dict[ParamKey, Lazy] = {}  # keeps shards alive, since their identities are keys
 
-    def fill(self, x: Any) -> Any:
-        """Returns `x`, with the whole array if it is a kept parameter."""
-        if not isinstance(x, Lazy) or not is_cut(x):
+    def fill(self, x: Lazy) -> Lazy:
+        """Returns a parameter, with the whole array if that is kept."""
+        if not is_cut(x):
             return x
         found = self._whole.get(x.key, {})
         whole = found.get(x.wire_dtype, next(iter(found.values()), None))
         return x if whole is None else dataclasses.replace(x, whole=whole)
 
-    def get(self, x: Any) -> jax.Array | None:
+    def get(self, x: object) -> jax.Array | None:
         """Returns the kept array of a parameter, if any."""
         return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, Lazy) else None
 
@@ -91,7 +93,7 @@ class HeldParameters:
         if not self.keeps:
             self._drop_but(set())
 
-    def _drop_but(self, needed: set[Any]) -> None:
+    def _drop_but(self, needed: set[ParamKey]) -> None:
         self._whole = {k: x for k, x in self._whole.items() if k in needed or self._known[k].stays}
 
 
@@ -108,7 +110,8 @@ class Walk:
       depth: How many loops enclose this walk.
       found: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
-      cache: Functions of this trace's calls, and the warnings already given; lives as long as the trace.
+      functions: Functions of this trace's calls, by jaxpr and the inputs that were gathered before.
+      warned: Shapes of the stacks of which users were warned.
     """
 
     rules: Mapping[str, Rule]
@@ -117,24 +120,25 @@ class Walk:
     held: HeldParameters
     hops_late: bool = False
     depth: int = 0
-    found: list[tuple[RowOf, Any]] = dataclasses.field(default_factory=list)
+    found: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
-    cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    functions: IdDict[AnyJaxpr, dict[tuple[int, ...], CalledFunction]] = dataclasses.field(default_factory=IdDict)
+    warned: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
 
     def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
         of_body = dataclasses.replace(self, order=self.order.enter_block(), held=HeldParameters(keeps=True))
         return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
 
-    def enter_call(self, gathered: Sequence[Lazy]) -> Walk:
+    def enter_call(self, gathered: Sequence[Value]) -> Walk:
         """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
         return dataclasses.replace(self, order=self.order.enter_call(gathered), held=HeldParameters(keeps=False))
 
-    def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr, given arrays and lazy values. Outputs are lazy if they are made of parameters alone."""
         return evaluate(jaxpr, inputs, self._apply)
 
-    def _apply(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def _apply(self, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
         if self.order.enter_pass(is_backward=_compat.is_transposed(eqn)):
             self.held.drop()  # the largest activations are near, see [Note: Short reuse]
         name = eqn.primitive.name
@@ -146,16 +150,23 @@ class Walk:
             if lazy or is_of_mesh:
                 return rule(self, eqn, inputs)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
-        elif (lazy and not any(isinstance(x, Rows) for x in inputs)) or all(map(is_constant, inputs)):
-            kept = apply_on_shard(eqn, inputs) or defer(eqn, inputs)  # on the shard first: its gather moves less
+        elif lazy or all(map(is_constant, inputs)):
+            kept = self._without_arrays(eqn, inputs)
             if kept is not None:
                 return [kept]
         return self.bind_whole(eqn, inputs)
 
-    def bind_whole(self, eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    def _without_arrays(self, eqn: JaxprEqn, inputs: list[Value]) -> Lazy | Deferred | None:
+        """Returns the result of an equation over parameters and literals, if it can wait; `None` if it cannot."""
+        operands = [x for x in inputs if not isinstance(x, Rows)]
+        if len(operands) < len(inputs):
+            return None
+        return apply_on_shard(eqn, operands) or defer(eqn, operands)  # on the shard first: its gather moves less
+
+    def bind_whole(self, eqn: JaxprEqn, inputs: Sequence[Value]) -> list[jax.Array]:
         """Applies an equation to whole values."""
         name, meshes, inputs = eqn.primitive.name, self.meshes.in_equation(eqn), self.gather(inputs)
-        anew: dict[str, Any] = {}
+        anew: Params = {}
         if meshes.carried and name in _TRACED_ANEW:  # see [Note: Meshes in types]
             inner = self.enter_block()
             anew = params_retraced(eqn, lambda jaxpr: functools.partial(inner.evaluate_whole, jaxpr))
@@ -168,31 +179,33 @@ class Walk:
         self.order.note_used(outputs)
         return outputs
 
-    def evaluate_whole(self, jaxpr: Any, *inputs: Any) -> list[Any]:
+    def evaluate_whole(self, jaxpr: AnyJaxpr, *inputs: Value) -> list[jax.Array]:
         """Evaluates a jaxpr to whole values."""
         return self.gather(self(jaxpr, inputs))
 
-    def gather(self, values: Sequence[Any]) -> list[Any]:
+    def gather(self, values: Sequence[Value | None]) -> list[jax.Array]:
         """Returns values that are used together, whole. This is the only place where parameters are gathered."""
         values = [self._gather_rows(x) if isinstance(x, Rows) else x for x in values]
         if not any(map(is_lazy, values)):
-            return values
-        bundle = Bundle.of(values)
-        leaves = list(map(self.held.fill, bundle.leaves))  # [D/N, F], and [D, F] if still held
+            return cast("list[jax.Array]", values)
+        bundle = Bundle.of(cast("list[Value]", values))
+        # [D/N, F], and [D, F] if still held
+        leaves = [self.held.fill(x) if isinstance(x, Lazy) else x for x in bundle.leaves]
         self.found += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
         params = [x for x in leaves if isinstance(x, Lazy)]
-        made: dict[Any, jax.Array] = {}  # shared by parameters that differ only in their final dtype
-        for i, x in enumerate(self.order.order_use(leaves)):
-            if not isinstance(x, Lazy):
-                leaves[i] = x
+        made: dict[tuple[ParamKey, DType], jax.Array] = {}  # shared by parameters that differ only in their final dtype
+        arrays: list[Value] = []
+        for before, x in zip(leaves, self.order.order_use(leaves), strict=True):
+            if not isinstance(x, Lazy) or not isinstance(before, Lazy):
+                arrays.append(x)
                 continue
-            key = leaves[i].key, x.wire_dtype  # a shard that waits is another object: the old one is the key
+            key = before.key, x.wire_dtype  # a shard that waits is another object: the old one is the key
             whole = made[key] if key in made else made.setdefault(key, x.gather())  # [D, F]
-            leaves[i] = whole.astype(x.dtype)  # widening casts follow the gather
+            arrays.append(whole.astype(x.dtype))  # widening casts follow the gather
         self.held.keep([dataclasses.replace(x, whole=made[x.key, x.wire_dtype]) for x in params])
-        return Bundle(tuple(leaves), bundle.template).compute()
+        return Bundle(tuple(arrays), bundle.template).compute()
 
-    def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    def gather_staying(self, jaxpr: AnyJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """Returns the inputs of a jaxpr, of which those that stay are whole; see [Note: Parameters that stay]."""
         bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
         variables = IdDict(zip(inputs, body.invars, strict=True))
@@ -203,7 +216,7 @@ class Walk:
         read = {i: _as_read(x, body, variables.get(x)) for i, x in staying.items()}
         self.gather([x for x in map(self.held.fill, read.values()) if is_cut(x)])
         for i, x in read.items():
-            leaves[i] = dataclasses.replace(leaves[i], whole=self.held.fill(x).whole)
+            leaves[i] = dataclasses.replace(staying[i], whole=self.held.fill(x).whole)
         return Bundle(tuple(leaves), bundle.template).values()
 
     def _gather_rows(self, x: Rows) -> jax.Array:

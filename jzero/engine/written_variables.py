@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jzero import _compat
 from jzero._compat import Atom
 from jzero._text import path_str
+from jzero._types import DType, PyTree
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS
 from jzero.layout.casts import holds
 
-PyTree = Any
-
-Changed = Mapping[str, Mapping[str, Any]]
+Changed: TypeAlias = Mapping[str, Mapping[str, jax.Array]]
 """What the loss wrote, by field of the train state and path in the field."""
 
 WrittenShape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
@@ -62,15 +61,15 @@ class WrittenVariable:
     name: str = dataclasses.field(metadata={"static": True})
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, PyTree]:
     """Returns the leaves of a tree by path."""
     return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def pair_written(
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    dtypes: Mapping[str, Any],
+    before: Mapping[str, PyTree],
+    after: Mapping[str, PyTree],
+    dtypes: Mapping[str, DType],
     written_shape: WrittenShape,
     *,
     field: str = "",
@@ -102,17 +101,17 @@ def pair_written(
     return found, bad
 
 
-def _array(x: Any) -> Any:
+def _array(x: PyTree) -> PyTree:
     return jnp.asarray(x) if isinstance(x, bool | int | float | complex | np.ndarray) else x
 
 
-def _kind(x: Any) -> str:
+def _kind(x: PyTree) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"{x!r:.60}"
 
 
 def split_mutable(
     aux: PyTree, carried: Mapping[str, PyTree], written_shape: WrittenShape
-) -> tuple[dict[str, dict[str, WrittenVariable]], dict[str, Any]]:
+) -> tuple[dict[str, dict[str, WrittenVariable]], dict[str, PyTree]]:
     """Splits `aux` into the new values of `mutable` fields, by field and path, and the rest.
 
     Args:
@@ -160,7 +159,7 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
     first = len(roots) - 2 * len(variables)
     used = [True] * first
     written: list[Written] = []
-    values: list[Any] = []
+    values: list[jax.ShapeDtypeStruct] = []
     pairs = zip(roots[first::2], roots[first + 1 :: 2], strict=True)  # in the order of the fields
     for ((field, path), x), (value, before) in zip(variables, pairs, strict=True):
         used += [value is not before, False]  # `before` is only for comparison
@@ -174,8 +173,8 @@ def drop_unwritten(traced: TracedLoss) -> TracedLoss:
             )
         written.append(Written(field.key, path.key, x.name, numbers[before]))
         values.append(x.value)
-    jaxpr = _compat.with_outputs(traced.jaxpr, used)
-    return dataclasses.replace(traced, jaxpr=jaxpr, out_shape=(loss, (aux, values)), written=tuple(written))
+    part = _compat.with_outputs(traced.jaxpr, used)
+    return dataclasses.replace(traced, jaxpr=part, out_shape=(loss, (aux, values)), written=tuple(written))
 
 
 def _roots(jaxpr: Jaxpr) -> list[Atom]:

@@ -13,14 +13,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.interpret import open_program, propagate
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
 from jzero.jaxpr.products import FACTORIZATIONS
@@ -35,11 +36,11 @@ class NotSlicedError(Exception):
 class _Sliced(NamedTuple):
     """A value and the dimension that numbers its slices; the value's size there is that of one slice."""
 
-    x: Any
+    x: jax.Array
     dim: int | None
 
 
-def slice_program(jaxpr: Any, dims: Dims, size: int) -> tuple[Any, list[int | None]]:
+def slice_program(jaxpr: AnyJaxpr, dims: Dims, size: int) -> tuple[ClosedJaxpr, list[int | None]]:
     """Returns the closed jaxpr of one slice, which takes the slice's number last, and the dimensions of its outputs.
 
     Args:
@@ -49,15 +50,15 @@ def slice_program(jaxpr: Any, dims: Dims, size: int) -> tuple[Any, list[int | No
     """
     found: list[int | None] = []
 
-    def run(*inputs: Any) -> list[Any]:
+    def run(*inputs: jax.Array) -> list[jax.Array]:
         *values, number = inputs
         outs = _Slices(size, number).evaluate(jaxpr, list(map(_Sliced, values, dims)))
         found.extend(out.dim for out in outs)
         return [out.x for out in outs]
 
-    def one(v: Any, dim: int | None) -> Any:
-        shape = tuple(v.aval.shape) if dim is None else _with(v.aval.shape, dim, 1)
-        return jax.ShapeDtypeStruct(shape, v.aval.dtype)
+    def one(v: Var, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = tuple(_compat.type_of(v).shape) if dim is None else _with(_compat.type_of(v).shape, dim, 1)
+        return jax.ShapeDtypeStruct(shape, _compat.type_of(v).dtype)
 
     opened, _ = _compat.open_jaxpr(jaxpr)
     shapes = list(map(one, opened.invars, dims))
@@ -71,11 +72,11 @@ def _with(values: Sequence[int], position: int, value: int) -> tuple[int, ...]:
 class _Slices:
     """Evaluates equations on one slice."""
 
-    def __init__(self, size: int, number: Any) -> None:
+    def __init__(self, size: int, number: jax.Array) -> None:
         self.size = size
         self.number = number
 
-    def evaluate(self, jaxpr: Any, inputs: Sequence[_Sliced]) -> list[_Sliced]:
+    def evaluate(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced]) -> list[_Sliced]:
         """Returns the outputs of a jaxpr."""
         program, consts = open_program(jaxpr)
         values = [*(_Sliced(x, None) for x in consts), *inputs]
@@ -94,7 +95,7 @@ class _Slices:
         _require(name in _RULES, f"`{name}` has no rule")
         return _RULES[name](self, eqn, inputs)
 
-    def bind(self, eqn: Any, inputs: Sequence[_Sliced], dim: int, **params: Any) -> list[_Sliced]:
+    def bind(self, eqn: JaxprEqn, inputs: Sequence[_Sliced], dim: int, **params: object) -> list[_Sliced]:
         """Applies an equation's primitive; the slices of its results are on `dim`."""
         return [_Sliced(x, dim) for x in _compat.bind(eqn, [x.x for x in inputs], **params)]
 
@@ -106,15 +107,15 @@ class _Slices:
         few = shape[dim] // self.size
         return _Sliced(lax.dynamic_slice_in_dim(value.x, self.number * few, few, dim), dim)
 
-    def cut_all(self, eqn: Any, inputs: Sequence[_Sliced], dim: int) -> list[_Sliced]:
+    def cut_all(self, eqn: JaxprEqn, inputs: Sequence[_Sliced], dim: int) -> list[_Sliced]:
         """Returns the slices on `dim` of all operands."""
         return [self.cut(x, dim, _shape(eqn, k)) for k, x in enumerate(inputs)]
 
-    def dims_of(self, jaxpr: Any, inputs: Sequence[_Sliced]) -> list[int | None]:
+    def dims_of(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced]) -> list[int | None]:
         """Returns the dimensions of the outputs of a jaxpr; its inputs may be abstract."""
         found: list[int | None] = []
 
-        def run(xs: Sequence[Any]) -> list[Any]:
+        def run(xs: Sequence[jax.Array]) -> list[jax.Array]:
             outs = self.evaluate(jaxpr, _like(inputs, xs))
             found.extend(out.dim for out in outs)
             return [out.x for out in outs]
@@ -122,19 +123,19 @@ class _Slices:
         jax.eval_shape(run, [jax.ShapeDtypeStruct(jnp.shape(x.x), jnp.result_type(x.x)) for x in inputs])
         return found
 
-    def run_with(self, jaxpr: Any, inputs: Sequence[_Sliced], dims: Dims) -> list[Any]:
+    def run_with(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced], dims: Dims) -> list[jax.Array]:
         """Returns the outputs of a jaxpr as arrays, sliced on `dims`."""
-        whole: Any = _compat.open_jaxpr(jaxpr)[0].outvars
+        whole = _compat.open_jaxpr(jaxpr)[0].outvars
         wanted = zip(self.evaluate(jaxpr, inputs), dims, whole, strict=True)
-        return [self.cut(out, dim, v.aval.shape).x for out, dim, v in wanted]
+        return [self.cut(out, dim, _compat.type_of(v).shape).x for out, dim, v in wanted]
 
 
-def _require(condition: Any, why: str) -> None:
+def _require(condition: object, why: str) -> None:
     if not condition:
         raise NotSlicedError(why)
 
 
-def _like(inputs: Sequence[_Sliced], arrays: Sequence[Any]) -> list[_Sliced]:
+def _like(inputs: Sequence[_Sliced], arrays: Sequence[jax.Array]) -> list[_Sliced]:
     return [_Sliced(y, x.dim) for x, y in zip(inputs, arrays, strict=True)]
 
 
@@ -150,11 +151,11 @@ def _joined(dims: Dims, others: Dims) -> list[int | None]:
     return [a if b is None else b for a, b in pairs]
 
 
-def _shape(eqn: Any, k: int = 0) -> tuple[int, ...]:
-    return tuple(eqn.invars[k].aval.shape)
+def _shape(eqn: JaxprEqn, k: int = 0) -> tuple[int, ...]:
+    return tuple(_compat.type_of(eqn.invars[k]).shape)
 
 
-def _elementwise(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _elementwise(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim = _dim_of(inputs)
     # Operations under `vmap` may have operands of size 1 in the new dimension.
     same = [not jnp.ndim(x.x) or (x.dim is None and _shape(eqn, k)[dim] == 1) for k, x in enumerate(inputs)]
@@ -162,14 +163,14 @@ def _elementwise(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced
     return cut if eqn.primitive.name == "sharding_constraint" else walk.bind(eqn, cut, dim)
 
 
-def _broadcast_in_dim(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _broadcast_in_dim(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim = _dim_of(inputs)
     to = eqn.params["broadcast_dimensions"][dim]
     return walk.bind(eqn, inputs, to, shape=_with(eqn.params["shape"], to, inputs[0].x.shape[dim]))
 
 
-def _reshape(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
-    dim, old, new = _dim_of(inputs), _shape(eqn), eqn.outvars[0].aval.shape
+def _reshape(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
+    dim, old, new = _dim_of(inputs), _shape(eqn), _compat.type_of(eqn.outvars[0]).shape
     _require(eqn.params.get("dimensions") is None, "a reshape that transposes")
     for to in (d for d in range(len(new)) if math.prod(new[:d]) == math.prod(old[:dim])):
         # The slices are the slower part of the new dimension, so each stays one block of it.
@@ -180,14 +181,14 @@ def _reshape(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
     raise NotSlicedError(why)
 
 
-def _transpose(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _transpose(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     return walk.bind(eqn, inputs, list(eqn.params["permutation"]).index(_dim_of(inputs)))
 
 
 def _without(name: str) -> Rule:
     """Returns the rule of an operation that drops some other dimensions, such as a reduction."""
 
-    def rule(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+    def rule(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
         dim, gone = _dim_of(inputs), eqn.params[name]
         _require(dim not in gone, f"`{eqn.primitive.name}` over slices")
         return walk.bind(eqn, inputs, dim - sum(d < dim for d in gone))
@@ -195,7 +196,7 @@ def _without(name: str) -> Rule:
     return rule
 
 
-def _expand_dims(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _expand_dims(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim = _dim_of(inputs)
     for d in sorted(eqn.params["dimensions"]):
         dim += d <= dim
@@ -205,7 +206,7 @@ def _expand_dims(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced
 def _along(name: str) -> Rule:
     """Returns the rule of an operation along other dimensions, such as a sort, a cumulative sum, a concatenation."""
 
-    def rule(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+    def rule(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
         dim, axis = _dim_of(inputs), eqn.params[name]
         _require(dim not in (axis if isinstance(axis, tuple) else (axis,)), f"`{eqn.primitive.name}` along slices")
         return walk.bind(eqn, walk.cut_all(eqn, inputs, dim), dim)
@@ -213,7 +214,7 @@ def _along(name: str) -> Rule:
     return rule
 
 
-def _slice(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _slice(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim, p = _dim_of(inputs), eqn.params
     stride = 1 if p["strides"] is None else p["strides"][dim]
     taken = (p["start_indices"][dim], p["limit_indices"][dim], stride)
@@ -221,7 +222,7 @@ def _slice(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
     return walk.bind(eqn, inputs, dim, limit_indices=_with(p["limit_indices"], dim, inputs[0].x.shape[dim]))
 
 
-def _pad(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _pad(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim = inputs[0].dim
     _require(dim is not None and inputs[1].dim is None, "padding with slices")
     assert dim is not None
@@ -229,13 +230,13 @@ def _pad(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
     return walk.bind(eqn, inputs, dim)
 
 
-def _factorization(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _factorization(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     dim = _dim_of(inputs)
     _require(dim < len(_shape(eqn)) - 2, "a factorization of slices")
     return walk.bind(eqn, walk.cut_all(eqn, inputs, dim), dim)
 
 
-def _dot_general(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _dot_general(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     contracted, batched = eqn.params["dimension_numbers"]
     k = 0 if inputs[0].dim is not None else 1
     dim, other = _dim_of(inputs[k : k + 1]), 1 - k
@@ -250,20 +251,20 @@ def _dot_general(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced
     return walk.bind(eqn, inputs, len(batched[0]) + k * len(free[0]) + free[k].index(dim))
 
 
-def _cond(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _cond(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     index, *operands = inputs
     _require(index.dim is None, "a condition on slices")
     branches = eqn.params["branches"]
     dims = functools.reduce(_joined, [walk.dims_of(branch, operands) for branch in branches])
 
-    def function(branch: Any) -> Callable[..., list[Any]]:
+    def function(branch: AnyJaxpr) -> Callable[..., list[jax.Array]]:
         return lambda *xs: walk.run_with(branch, _like(operands, xs), dims)
 
     outs = lax.switch(index.x, list(map(function, branches)), *(x.x for x in operands))
     return list(map(_Sliced, outs, dims))
 
 
-def _scan(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _scan(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     num_consts, num_carry = _compat.scan_groups(eqn)
     consts, carry, xs = (
         inputs[:num_consts],
@@ -274,7 +275,10 @@ def _scan(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
         _require(not num_carry and all(x.dim is None for x in consts), "a loop from slice to slice")
         cut = [walk.cut(x, 0, _shape(eqn, num_consts + k)) for k, x in enumerate(xs)]
         return walk.bind(eqn, [*consts, *cut], 0, length=eqn.params["length"] // walk.size)
-    firsts = [_Sliced(jax.ShapeDtypeStruct(x.x.shape[1:], x.x.dtype), None if x.dim is None else x.dim - 1) for x in xs]
+    firsts = [
+        _Sliced(cast("jax.Array", jax.ShapeDtypeStruct(x.x.shape[1:], x.x.dtype)), None if x.dim is None else x.dim - 1)
+        for x in xs
+    ]
     body = eqn.params["jaxpr"]
     before: list[int | None] = []
     dims: list[int | None] = [x.dim for x in carry]
@@ -286,7 +290,7 @@ def _scan(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
         dims = _joined(dims, after[:num_carry])
     y_dims = after[num_carry:]
 
-    def step(carried: list[Any], here: list[Any]) -> Any:
+    def step(carried: list[jax.Array], here: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         outs = walk.run_with(body, [*consts, *_like(carry, carried), *_like(firsts, here)], [*dims, *y_dims])
         return outs[:num_carry], outs[num_carry:]
 
@@ -298,11 +302,11 @@ def _scan(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
     ]
 
 
-def _barrier(walk: _Slices, eqn: Any, inputs: list[_Sliced]) -> list[_Sliced]:
+def _barrier(walk: _Slices, eqn: JaxprEqn, inputs: list[_Sliced]) -> list[_Sliced]:
     return _like(inputs, _compat.bind(eqn, [x.x for x in inputs]))
 
 
-Rule: TypeAlias = Callable[[_Slices, Any, list[_Sliced]], list[_Sliced]]
+Rule: TypeAlias = Callable[[_Slices, JaxprEqn, list[_Sliced]], list[_Sliced]]
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(primitives_with(Trait.ELEMENTWISE), _elementwise),

@@ -41,7 +41,12 @@ class Editor:
         self.eqns.append(eqn if is_same else eqn.replace(invars=inputs))
 
     def bind(
-        self, primitive: Primitive, inputs: Sequence[Atom], outputs: Sequence[Var], near: JaxprEqn | None, **params: Any
+        self,
+        primitive: Primitive,
+        inputs: Sequence[Atom],
+        outputs: Sequence[Var],
+        near: JaxprEqn | None,
+        **params: object,
     ) -> None:
         """Appends a new equation, in the scopes of another one."""
         self.eqns.append(_compat.new_equation(primitive, inputs, outputs, params, near))

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.interpret import evaluate, propagate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
 from jzero.jaxpr.products import mixes
@@ -27,7 +28,7 @@ FEW = 64
 """Operands of up to so many elements do not join the outputs of a `cond`: coefficients that all parameters share."""
 
 
-def flattened(jaxpr: Any, *, chooses: bool = False) -> Any:
+def flattened(jaxpr: AnyJaxpr, *, chooses: bool = False) -> ClosedJaxpr:
     """Returns the flat closed jaxpr of a closed one, without dead equations.
 
     Args:
@@ -36,7 +37,7 @@ def flattened(jaxpr: Any, *, chooses: bool = False) -> Any:
         it stays as it is.
     """
 
-    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+    def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         name = eqn.primitive.name
         if name in RUNS and not eqn.effects:
             return evaluate(called_jaxpr(eqn), inputs, apply)
@@ -55,19 +56,19 @@ def flattened(jaxpr: Any, *, chooses: bool = False) -> Any:
     return _compat.with_outputs(flat, [True] * len(opened.outvars))
 
 
-def _split(eqn: Any, inputs: list[Any]) -> list[Any]:
+def _split(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
     """Computes a `cond` by several, one for each group of outputs that depend on common operands."""
     index, *operands = inputs
     branches = [flattened(branch) for branch in eqn.params["branches"]]
     reads = [set().union(*of_branches) for of_branches in zip(*map(_operands_of_outputs, branches), strict=True)]
     large = {k for k, x in enumerate(operands) if math.prod(jnp.shape(x)) > FEW}
-    outputs: list[Any] = [None] * len(eqn.outvars)
+    outputs: dict[int, jax.Array] = {}
     for group in _groups([read & large for read in reads]):
         used = sorted(set().union(*(reads[k] for k in group)))
         fns = [_part(branch, group, used) for branch in branches]
         for k, x in zip(group, lax.switch(index, fns, *(operands[k] for k in used)), strict=True):
             outputs[k] = x
-    return outputs
+    return [outputs[k] for k in range(len(eqn.outvars))]
 
 
 def _groups(sets: Sequence[set[int]]) -> Iterable[list[int]]:
@@ -80,7 +81,7 @@ def _groups(sets: Sequence[set[int]]) -> Iterable[list[int]]:
     return (sorted(positions) for _, positions in groups)
 
 
-def _operands_of_outputs(jaxpr: Any) -> list[set[int]]:
+def _operands_of_outputs(jaxpr: AnyJaxpr) -> list[set[int]]:
     """Returns for each output the numbers of the inputs that it depends on."""
     opened, _ = _compat.open_jaxpr(jaxpr)
 
@@ -91,13 +92,15 @@ def _operands_of_outputs(jaxpr: Any) -> list[set[int]]:
     return propagate(opened, inputs, apply, lambda literal: set())
 
 
-def _part(jaxpr: Any, outputs: Sequence[int], used: Sequence[int]) -> Callable[..., list[Any]]:
+def _part(jaxpr: AnyJaxpr, outputs: Sequence[int], used: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """Returns the function from the operands in `used` to some outputs of a branch."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     kept = _compat.with_outputs(jaxpr, [k in outputs for k in range(len(opened.outvars))])
 
-    def run(*operands: Any) -> list[Any]:
+    unread = cast("jax.Array", None)  # stands for operands that the part does not read
+
+    def run(*operands: jax.Array) -> list[jax.Array]:
         given = dict(zip(used, operands, strict=True))
-        return evaluate(kept, [given.get(k) for k in range(len(opened.invars))], _compat.bind)
+        return evaluate(kept, [given.get(k, unread) for k in range(len(opened.invars))], _compat.bind)
 
     return run

@@ -9,13 +9,12 @@ says whether anything reads it; and all variables that they depend on, inputs of
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jzero import _compat
-
-Atom = Any
+from jzero._compat import AnyJaxpr, Atom
 
 
 class Needed(NamedTuple):
@@ -27,11 +26,11 @@ class Needed(NamedTuple):
     """
 
     equations: list[tuple[JaxprEqn, list[bool]]]
-    variables: set[Any]
+    variables: set[Var]
 
 
 def find_needed(
-    jaxpr: Any, wanted: Iterable[Atom], *, side_effects: bool = True, given: Collection[Atom] = ()
+    jaxpr: AnyJaxpr, wanted: Iterable[Atom], *, side_effects: bool = True, given: Collection[Atom] = ()
 ) -> Needed:
     """Returns the equations and variables that some variables of an open jaxpr depend on.
 

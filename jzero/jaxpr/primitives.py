@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jzero._compat import AnyJaxpr
 
 
 class Trait(enum.Flag):
@@ -94,7 +97,7 @@ def primitives_with(traits: Trait) -> frozenset[str]:
     return frozenset(name for name, found in TRAITS.items() if found & traits)
 
 
-def called_jaxpr(eqn: Any) -> Any:
+def called_jaxpr(eqn: JaxprEqn) -> AnyJaxpr:
     """Returns the jaxpr, closed or open, that an equation with the trait `CALL`, `CUSTOM` or `REMAT` runs."""
     return next(eqn.params[name] for name in ("jaxpr", "call_jaxpr") if name in eqn.params)
 

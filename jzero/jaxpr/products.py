@@ -6,9 +6,11 @@ An equation does matrix work if its operands must be whole: `dot_general`, `qr`,
 from __future__ import annotations
 
 import math
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.primitives import Trait, primitives_with
 
 FACTORIZATIONS = frozenset(
@@ -16,39 +18,45 @@ FACTORIZATIONS = frozenset(
 )
 
 
-def mixes(eqn: Any) -> bool:
+def mixes(eqn: JaxprEqn) -> bool:
     """Whether an equation needs whole operands."""
     if eqn.primitive.name in primitives_with(Trait.MIXING):
         # An inner product communicates one scalar, and empty operands nothing.
-        return eqn.outvars[0].aval.shape != () and all(math.prod(v.aval.shape) for v in eqn.invars)
+        return _compat.type_of(eqn.outvars[0]).shape != () and all(
+            math.prod(_compat.type_of(v).shape) for v in eqn.invars
+        )
     return any(mixes(x) for jaxpr in _compat.contained_jaxprs(eqn) for x in jaxpr.eqns)
 
 
-def factorizes(jaxpr: Any, *, stacks: bool = False) -> bool:
+def factorizes(jaxpr: AnyJaxpr, *, stacks: bool = False) -> bool:
     """Whether a program has factorizations; with `stacks`, whether one of them has several matrices at once."""
 
-    def does(eqn: Any) -> bool:
+    def does(eqn: JaxprEqn) -> bool:
         if eqn.primitive.name in FACTORIZATIONS:
-            return not stacks or any(math.prod(v.aval.shape[:-2]) > 1 for v in eqn.invars)
+            return not stacks or any(math.prod(_compat.type_of(v).shape[:-2]) > 1 for v in eqn.invars)
         return any(factorizes(x, stacks=stacks) for x in _compat.contained_jaxprs(eqn))
 
     return any(map(does, _compat.open_jaxpr(jaxpr)[0].eqns))
 
 
-def cost_of(jaxpr: Any) -> float:
+def cost_of(jaxpr: AnyJaxpr) -> float:
     """Returns the floating-point operations of a program, roughly: exact for products, 10 n³ for factorizations."""
     return sum(map(_cost, _compat.open_jaxpr(jaxpr)[0].eqns))
 
 
-def _cost(eqn: Any) -> float:
+def _cost(eqn: JaxprEqn) -> float:
     name = eqn.primitive.name
     inner = [cost_of(x) for x in _compat.contained_jaxprs(eqn)]
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
-        return 2.0 * depth * math.prod(eqn.outvars[0].aval.shape)
+        depth = math.prod(_compat.type_of(eqn.invars[0]).shape[d] for d in contracted)
+        return 2.0 * depth * math.prod(_compat.type_of(eqn.outvars[0]).shape)
     if inner:
         return max(inner) if name == "cond" else sum(inner) * eqn.params.get("length", 1)
     if name in primitives_with(Trait.MIXING):
-        return 10.0 * sum(math.prod(v.aval.shape) * v.aval.shape[-1] for v in eqn.invars if v.aval.shape)
-    return float(sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape")))
+        return 10.0 * sum(
+            math.prod(_compat.type_of(v).shape) * _compat.type_of(v).shape[-1]
+            for v in eqn.invars
+            if _compat.type_of(v).shape
+        )
+    return float(sum(math.prod(_compat.type_of(v).shape) for v in eqn.outvars if hasattr(v.aval, "shape")))

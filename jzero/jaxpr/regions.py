@@ -14,16 +14,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero.jaxpr.interpret import Piece
 from jzero.jaxpr.products import mixes
 
 Owners: TypeAlias = frozenset[int]
-IsAnchor: TypeAlias = Callable[[Any, int], bool]
+IsAnchor: TypeAlias = Callable[[Var, int], bool]
 
 LONGEST = 12
 """Most equations that move into a region for one number, such as a norm of its operands."""
@@ -45,9 +46,9 @@ class Region(NamedTuple):
     owner: int
     level: int
     jaxpr: Piece[JaxprEqn]
-    inputs: list[Any]
-    shared: list[Any]
-    outputs: list[Any]
+    inputs: list[Var]
+    shared: list[Var]
+    outputs: list[Var]
     eqns: frozenset[int]
 
 
@@ -64,15 +65,15 @@ class _Graph:
       owners: The parameters that it belongs to.
     """
 
-    eqns: Sequence[Any]
-    outputs: frozenset[Any]
-    reads: list[list[Any]] = dataclasses.field(default_factory=list)
-    made_by: dict[Any, int] = dataclasses.field(default_factory=dict)
-    read_by: dict[Any, list[int]] = dataclasses.field(default_factory=dict)
-    owners: dict[Any, Owners] = dataclasses.field(default_factory=dict)
+    eqns: Sequence[JaxprEqn]
+    outputs: frozenset[Var]
+    reads: list[list[Var]] = dataclasses.field(default_factory=list)
+    made_by: dict[Var, int] = dataclasses.field(default_factory=dict)
+    read_by: dict[Var, list[int]] = dataclasses.field(default_factory=dict)
+    owners: dict[Var, Owners] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, jaxpr: Any, owners: Mapping[Any, Owners]) -> _Graph:
+    def of(cls, jaxpr: Jaxpr, owners: Mapping[Var, Owners]) -> _Graph:
         graph = cls(jaxpr.eqns, frozenset(v for v in jaxpr.outvars if not _compat.is_literal(v)))
         graph.owners.update((v, found if _is_big(v) else frozenset()) for v, found in owners.items())
         for i, eqn in enumerate(jaxpr.eqns):
@@ -101,17 +102,17 @@ class _NoRegionError(Exception):
     """The matrix work of a parameter cannot be set apart."""
 
 
-def _is_big(v: Any) -> bool:
+def _is_big(v: Atom) -> bool:
     return math.prod(getattr(v.aval, "shape", ())) > 1
 
 
-def flow_of(jaxpr: Any, owners: Mapping[Any, Owners]) -> dict[Any, Owners]:
+def flow_of(jaxpr: Jaxpr, owners: Mapping[Var, Owners]) -> dict[Var, Owners]:
     """Returns the parameters that each variable of a flat, open jaxpr belongs to."""
     return _Graph.of(jaxpr, owners).owners
 
 
 def find_regions(
-    jaxpr: Any, owners: Mapping[Any, Owners], is_anchor: IsAnchor
+    jaxpr: Jaxpr, owners: Mapping[Var, Owners], is_anchor: IsAnchor
 ) -> tuple[list[Region], dict[int, tuple[Owners, str]]]:
     """Finds the regions of a flat, open jaxpr.
 
@@ -165,7 +166,7 @@ def _grown(graph: _Graph, owner: int, seeds: set[int], is_anchor: IsAnchor) -> s
         members |= _norms(graph, owner, members)
         inside = [v for i in members for v in graph.eqns[i].outvars if _is_big(v) and not is_anchor(v, owner)]
         for v in graph.outputs.intersection(inside):
-            raise _NoRegionError(f"a result of shape {v.aval.shape} has no layout")
+            raise _NoRegionError(f"a result of shape {_compat.type_of(v).shape} has no layout")
         members.update(i for v in inside for i in graph.read_by.get(v, []))
     return members
 
@@ -208,7 +209,7 @@ def _norms(graph: _Graph, owner: int, members: set[int]) -> set[int]:
     return set().union(*(_norm(graph, owner, v, operands, members) for v in dict.fromkeys(read) if not _is_big(v)))
 
 
-def _norm(graph: _Graph, owner: int, number: Any, operands: set[Any], members: set[int]) -> set[int]:
+def _norm(graph: _Graph, owner: int, number: Var, operands: set[Var], members: set[int]) -> set[int]:
     """Returns the equations from operands, or results, of a region to a number; none if it needs anything else."""
     found: set[int] = set()
     pending, depends = [number], False
@@ -253,7 +254,7 @@ def _levels(graph: _Graph, regions: Sequence[Region]) -> list[int] | None:
     found = [0] * len(regions)
     for _ in range(len(regions) + 1):
         before = list(found)
-        level: dict[Any, int] = {}  # how many regions precede a variable
+        level: dict[Var, int] = {}  # how many regions precede a variable
         for r, region in enumerate(regions):
             level.update(dict.fromkeys(region.outputs, found[r] + 1))
         for i, eqn in enumerate(graph.eqns):

@@ -22,13 +22,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive, Var
 
 from jzero import _compat
+from jzero._types import Params
 from jzero.jaxpr.primitives import LIGHT
 from jzero.jaxpr.sizes import array_bytes
 
@@ -46,9 +49,9 @@ class Part(NamedTuple):
       is_block: Whether it is one of the repeated blocks.
     """
 
-    invars: list[Any]
-    outvars: list[Any]
-    eqns: Sequence[Any]
+    invars: list[Var]
+    outvars: list[Var]
+    eqns: Sequence[JaxprEqn]
     is_block: bool
 
     @property
@@ -57,7 +60,7 @@ class Part(NamedTuple):
         return ()
 
 
-def keeps_heavy(primitive: Any, *avals: Any, **params: Any) -> bool:
+def keeps_heavy(primitive: Primitive, *avals: jax.core.ShapedArray, **params: Any) -> bool:
     """Policy for `jax.checkpoint` that saves the results of heavy operations: products, random numbers, loops.
 
     It also saves the results of `lt`: a random draw compared with a probability takes one byte in place of four. It
@@ -67,31 +70,30 @@ def keeps_heavy(primitive: Any, *avals: Any, **params: Any) -> bool:
         return False
     if primitive.name == "lt":
         return True
-    return primitive.name not in LIGHT and not (primitive.name == "dot_general" and _is_thin(avals, **params))
+    return primitive.name not in LIGHT and not (primitive.name == "dot_general" and _is_thin(*avals, params=params))
 
 
-def _is_thin(avals: Sequence[Any], *, dimension_numbers: Any, preferred_element_type: Any = None, **_: Any) -> bool:
+def _is_thin(a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, params: Params) -> bool:
     """Whether a batched product has a result larger than its operands that costs less to recompute than to save.
 
     Attention scores do: `[batch, heads, queries, keys]` from `[batch, queries or keys, heads, 64]`.
     """
-    a, b = avals
-    (contracted, _), (batched, _) = dimension_numbers
+    (contracted, _), (batched, _) = params["dimension_numbers"]
     depth, batch = (math.prod(a.shape[d] for d in dims) for dims in (contracted, batched))
     if not batched or not depth or not batch:
         return False
-    given = [a.dtype, b.dtype] if preferred_element_type is None else [jnp.dtype(preferred_element_type)]
-    itemsize = max(dtype.itemsize for dtype in given)
+    preferred = params.get("preferred_element_type")
+    itemsize = max(a.dtype.itemsize, b.dtype.itemsize) if preferred is None else jnp.dtype(preferred).itemsize
     num_bytes = (a.size // depth) * (b.size // (depth * batch)) * itemsize
     return num_bytes > aval_bytes(a) + aval_bytes(b) and 2 * depth < THIN * itemsize
 
 
-def aval_bytes(aval: Any) -> int:
+def aval_bytes(aval: jax.core.ShapedArray) -> int:
     """Returns the bytes of a value of a type."""
     return array_bytes(math.prod(aval.shape), aval.dtype)
 
 
-def split_into_parts(jaxpr: Any) -> list[Part]:
+def split_into_parts(jaxpr: Jaxpr) -> list[Part]:
     """Splits the equations of a jaxpr into parts: the repeated blocks, and the equations before, between and after."""
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _read(eqn)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _compat.is_literal(v)}
@@ -100,7 +102,7 @@ def split_into_parts(jaxpr: Any) -> list[Part]:
     return [_part(jaxpr, a, b, last_read, is_block=(a, b) in blocks) for a, b in itertools.pairwise(ends)]
 
 
-def _blocks(jaxpr: Any, last_read: Mapping[Any, int]) -> set[tuple[int, int]]:
+def _blocks(jaxpr: Jaxpr, last_read: Mapping[Var, int]) -> set[tuple[int, int]]:
     """Returns where each block begins and ends, from the longest repetition, then from those before and after it."""
     signatures = [_signature(eqn) for eqn in jaxpr.eqns]
     heavy = np.array([_is_heavy(eqn) for eqn in jaxpr.eqns], bool)
@@ -116,7 +118,7 @@ def _blocks(jaxpr: Any, last_read: Mapping[Any, int]) -> set[tuple[int, int]]:
     return found
 
 
-def _bounds(signatures: Sequence[Any], heavy: np.ndarray, crossing: np.ndarray) -> list[int]:
+def _bounds(signatures: Sequence[Hashable], heavy: np.ndarray, crossing: np.ndarray) -> list[int]:
     """Returns where each block of the longest repetition begins, and where the last one ends; none if all are light."""
     start, period, length = _longest_repetition(signatures)
     if not period or not heavy[start : start + period].any():
@@ -133,19 +135,23 @@ def _bounds(signatures: Sequence[Any], heavy: np.ndarray, crossing: np.ndarray) 
     return [at + period * i for i in range(-num_blocks + 1)]
 
 
-def _signature(eqn: Any) -> Any:
-    shapes = [(tuple(x.aval.shape), str(x.aval.dtype)) for x in (*eqn.invars, *eqn.outvars) if hasattr(x.aval, "dtype")]
+def _signature(eqn: JaxprEqn) -> Hashable:
+    shapes = [
+        (tuple(_compat.type_of(x).shape), str(_compat.type_of(x).dtype))
+        for x in (*eqn.invars, *eqn.outvars)
+        if hasattr(x.aval, "dtype")
+    ]
     return eqn.primitive.name, tuple(shapes)
 
 
-def _is_heavy(eqn: Any) -> bool:
+def _is_heavy(eqn: JaxprEqn) -> bool:
     inner = [x for jaxpr in _compat.contained_jaxprs(eqn) for x in jaxpr.eqns]
     return any(map(_is_heavy, inner)) if inner else eqn.primitive.name not in LIGHT
 
 
-def _longest_repetition(signatures: Sequence[Any]) -> tuple[int, int, int]:
+def _longest_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int]:
     """Returns start, period and length of the longest sequence that repeats with one period; zeros if there is none."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Hashable, int] = {}
     ids = np.array([numbers.setdefault(x, len(numbers)) for x in signatures], np.int64)
     covered, best = 0, (0, 0, 0)
     for period in range(1, len(ids) // 2 + 1):
@@ -164,22 +170,22 @@ def _longest_repetition(signatures: Sequence[Any]) -> tuple[int, int, int]:
     return best
 
 
-def _bytes_across(jaxpr: Any, last_read: Mapping[Any, int]) -> np.ndarray:
+def _bytes_across(jaxpr: Jaxpr, last_read: Mapping[Var, int]) -> np.ndarray:
     """Returns for each equation the bytes that earlier equations made and that it, or a later one, reads."""
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     change = np.zeros(len(jaxpr.eqns) + 2, np.int64)
     for v, i in made.items():
         if v in last_read and hasattr(v.aval, "dtype"):
-            change[i + 1] += aval_bytes(v.aval)
-            change[last_read[v] + 1] -= aval_bytes(v.aval)
+            change[i + 1] += aval_bytes(_compat.type_of(v))
+            change[last_read[v] + 1] -= aval_bytes(_compat.type_of(v))
     return np.cumsum(change)[: len(jaxpr.eqns) + 1]
 
 
-def _read(eqn: Any) -> Iterator[Any]:
+def _read(eqn: JaxprEqn) -> Iterator[Var]:
     return (v for v in eqn.invars if not _compat.is_literal(v))
 
 
-def _part(jaxpr: Any, begin: int, end: int, last_read: Mapping[Any, int], *, is_block: bool) -> Part:
+def _part(jaxpr: Jaxpr, begin: int, end: int, last_read: Mapping[Var, int], *, is_block: bool) -> Part:
     eqns = jaxpr.eqns[begin:end]
     made = {v for eqn in eqns for v in eqn.outvars}
     reads = dict.fromkeys(v for eqn in eqns for v in _read(eqn) if v not in made)

@@ -5,31 +5,32 @@ Where a result's positions no longer tell its rows, it keeps the dimensions that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Sequence
+from typing import cast
 
-from jzero.jaxpr.row_layouts import Layout, merged, moved, num_rows, reshaped, scattered, sliced
+from jax.extend.core import JaxprEqn
+
+from jzero import _compat
+from jzero.jaxpr.row_layouts import Factors, Layout, merged, moved, num_rows, reshaped, scattered, sliced
 from jzero.jaxpr.row_rules import lost, rule
 from jzero.jaxpr.row_values import SAME, Kind, Origin, Scale, Value, applied, collected, unknown_origin
 
-Equation = Any
 
-
-def _shuffled(x: Value, layout: Layout, eqn: Equation, shape: Sequence[int], number: int = 0) -> Value:
+def _shuffled(x: Value, layout: Layout, eqn: JaxprEqn, shape: Sequence[int], number: int = 0) -> Value:
     """Returns the value with rows in some order along the dimensions of a layout."""
     return x.at(scattered(layout, shape), unknown_origin(eqn, number))
 
 
 @rule("broadcast_in_dim")
-def _broadcast(eqn: Equation, ins: list[Value]) -> Value:
-    old, new, dims = eqn.invars[0].aval.shape, eqn.params["shape"], eqn.params["broadcast_dimensions"]
+def _broadcast(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    old, new, dims = _compat.type_of(eqn.invars[0]).shape, eqn.params["shape"], eqn.params["broadcast_dimensions"]
     layout = moved(ins[0].layout, lambda d: dims[d] if old[d] == new[dims[d]] else None)  # else: one row, repeated
     return ins[0].at(layout)._replace(number=ins[0].number)
 
 
 @rule("reshape")
-def _reshape(eqn: Equation, ins: list[Value]) -> Value:
-    old, new = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+def _reshape(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    old, new = _compat.type_of(eqn.invars[0]).shape, eqn.params["new_sizes"]
     layout = reshaped(ins[0].layout, old, new)
     if layout is None:
         return _shuffled(ins[0], tuple((d, ()) for d, size in enumerate(new) if size != 1), eqn, new)
@@ -37,32 +38,32 @@ def _reshape(eqn: Equation, ins: list[Value]) -> Value:
 
 
 @rule("squeeze")
-def _squeeze(eqn: Equation, ins: list[Value]) -> Value:
+def _squeeze(eqn: JaxprEqn, ins: list[Value]) -> Value:
     dims = eqn.params["dimensions"]
     return ins[0].at(moved(ins[0].layout, lambda d: None if d in dims else d - sum(a < d for a in dims)))
 
 
 @rule("expand_dims")
-def _expand(eqn: Equation, ins: list[Value]) -> Value:
+def _expand(eqn: JaxprEqn, ins: list[Value]) -> Value:
     dims = set(eqn.params["dimensions"])
-    kept = [d for d in range(eqn.outvars[0].aval.ndim) if d not in dims]
+    kept = [d for d in range(_compat.type_of(eqn.outvars[0]).ndim) if d not in dims]
     return ins[0].at(moved(ins[0].layout, kept.__getitem__))
 
 
 @rule("transpose")
-def _transpose(eqn: Equation, ins: list[Value]) -> Value:
+def _transpose(eqn: JaxprEqn, ins: list[Value]) -> Value:
     return ins[0].at(moved(ins[0].layout, tuple(eqn.params["permutation"]).index))
 
 
 @rule("slice")
-def _slice(eqn: Equation, ins: list[Value]) -> Value:
-    params, shape = eqn.params, eqn.outvars[0].aval.shape
+def _slice(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    params, shape = eqn.params, _compat.type_of(eqn.outvars[0]).shape
     strides = params["strides"] or (1,) * len(shape)
     ranges = list(zip(params["start_indices"], params["limit_indices"], strides, strict=True))
     return _cut(ins[0], dict(enumerate(ranges)), eqn, shape)
 
 
-def _cut(x: Value, ranges: dict[int, tuple[int, ...]], eqn: Equation, shape: Sequence[int], number: int = 0) -> Value:
+def _cut(x: Value, ranges: dict[int, tuple[int, ...]], eqn: JaxprEqn, shape: Sequence[int], number: int = 0) -> Value:
     """Returns the value of a slice."""
     layout, first = [], x.origin.first
     for dim, factors in x.layout:
@@ -75,18 +76,18 @@ def _cut(x: Value, ranges: dict[int, tuple[int, ...]], eqn: Equation, shape: Seq
 
 
 @rule("split")
-def _split(eqn: Equation, ins: list[Value]) -> list[Value]:
+def _split(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
     axis, sizes = eqn.params["axis"], [int(size) for size in eqn.params["sizes"]]
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [
-        _cut(ins[0], {axis: (end - size, end)}, eqn, v.aval.shape, i)
+        _cut(ins[0], {axis: (end - size, end)}, eqn, _compat.type_of(v).shape, i)
         for i, (end, size, v) in enumerate(zip(ends, sizes, eqn.outvars, strict=True))
     ]
 
 
 @rule("unstack")
-def _unstack(eqn: Equation, ins: list[Value]) -> list[Value]:
-    axis, shape = eqn.params["axis"], list(eqn.invars[0].aval.shape)
+def _unstack(eqn: JaxprEqn, ins: list[Value]) -> list[Value]:
+    axis, shape = eqn.params["axis"], list(_compat.type_of(eqn.invars[0]).shape)
     parts = [
         _cut(ins[0], {axis: (i, i + 1)}, eqn, [*shape[:axis], 1, *shape[axis + 1 :]], i) for i in range(shape[axis])
     ]
@@ -94,29 +95,29 @@ def _unstack(eqn: Equation, ins: list[Value]) -> list[Value]:
 
 
 @rule("rev")
-def _reverse(eqn: Equation, ins: list[Value]) -> Value:
+def _reverse(eqn: JaxprEqn, ins: list[Value]) -> Value:
     turned = any(dim in eqn.params["dimensions"] for dim, _ in ins[0].layout)
-    return _shuffled(ins[0], ins[0].layout, eqn, eqn.outvars[0].aval.shape) if turned else ins[0]
+    return _shuffled(ins[0], ins[0].layout, eqn, _compat.type_of(eqn.outvars[0]).shape) if turned else ins[0]
 
 
 @rule("pad")
-def _pad(eqn: Equation, ins: list[Value]) -> Value:
+def _pad(eqn: JaxprEqn, ins: list[Value]) -> Value:
     x, filling = ins
     padded = any(tuple(eqn.params["padding_config"][dim]) != (0, 0, 0) for dim, _ in x.layout)
     if filling.kind:
         return lost(ins)
-    return _shuffled(x, x.layout, eqn, eqn.outvars[0].aval.shape) if padded else x
+    return _shuffled(x, x.layout, eqn, _compat.type_of(eqn.outvars[0]).shape) if padded else x
 
 
 @rule("tile")
-def _tile(eqn: Equation, ins: list[Value]) -> Value:
+def _tile(eqn: JaxprEqn, ins: list[Value]) -> Value:
     reps = eqn.params["reps"]
     return ins[0].at(tuple((d, ((int(reps[d]), 0), *f) if reps[d] > 1 else f) for d, f in ins[0].layout))
 
 
 @rule("concatenate")
-def _concatenate(eqn: Equation, ins: list[Value]) -> Value:
-    dim, shape, moving = eqn.params["dimension"], eqn.outvars[0].aval.shape, [x for x in ins if x.kind]
+def _concatenate(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    dim, shape, moving = eqn.params["dimension"], _compat.type_of(eqn.outvars[0]).shape, [x for x in ins if x.kind]
     if len(ins) == 1:
         return ins[0]
     layout = merged(x.layout for x in moving)
@@ -131,8 +132,8 @@ def _concatenate(eqn: Equation, ins: list[Value]) -> Value:
 
 
 @rule("stack")
-def _stack(eqn: Equation, ins: list[Value]) -> Value:
-    axis, shape = eqn.params["axis"], eqn.outvars[0].aval.shape
+def _stack(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    axis, shape = eqn.params["axis"], _compat.type_of(eqn.outvars[0]).shape
     lifted = [x.at(moved(x.layout, lambda d: d + (d >= axis))) for x in ins]
     layout, moving = merged(x.layout for x in lifted), [x for x in lifted if x.kind]
     whole = collected(lifted, eqn, layout, keeps_order=True)
@@ -141,17 +142,17 @@ def _stack(eqn: Equation, ins: list[Value]) -> Value:
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(eqn: Equation, ins: list[Value]) -> Value:
-    (x, *starts), old, new = ins, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+def _dynamic_slice(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    (x, *starts), old, new = ins, _compat.type_of(eqn.invars[0]).shape, _compat.type_of(eqn.outvars[0]).shape
     if x.kind and any(old[dim] != new[dim] for dim, _ in x.layout):
         x = _shuffled(x, x.layout, eqn, new)
     return applied([x, *starts], eqn) if any(s.kind for s in starts) else x
 
 
 @rule("dynamic_update_slice")
-def _dynamic_update(eqn: Equation, ins: list[Value]) -> Value:
+def _dynamic_update(eqn: JaxprEqn, ins: list[Value]) -> Value:
     x, update, *starts = ins
-    old, new = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    old, new = _compat.type_of(eqn.invars[0]).shape, _compat.type_of(eqn.invars[1]).shape
     layout = merged((x.layout, update.layout))
     keeps_order = all(old[dim] == new[dim] for dim, _ in layout)
     value = collected([x, update], eqn, layout if keeps_order else scattered(layout, old), keeps_order=keeps_order)
@@ -161,9 +162,9 @@ def _dynamic_update(eqn: Equation, ins: list[Value]) -> Value:
 
 
 @rule("gather")
-def _gather(eqn: Equation, ins: list[Value]) -> Value:
-    (x, indices), numbers, shape = ins, eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
-    sizes, taken = eqn.invars[0].aval.shape, {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+def _gather(eqn: JaxprEqn, ins: list[Value]) -> Value:
+    (x, indices), numbers, shape = ins, eqn.params["dimension_numbers"], _compat.type_of(eqn.outvars[0]).shape
+    sizes, taken = _compat.type_of(eqn.invars[0]).shape, {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     free = [d for d in range(len(shape)) if d not in numbers.offset_dims]  # of the result, as in the indices
     windows = dict(zip([d for d in range(len(sizes)) if d not in taken], sorted(numbers.offset_dims), strict=True))
     windows |= {
@@ -184,10 +185,12 @@ def _gather(eqn: Equation, ins: list[Value]) -> Value:
 
 
 @rule("scatter scatter-add scatter_add scatter_mul scatter-mul scatter_min scatter_max scatter-min scatter-max")
-def _scatter(eqn: Equation, ins: list[Value]) -> Value:
+def _scatter(eqn: JaxprEqn, ins: list[Value]) -> Value:
     (x, indices, updates), numbers = ins, eqn.params["dimension_numbers"]
-    sizes, windows = eqn.invars[0].aval.shape, numbers.update_window_dims
-    outer = [d for d in range(eqn.invars[2].aval.ndim) if d not in windows]  # of the updates, as in the indices
+    sizes, windows = _compat.type_of(eqn.invars[0]).shape, numbers.update_window_dims
+    outer = [
+        d for d in range(_compat.type_of(eqn.invars[2]).ndim) if d not in windows
+    ]  # of the updates, as in the indices
     taken = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     place = dict(zip(windows, [d for d in range(len(sizes)) if d not in taken], strict=True))
     at = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
@@ -213,7 +216,7 @@ def _scatter(eqn: Equation, ins: list[Value]) -> Value:
 # Loops.
 
 
-def element(x: Value, eqn: Equation) -> Value:
+def element(x: Value, eqn: JaxprEqn) -> Value:
     """Returns the value of what one pass of a scan takes."""
     factors = dict(x.layout).get(0)
     layout = moved(x.layout, lambda d: d - 1 if d else None)
@@ -222,11 +225,11 @@ def element(x: Value, eqn: Equation) -> Value:
     return x.at(layout, Origin(("pass", id(eqn), factors, x.origin.token), x.origin.first, x.origin.is_exact))
 
 
-def _is_of_pass(token: Any, eqn: Equation) -> bool:
+def _is_of_pass(token: Hashable, eqn: JaxprEqn) -> bool:
     return isinstance(token, tuple) and token[:2] == ("pass", id(eqn))
 
 
-def of_last_pass(x: Value, eqn: Equation) -> Value:
+def of_last_pass(x: Value, eqn: JaxprEqn) -> Value:
     """Returns the value of what one pass of a loop leaves to the next."""
     if not x.kind:
         return SAME if x.number is None else Value(Kind.SAME, number="unknown")
@@ -234,13 +237,13 @@ def of_last_pass(x: Value, eqn: Equation) -> Value:
     return x.at(x.layout, Origin(("last", id(eqn)))) if _is_of_pass(x.origin.token, eqn) else x
 
 
-def stacked(x: Value, eqn: Equation, shape: Sequence[int]) -> Value:
+def stacked(x: Value, eqn: JaxprEqn, shape: Sequence[int]) -> Value:
     """Returns the value of what all passes of a scan return."""
     layout = moved(x.layout, lambda d: d + 1)
     if x.kind is not Kind.ROW:
         return x.at(layout) if x.kind else x
     if _is_of_pass(x.origin.token, eqn):
-        _, _, factors, token = cast(Any, x.origin.token)
+        _, _, factors, token = cast("tuple[str, int, Factors, Hashable]", x.origin.token)
         return x.at(((0, factors), *layout), x.origin._replace(token=token))
     if x.origin.token == ("last", id(eqn)):
         return x.at(scattered(layout, shape, (0,)), unknown_origin(eqn))

@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
+
+from jax.extend.core import JaxprEqn
 
 from jzero import _compat
 from jzero.jaxpr.row_layouts import Layout, merged, without_units
@@ -51,9 +53,9 @@ class Cause:
       place: The equation whose line of the program counts: a call of a function of jax that contains `eqn`.
     """
 
-    eqn: Any
+    eqn: JaxprEqn
     how: Literal["rows", "ratio", "sum"]
-    place: Any = None
+    place: JaxprEqn | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Cause) and self.eqn is other.eqn and self.place is other.place
@@ -84,7 +86,7 @@ class Origin(NamedTuple):
 BATCH = Origin("batch")
 
 
-def unknown_origin(place: Any, number: int = 0) -> Origin:
+def unknown_origin(place: JaxprEqn, number: int = 0) -> Origin:
     """Returns the origin of rows whose order is not known, such as that of `x[permutation]`, by the equation."""
     return Origin(("unknown", id(place), number), is_exact=False)
 
@@ -166,7 +168,7 @@ def _cause(values: Sequence[Value]) -> Cause | None:
     return next((x for x in causes if x.how == "ratio"), causes[0] if causes else None)  # which has a simple remedy
 
 
-def applied(values: Sequence[Value], eqn: Any, *, how: Literal["rows", "ratio", "sum"] = "sum") -> Value:
+def applied(values: Sequence[Value], eqn: JaxprEqn, *, how: Literal["rows", "ratio", "sum"] = "sum") -> Value:
     """Returns the value of any function of elements at the same position."""
     values = [x for x in values if x.kind]
     if not values:
@@ -183,7 +185,7 @@ def applied(values: Sequence[Value], eqn: Any, *, how: Literal["rows", "ratio", 
     return Value(Kind.UNKNOWN, layout)
 
 
-def added(values: Sequence[Value], eqn: Any) -> Value:
+def added(values: Sequence[Value], eqn: JaxprEqn) -> Value:
     """Returns the value of a sum of elements at the same position."""
     values = [x for x in values if x.kind]
     if len(values) < 2:
@@ -229,7 +231,7 @@ def scaled(x: Value, number: Number) -> Value:
     return x.with_scale(scale.checked() if x.kind is Kind.LINEAR else scale)
 
 
-def collected(values: Sequence[Value], eqn: Any, layout: Layout, *, keeps_order: bool) -> Value:
+def collected(values: Sequence[Value], eqn: JaxprEqn, layout: Layout, *, keeps_order: bool) -> Value:
     """Returns the value of an array each of whose elements is one of these values'.
 
     Args:
@@ -248,7 +250,7 @@ def collected(values: Sequence[Value], eqn: Any, layout: Layout, *, keeps_order:
     return Value(worst, layout, origin, _scale(values), cause=_cause(values))
 
 
-def joined(x: Value, y: Value, place: Any, number: int) -> Value:
+def joined(x: Value, y: Value, place: JaxprEqn, number: int) -> Value:
     """Returns a value of which both are cases: results of branches, or of a loop's passes."""
     if x == y:
         return x

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.primitives import RUNS, Trait, called_jaxpr, primitives_with
@@ -74,7 +75,7 @@ class RowFacts(NamedTuple):
         return self.value.cause if self.kind is Kind.COUPLED else None
 
 
-def row_facts(jaxpr: Any, *, batch: Sequence[bool], keys: Sequence[bool], axes: Iterable[str]) -> list[RowFacts]:
+def row_facts(jaxpr: AnyJaxpr, *, batch: Sequence[bool], keys: Sequence[bool], axes: Iterable[str]) -> list[RowFacts]:
     """Returns the facts of each output of a jaxpr.
 
     Args:
@@ -111,7 +112,7 @@ class _Interpreter:
         self.axes = axes
         self._known: IdDict[Jaxpr, dict[tuple[RowFacts, ...], list[RowFacts]]] = IdDict()
 
-    def __call__(self, jaxpr: Any, inputs: Sequence[RowFacts]) -> list[RowFacts]:
+    def __call__(self, jaxpr: AnyJaxpr, inputs: Sequence[RowFacts]) -> list[RowFacts]:
         opened, _ = _compat.open_jaxpr(jaxpr)
         known, key = self._known.setdefault(opened, {}), tuple(inputs)
         if key not in known:
@@ -138,7 +139,7 @@ class _Interpreter:
         found = [lost(values)] * len(eqn.outvars) if rule is None else rule(eqn, values)
         return [RowFacts(differs, x) for x in (found if isinstance(found, list) else [found])]
 
-    def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Any]) -> list[RowFacts]:
+    def _contained(self, eqn: JaxprEqn, ins: list[RowFacts], inner: list[Jaxpr]) -> list[RowFacts]:
         """Interprets an equation that runs the one jaxpr that it holds on its operands, as it seems."""
         jaxpr = inner[0]
         if len(inner) == 1 and len(jaxpr.invars) == len(ins) and len(jaxpr.outvars) == len(eqn.outvars):
@@ -222,13 +223,13 @@ _CONTAINERS: dict[str, Callable[[_Interpreter, JaxprEqn, list[RowFacts]], list[R
 }
 
 
-def _named_axes(eqn: JaxprEqn) -> set[Any]:
+def _named_axes(eqn: JaxprEqn) -> set[str]:
     """Returns the axes of the mesh that a collective names."""
     named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     return set(named) if isinstance(named, tuple | list | set | frozenset) else {named}
 
 
-def _literal(atom: Any) -> RowFacts:
+def _literal(atom: Literal) -> RowFacts:
     value = atom.val
     is_number = isinstance(value, bool | int | float) or getattr(getattr(value, "dtype", None), "kind", "V") in "biuf"
     return RowFacts(False, Value(Kind.SAME, number=float(value) if is_number else "unknown"))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jzero._types import DType
 
-def array_bytes(size: int, dtype: Any) -> int:
+
+def array_bytes(size: int, dtype: DType) -> int:
     """Returns the bytes of so many numbers of a dtype, extended dtypes (PRNG keys) included."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return size * itemsize(dtype)
     return -(-size * _bits(jnp.dtype(dtype)) // 8)
 
 
-def itemsize(dtype: Any) -> int:
+def itemsize(dtype: DType) -> int:
     """Bytes of one element by itself, extended dtypes (PRNG keys) included."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         key = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -24,7 +25,7 @@ def itemsize(dtype: Any) -> int:
     return int(dtype.itemsize)
 
 
-def _bits(dtype: Any) -> int:
+def _bits(dtype: DType) -> int:
     if jnp.issubdtype(dtype, jnp.integer):
         return int(jnp.iinfo(dtype).bits)
     return int(jnp.finfo(dtype).bits) if jnp.issubdtype(dtype, jnp.floating) else 8 * int(dtype.itemsize)

@@ -10,27 +10,30 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from jzero import _compat
-from jzero._compat import AnyJaxpr
+from jzero._compat import AnyJaxpr, Atom, Scopes
+from jzero._types import Params
 from jzero.jaxpr.identity import IdDict
+from jzero.jaxpr.interpret import Program, open_program
 
 FEWEST = 16
 """Fewest equations of a layer that becomes a call without being recomputed; with fewer, a call takes as long."""
 
 
-def is_worth_a_call(jaxpr: Any) -> bool:
+def is_worth_a_call(jaxpr: AnyJaxpr | Program[JaxprEqn]) -> bool:
     """Whether a piece of a program is long enough to become a call, instead of being traced wherever it occurs."""
-    return _num_equations(_compat.open_jaxpr(jaxpr)[0]) >= FEWEST
+    return _num_equations(open_program(jaxpr)[0]) >= FEWEST
 
 
-def _num_equations(jaxpr: Any) -> int:
+def _num_equations(jaxpr: AnyJaxpr | Program[JaxprEqn]) -> int:
     inner = (_num_equations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
     return len(jaxpr.eqns) + sum(inner)
 
@@ -47,15 +50,15 @@ class CanonicalJaxpr(NamedTuple):
       numbers: Literals folded into random keys, now inputs.
     """
 
-    constvars: Sequence[Any]
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    eqns: Sequence[Any]
-    names: tuple[Any, ...]
-    numbers: Sequence[Any]
+    constvars: Sequence[Var]
+    invars: Sequence[Var]
+    outvars: Sequence[Atom]
+    eqns: Sequence[JaxprEqn]
+    names: Scopes
+    numbers: Sequence[jax.Array]
 
     @classmethod
-    def of(cls, jaxpr: Any) -> CanonicalJaxpr:
+    def of(cls, jaxpr: Program[JaxprEqn]) -> CanonicalJaxpr:
         """Splits an open jaxpr."""
         levels = zip(*map(_compat.names_of, jaxpr.eqns), strict=False)
         names = tuple(level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels))
@@ -63,24 +66,28 @@ class CanonicalJaxpr(NamedTuple):
         eqns = [
             _compat.changed(
                 eqn,
-                inputs=[_Hole(x.aval, id(x)) if id(x) in literals else x for x in eqn.invars],
+                inputs=[_hole(x) if id(x) in literals else x for x in eqn.invars],
                 names=_compat.names_of(eqn)[len(names) :],
             )
             for eqn in jaxpr.eqns
         ]
-        holes = [_Hole(x.aval, id(x)) for x in literals.values()]
+        holes = list(map(_hole, literals.values()))
         numbers = [_compat.value_of(x) for x in literals.values()]
         return cls(jaxpr.constvars, [*jaxpr.invars, *holes], jaxpr.outvars, eqns, names, numbers)
 
 
 class _Hole(NamedTuple):
-    """A variable that replaces a literal."""
+    """A variable that replaces a literal: equal wherever that is the same."""
 
-    aval: Any
+    aval: jax.core.AbstractValue
     literal: int
 
 
-def _literals(eqn: Any) -> list[Any]:
+def _hole(literal: Atom) -> Var:
+    return cast("Var", _Hole(literal.aval, id(literal)))
+
+
+def _literals(eqn: JaxprEqn) -> list[Literal]:
     return [x for x in eqn.invars if _compat.is_literal(x)]
 
 
@@ -92,27 +99,27 @@ class Structures:
 
     def __init__(self, *, in_rule: bool = False) -> None:
         self._of_rules = None if in_rule else Structures(in_rule=True)  # in a rule, functions count without theirs
-        self._numbers: dict[Any, int] = {}
-        self._known: IdDict[AnyJaxpr | CanonicalJaxpr, int] = IdDict()
+        self._numbers: dict[Hashable, int] = {}
+        self._known: IdDict[AnyJaxpr | Program[JaxprEqn], int] = IdDict()
 
-    def __call__(self, jaxpr: Any) -> int:
+    def __call__(self, jaxpr: AnyJaxpr | Program[JaxprEqn]) -> int:
         """Returns the number of an open or closed jaxpr."""
         if jaxpr not in self._known:
             self._known[jaxpr] = self._numbers.setdefault(self._structure(jaxpr), len(self._numbers))
         return self._known[jaxpr]
 
-    def _structure(self, jaxpr: Any) -> Any:
-        jaxpr, consts = _compat.open_jaxpr(jaxpr)
-        numbers: dict[Any, int] = {}
+    def _structure(self, jaxpr: AnyJaxpr | Program[JaxprEqn]) -> Hashable:
+        program, consts = open_program(jaxpr)
+        numbers: dict[Var, int] = {}
 
-        def made(variables: Sequence[Any]) -> Any:
+        def made(variables: Sequence[Var]) -> Hashable:
             numbers.update({v: len(numbers) + i for i, v in enumerate(variables)})
             return tuple(v.aval for v in variables)
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Hashable:
             return (atom.aval, _bits(atom.val)) if _compat.is_literal(atom) else numbers[atom]
 
-        inputs = made([*jaxpr.constvars, *jaxpr.invars])
+        inputs = made([*program.constvars, *program.invars])
         eqns = tuple(
             (
                 eqn.primitive,
@@ -122,23 +129,25 @@ class Structures:
                 eqn.ctx,
                 _compat.names_of(eqn),
             )
-            for eqn in jaxpr.eqns
+            for eqn in program.eqns
         )
-        return tuple(map(id, consts)), inputs, eqns, tuple(map(read, jaxpr.outvars))
+        return tuple(map(id, consts)), inputs, eqns, tuple(map(read, program.outvars))
 
-    def _params(self, eqn: Any) -> dict[str, Any]:
+    def _params(self, eqn: JaxprEqn) -> Params:
         """Returns an equation's parameters, with the number of a tangent rule's jaxpr in place of the rule."""
         params = eqn.params
-        is_manual = any(v.aval.manual_axis_type.varying for v in eqn.invars)  # a rule's results may vary less
+        is_manual = any(
+            _compat.type_of(v).manual_axis_type.varying for v in eqn.invars
+        )  # a rule's results may vary less
         if eqn.primitive.name != "custom_jvp_call" or params["symbolic_zeros"] or is_manual:
             return params
         others = {k: v for k, v in params.items() if k != "jvp_jaxpr_fun"}
         if self._of_rules is None:
             return others
-        moving = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        moving = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(_compat.type_of(v).dtype, jnp.inexact)]
 
-        def jvp(values: list[Any], tangents: list[Any]) -> Any:
-            def fn(*some: Any) -> list[Any]:
+        def jvp(values: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            def fn(*some: jax.Array) -> list[jax.Array]:
                 given = dict(zip(moving, some, strict=True))
                 return _compat.bind(eqn, [given.get(i, x) for i, x in enumerate(values)])
 
@@ -149,7 +158,7 @@ class Structures:
             rule = jax.make_jaxpr(jvp)(shapes, [shapes[i] for i in moving])
         return others | {"rule": self._of_rules(rule)}
 
-    def _comparable(self, value: Any) -> Any:
+    def _comparable(self, value: object) -> Hashable:
         """Returns a hashable value; only equal parameters of equations get equal values.
 
         Objects of users and other libraries may differ and yet compare equal, so they compare by identity.
@@ -159,7 +168,7 @@ class Structures:
             return kind, tuple((self._comparable(key), self._comparable(x)) for key, x in value.items())
         if isinstance(value, tuple | list):
             return kind, tuple(map(self._comparable, value))
-        if hasattr(value, "eqns"):
+        if isinstance(value, Jaxpr | ClosedJaxpr):
             return kind, self(value)
         if isinstance(value, float | complex | np.generic):
             return _bits(value)
@@ -183,6 +192,6 @@ _COMPARED = (
 """Types whose `==` is reliable."""
 
 
-def _bits(value: Any) -> Any:
+def _bits(value: float | complex | np.generic) -> Hashable:
     """Returns a number's type, dtype and bytes, which tell -0.0 from 0.0 and make NaN equal to itself."""
     return type(value), np.asarray(value).dtype, np.asarray(value).tobytes()

@@ -117,7 +117,7 @@ def find_matrices(plan: ZeroPlan, jaxpr: Any, owners: Sequence[int | None]) -> M
         if inner.owner is not None and plan.leaves[inner.owner].trained:
             layouts[inner.owner].setdefault(inner.shape, inner)
     known = {v: frozenset(() if i is None else (i,)) for v, i in zip(jaxpr.invars, owners, strict=True)}
-    regions, refused = find_regions(jaxpr, known, lambda v, owner: tuple(v.aval.shape) in layouts[owner])
+    regions, refused = find_regions(jaxpr, known, lambda v, owner: _compat.type_of(v).shape in layouts[owner])
     notes: dict[WholeMatrix, None] = {}
     for i, (of, why) in refused.items():
         shape = max((tuple(v.aval.shape) for v in jaxpr.eqns[i].invars), key=math.prod)

@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
+from jzero._types import DType
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.arrays.host_compute import compute_on_host
 from jzero.layout.casts import positions_of
@@ -122,7 +123,7 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     return _map(plan, x, on_cpu if plan.config.offload.compute == "host" else in_chunks, [spec] * len(x.targets))
 
 
-def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
+def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
     """Returns one number over all elements of a pass's only result, 0-d; call it inside `jit`.
 
     Args:
@@ -161,7 +162,7 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: Any) -> jax.Array:
     return reduce(_map(plan, x, local, PartitionSpec(names))).astype(dtype)  # of one number per device
 
 
-def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: Any) -> jax.Array:
+def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DType) -> jax.Array:
     """Returns one number over the elements of a part, 0-d; `how` is a primitive of `REDUCTIONS`."""
     reduce, _, nothing = REDUCTIONS[how]
     product = functools.reduce(lax.mul, [y.astype(dtype) for y in factors])

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 import optax
 
+from jzero._types import PyTree
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.trainable import MaskedTransformation
-
-PyTree = Any
 
 DIFFERENT = (
     "The optimizer (`tx`) of a sharded state takes gradients of the structure and shapes of the parameters. One whose "

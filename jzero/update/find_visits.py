@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Var
 
 from jzero import _compat
 from jzero.jaxpr.flat import flattened
@@ -125,7 +126,7 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
     for param, members in sorted(ready.items()):
         eqns = [run.split.jaxpr.eqns[i] for i in members]
         targets = [
-            SumTarget(run.record_sums[i], x.primitive.name, len(x.invars), x.outvars[0].aval.dtype)
+            SumTarget(run.record_sums[i], x.primitive.name, len(x.invars), _compat.type_of(x.outvars[0]).dtype)
             for i, x in zip(members, eqns, strict=True)
         ]
         found.append(visit_of(run, param, [v for x in eqns for v in x.invars], targets))
@@ -137,7 +138,7 @@ def visit_of(run: Run, i: int, wanted: Sequence[Any], targets: Sequence[Any]) ->
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
     leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(wanted), VisitOperands([], [])
 
-    def source(v: Any) -> Source:
+    def source(v: Var) -> Source:
         field = run.fields.get(v)
         if field is not None and field.given:
             return Source(field.given)

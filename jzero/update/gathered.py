@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero._compat import AnyJaxpr
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.primitives import RUNS, called_jaxpr
@@ -29,7 +31,7 @@ class Everywhere:
         self.plan = plan
         self._whole: IdDict[jax.Array, jax.Array] = IdDict()
 
-    def __call__(self, eqn: Any, inputs: list[Any]) -> list[Any]:
+    def __call__(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """Returns the results of an equation."""
         if not mixes(eqn):
             return _compat.bind(eqn, inputs)
@@ -47,7 +49,7 @@ class Everywhere:
         )
         return list(fn(*map(self._gather, inputs)))
 
-    def _function(self, jaxpr: Any) -> Any:
+    def _function(self, jaxpr: AnyJaxpr) -> Any:
         return lambda *inputs: evaluate(jaxpr, inputs, self)
 
     def _gather(self, x: Any) -> Any:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
@@ -138,12 +139,12 @@ def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Any], j
     def spec(port: Port) -> PartitionSpec:
         return port.cut.spec(PartitionSpec(), plan.comm.shard_axes)
 
-    def placed(v: Any, port: Port) -> jax.Array:
+    def placed(v: Var, port: Port) -> jax.Array:
         stored = port.cut.to_stored(read(v).reshape(port.leaf.shape))
         return lax.with_sharding_constraint(stored, NamedSharding(plan.mesh, spec(port)))
 
-    def natural(y: jax.Array, v: Any, port: Port) -> jax.Array:
-        x = port.cut.to_natural(y).reshape(v.aval.shape)
+    def natural(y: jax.Array, v: Var, port: Port) -> jax.Array:
+        x = port.cut.to_natural(y).reshape(_compat.type_of(v).shape)
         # A flattened leaf has no natural dimension to cut: the compiler chooses its layout.
         is_free = not x.ndim or (port.leaf.cut is not None and port.leaf.cut.flat)
         return x if is_free else lax.with_sharding_constraint(x, port.leaf.device_sharding)

@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
@@ -166,13 +168,13 @@ class Run:
         fields = (self.fields[v] for v in self.kernel(self.split.jaxpr.eqns[i].invars).reads if v in self.fields)
         return any(field.number in self.plan.disk_fields for field in fields)
 
-    def reads_disk(self, atoms: Sequence[Any]) -> str:
+    def reads_disk(self, atoms: Sequence[Atom]) -> str:
         """Returns the path of a parameter whose records some elements are computed from; empty if there is none."""
         elements = [v for v in atoms if not _compat.is_literal(v) and v in self.split.elements]
         read = [self.fields[v] for v in self.kernel(elements).reads if v in self.fields] if elements else []
         return next((x.leaf.path for x in read if isinstance(x.array, OnDisk)), "")
 
-    def is_known(self, atom: Any) -> bool:
+    def is_known(self, atom: Atom) -> bool:
         """Whether a value is there, or can be computed from what is, element by element."""
         if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
             return True
@@ -184,7 +186,7 @@ class Run:
         """Returns the elementwise function that computes some values from what is there."""
         return kernel_of(self.split, wanted, self.given)
 
-    def value(self, atom: Any) -> Any:
+    def value(self, atom: Atom) -> Any:
         """Returns a value on the devices, in natural shape."""
         if _compat.is_literal(atom):
             return _compat.value_of(atom)
@@ -195,8 +197,10 @@ class Run:
                 self.whole[atom] = self._fetch(self.fields[atom])
             else:
                 kernel = self.kernel([atom])
-                reads = [x.reshape(atom.aval.shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)]
-                self.whole[atom] = kernel(reads, atom.aval.shape)[0]
+                reads = [
+                    x.reshape(_compat.type_of(atom).shape) if jnp.ndim(x) else x for x in map(self.value, kernel.reads)
+                ]
+                self.whole[atom] = kernel(reads, _compat.type_of(atom).shape)[0]
         return self.whole[atom]
 
     def _fetch(self, field: Field) -> jax.Array:
@@ -212,12 +216,12 @@ class Run:
             self.fetched.add(field.leaf.path)
         return field.leaf.load(field.array)
 
-    def _sum(self, eqn: Any) -> list[jax.Array]:
+    def _sum(self, eqn: JaxprEqn) -> list[jax.Array]:
         fields = [self.fields[v] for v in self.kernel(eqn.invars).reads if v in self.fields]
         if not any(memory_of(x.array) == "host" for x in fields):
             return _compat.bind(eqn, [self.value(v) for v in eqn.invars])
         found = self._pass(fields[0].number, eqn.invars)
-        return [reduce_pass(self.plan, found, eqn.primitive.name, eqn.outvars[0].aval.dtype)]
+        return [reduce_pass(self.plan, found, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
     def targets(self, i: int, given: Before, numbers: After) -> dict[int, Any]:
         """Returns what becomes of the results of a parameter with state on the host or on disk.
@@ -233,7 +237,7 @@ class Run:
             k: x.array for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
         }
         if result is not None and not is_away:
-            targets[result] = self.split.jaxpr.outvars[result].aval.dtype
+            targets[result] = _compat.type_of(self.split.jaxpr.outvars[result]).dtype
         return targets
 
     def update(self, i: int, given: Before, targets: Mapping[int, Any]) -> dict[int, jax.Array]:
@@ -258,7 +262,7 @@ class Run:
         near = near if memory_of(near) != "device" else leaf.grad.load(near)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
-    def stored(self, v: Any, leaf: StateLeaf) -> Any:
+    def stored(self, v: Var, leaf: StateLeaf) -> Any:
         """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
         if v in self.fields:
             return self.fields[v].array

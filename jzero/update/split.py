@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.typing import ArrayLike
 
 from jzero import _compat
+from jzero._compat import Atom
 from jzero.jaxpr.interpret import Piece, propagate
 from jzero.jaxpr.primitives import Trait, primitives_with
 
@@ -29,7 +31,7 @@ MOVES = frozenset("copy copy_p expand_dims reshape sharding_constraint squeeze".
 """Operations that return the elements of their operand in the same order."""
 
 ELEMENTWISE = primitives_with(Trait.ELEMENTWISE) | {"bitcast_convert_type", "optimization_barrier", "threefry2x32"}
-REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], Any]] = {
+REDUCTIONS: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array], float]] = {
     "dot_general": (jnp.sum, lax.add, 0),  # of the product of the factors
     "reduce_and": (jnp.all, lax.bitwise_and, True),
     "reduce_max": (jnp.max, lax.max, -jnp.inf),
@@ -69,21 +71,21 @@ class Kernel(NamedTuple):
       outs: The variables or literals that it returns.
     """
 
-    reads: tuple[Any, ...]
-    eqns: tuple[Any, ...]
-    outs: tuple[Any, ...]
+    reads: tuple[Var, ...]
+    eqns: tuple[JaxprEqn, ...]
+    outs: tuple[Atom, ...]
 
     def piece(self) -> Piece[JaxprEqn]:
         """Returns it in the form of an open jaxpr."""
         return Piece(self.reads, self.outs, self.eqns)
 
-    def __call__(self, values: Sequence[Any], shape: tuple[int, ...]) -> list[jax.Array]:
+    def __call__(self, values: Sequence[jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
         """Returns its results on arrays of a shape; numbers among the `values` are 0-d."""
 
-        def spread(atom: Any, x: Any) -> jax.Array:
-            return jnp.broadcast_to(jnp.asarray(x, atom.aval.dtype), shape)
+        def spread(atom: Atom, x: ArrayLike) -> jax.Array:
+            return jnp.broadcast_to(jnp.asarray(x, _compat.type_of(atom).dtype), shape)
 
-        def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        def apply(eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
             if eqn.primitive.name in (*MOVES, "broadcast_in_dim"):
                 return inputs[:1]
             if any(map(jnp.ndim, inputs)):  # numbers that were arrays become arrays again
@@ -108,10 +110,10 @@ class Split(NamedTuple):
       made_by: The number of the equation that makes a variable.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     kinds: list[Kind]
-    elements: dict[Any, int | None]
-    made_by: dict[Any, int]
+    elements: dict[Var, int | None]
+    made_by: dict[Var, int]
 
     @property
     def mixed(self) -> list[str]:
@@ -125,16 +127,16 @@ class Split(NamedTuple):
         return next(names, str(self.jaxpr.eqns[number].primitive.name))
 
 
-def split(jaxpr: Any, fields: Mapping[Any, int]) -> Split:
+def split(jaxpr: Jaxpr, fields: Mapping[Var, int]) -> Split:
     """Splits a flat, open jaxpr.
 
     Args:
       jaxpr: The jaxpr.
       fields: The inputs that are fields, and their parameters.
     """
-    elements: dict[Any, int | None] = dict(fields)
+    elements: dict[Var, int | None] = dict(fields)
     kinds: list[Kind] = []
-    made_by: dict[Any, int] = {}
+    made_by: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         kind, owner = _kind_of(eqn, elements)
         kinds.append(kind)
@@ -144,36 +146,38 @@ def split(jaxpr: Any, fields: Mapping[Any, int]) -> Split:
     return Split(jaxpr, kinds, elements, made_by)
 
 
-def _kind_of(eqn: Any, elements: Mapping[Any, int | None]) -> tuple[Kind, int | None]:
+def _kind_of(eqn: JaxprEqn, elements: Mapping[Var, int | None]) -> tuple[Kind, int | None]:
     """Returns the kind of an equation, and the parameter of its elements."""
-    name, outs = eqn.primitive.name, [v.aval for v in eqn.outvars]
+    name, outs = eqn.primitive.name, list(map(_compat.type_of, eqn.outvars))
     read = [v for v in eqn.invars if not _compat.is_literal(v) and v in elements]
     shaped = [v for v in eqn.invars if getattr(v.aval, "shape", ())]
     params = {elements[v] for v in read} - {None}
     if not params:
-        spreads = name == "broadcast_in_dim" or (shaped and _is_elementwise(eqn, shaped[0].aval.shape))
+        spreads = name == "broadcast_in_dim" or (shaped and _is_elementwise(eqn, _compat.type_of(shaped[0]).shape))
         is_fill = spreads and len(read) == len(shaped) and outs[0].shape
         return (Kind.FILL if is_fill else Kind.NUMBER), None
     if len(params) > 1:
         return Kind.MIXED, None
     (owner,) = params
-    shape = next(v.aval.shape for v in read if elements[v] is not None)
+    shape = next(_compat.type_of(v).shape for v in read if elements[v] is not None)
     if _is_elementwise(eqn, shape):
         return Kind.ELEMENT, owner
-    is_sum = name in REDUCTIONS and outs[0].shape == () and all(v.aval.shape == shape for v in shaped)
+    is_sum = name in REDUCTIONS and outs[0].shape == () and all(_compat.type_of(v).shape == shape for v in shaped)
     is_bounded = name not in ("reduce_max", "reduce_min") or jnp.issubdtype(outs[0].dtype, jnp.inexact)
     return (Kind.SUM if is_sum and is_bounded else Kind.WHOLE), owner
 
 
-def _is_elementwise(eqn: Any, shape: tuple[int, ...]) -> bool:
+def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     """Whether an equation computes each element of its results from elements at the same position."""
     if eqn.primitive.name in MOVES:
-        return math.prod(eqn.outvars[0].aval.shape) == math.prod(shape)
-    same = all(v.aval.shape in ((), shape) for v in eqn.invars) and all(v.aval.shape == shape for v in eqn.outvars)
+        return math.prod(_compat.type_of(eqn.outvars[0]).shape) == math.prod(shape)
+    same = all(_compat.type_of(v).shape in ((), shape) for v in eqn.invars) and all(
+        _compat.type_of(v).shape == shape for v in eqn.outvars
+    )
     return eqn.primitive.name in ELEMENTWISE and same
 
 
-def kernel_of(found: Split, wanted: Sequence[Any], given: Collection[Any] = ()) -> Kernel:
+def kernel_of(found: Split, wanted: Sequence[Atom], given: Collection[Var] = ()) -> Kernel:
     """Returns the function of the wanted variables: elements, arrays of their parameter's shape, or literals.
 
     Args:
@@ -181,7 +185,7 @@ def kernel_of(found: Split, wanted: Sequence[Any], given: Collection[Any] = ()) 
       wanted: What it returns.
       given: Further variables that are known, so that it reads them.
     """
-    reads: dict[Any, None] = {}
+    reads: dict[Var, None] = {}
     needed: set[int] = set()
     waiting = [v for v in wanted if not _compat.is_literal(v)]
     while waiting:
@@ -195,10 +199,11 @@ def kernel_of(found: Split, wanted: Sequence[Any], given: Collection[Any] = ()) 
     return Kernel(tuple(reads), tuple(found.jaxpr.eqns[i] for i in sorted(needed)), tuple(wanted))
 
 
-def _maker(eqn: Any) -> str:
+def _maker(eqn: JaxprEqn) -> str:
     """Returns the name of the optax function that made an equation; an empty string if that is unknown."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
+    frames: Sequence[Any] = traceback.frames if traceback else ()
+    for frame in frames:
         if "optax" in frame.file_name and ".update" in frame.function_name:
             return str(frame.function_name).split(".")[0]
     return ""

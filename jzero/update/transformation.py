@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jzero import _compat
+from jzero._types import PyTree
 from jzero.arrays.collectives import gather_leaf, gather_onto
 from jzero.config.precision import DynamicLossScale
 from jzero.layout.casts import round_to
@@ -36,8 +37,6 @@ from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import NOTHING, After, Before, Grad, WholeUpdate, optimizer_view
-
-PyTree = Any
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
 """Replaces a random key and its update, which optax cannot add."""

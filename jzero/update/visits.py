@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jzero._types import DType
 from jzero.update.split import Kernel
 
 
@@ -57,7 +58,7 @@ class SumTarget(NamedTuple):
     number: int
     how: str
     num_factors: int
-    dtype: Any
+    dtype: DType
 
 
 class Visit(NamedTuple):

@@ -27,14 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._types import DType
 from jzero.config.precision import Precision, is_float8, is_key, scale_by
 from jzero.layout.casts import apply_edits, positions_of, round_stochastically, round_to
 from jzero.layout.leaves import LeafPlan
 from jzero.layout.placement import make_strongly_typed
 from jzero.plan.plan import ZeroPlan
 from jzero.update.extra_args import extra_args, said_clearly
-
-PyTree = Any
 
 NOTHING = np.float32(-0.0)
 """What changes no bit when it is added."""
@@ -164,7 +163,7 @@ class WholeUpdate:
             new = self._rounded(x, leaf.owner, len(self.plan.leaves) + j, new, leaf.dtype)
         return _choose(x.applied, make_strongly_typed(new, leaf.dtype), old)
 
-    def _rounded(self, x: Before, owner: int | None, leaf_number: int, wide: jax.Array, dtype: Any) -> jax.Array:
+    def _rounded(self, x: Before, owner: int | None, leaf_number: int, wide: jax.Array, dtype: DType) -> jax.Array:
         """Rounds a leaf, stochastically if the plan says so."""
         if x.number is None or dtype != jnp.bfloat16:
             return round_to(wide, dtype)
