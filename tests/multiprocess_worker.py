@@ -59,7 +59,7 @@ def train() -> dict[str, Any]:
     born = jzero.init_train_state(make_state, jax.random.key(0), config=levels, mesh=mesh, trainable=trainable)
     plan = jzero.plan_of(born)
     assert any(leaf.param.stored_dtype == jnp.int8 for leaf in plan.leaves)
-    assert any(hop.dtype == jnp.int8 for hop in plan.gathers_before_loss)
+    assert any(hop.dtype == jnp.int8 for hop in plan.traffic.gathers_before_loss)
     _, results["between nodes"] = train_from(born, loss_of, accumulate_steps=3)
     assert state.params["layer_0"]["kernel"].sharding.memory_kind == "pinned_host"
     return results

@@ -18,7 +18,7 @@ from jzero.analysis.ledger import Ledger
 from jzero.cli.commands import app
 from jzero.cli.decoder import make_loss, make_state
 from jzero.cli.sizes import count, model_sizes, parse_count
-from jzero.plan.plan import BytesPerDevice
+from jzero.plan.state_bytes import BytesPerDevice
 from tests import cli_models
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples" / "llm"))

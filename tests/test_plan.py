@@ -342,7 +342,7 @@ def test_gathered_bytes_by_hand():
         assert plan_for(params, stage=stage, persistence_threshold=512).gathered_bytes == expected, stage
     kept = plan_for(params, stage=3, persistence_threshold=512, reshard_after_forward=False)
     assert kept.gathered_bytes == w + v + b
-    assert kept.bytes_gathered_in(micro_batches=3) == 3 * (w + v) + b
+    assert kept.traffic.bytes_gathered_in(micro_batches=3) == 3 * (w + v) + b
     assert plan_for({"scalar": ()}, stage=3).gathered_bytes == 0, "what is not cut is never gathered"
     assert plan_for({"odd": (129, 3)}, stage=3, persistence_threshold=0).gathered_bytes == 2 * 4 * 136 * 3
 

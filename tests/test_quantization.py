@@ -383,10 +383,12 @@ def test_integers_are_what_travels(sizes):
     assert {r.dtype for r in gathers if "zero_update" not in r.axis and r.elements > 10_000} == {"s8"}
     row = 61 + 1 + 4, 95 + 1 + 4  # a block and its scale, for rows of 61 and 95
     whole = {"stack/w": LAYERS * 64 * row[0], "tied": 96 * row[0], "frozen": 96 * row[1]}
-    near = [hop.num_bytes for hop in plan.gathers_of_loss if hop.axes == ("data",)]
+    near = [hop.num_bytes for hop in plan.traffic.gathers_of_loss if hop.axes == ("data",)]
     assert sorted(near) == sorted([*whole.values()] * 2)
     if "node" in sizes:
-        assert sorted(hop.num_bytes for hop in plan.gathers_before_loss) == sorted(x // 4 for x in whole.values())
+        assert sorted(hop.num_bytes for hop in plan.traffic.gathers_before_loss) == sorted(
+            x // 4 for x in whole.values()
+        )
     moved = [r for r in report.collectives if r.kind == "all-to-all"]
     assert moved
     assert {r.dtype for r in moved} == {"s8"}
@@ -404,7 +406,8 @@ def test_wider_gathers_are_a_violation(monkeypatch):
 def test_crossing_nodes_at_each_use_is_a_violation(monkeypatch):
     """The plan gathers between nodes once; this program does so at each use, in the loop."""
     monkeypatch.setattr(
-        "jzero.engine.gradients._LocalStep.way", lambda step, leaf: step.plan.way(leaf)._replace(is_secondary=False)
+        "jzero.engine.gradients._LocalStep.way",
+        lambda step, leaf: step.plan.traffic.way(leaf)._replace(is_secondary=False),
     )
     state = sharded(config_of(**SECONDARY), TWO)
     with pytest.raises(jzero.PlanViolation, match=r"\(stack/w\) crosses nodes 3 times per step, once in the plan"):

@@ -192,7 +192,7 @@ def test_bytes_between_nodes_do_not_grow_with_micro_batches(steps):
     report = analyze(step, state, batch)
     report.verify()
     plan = jzero.plan_of(state)
-    assert plan.bytes_gathered_in(micro_batches=steps) == once + steps * 2 * 2 * size
+    assert plan.traffic.bytes_gathered_in(micro_batches=steps) == once + steps * 2 * 2 * size
 
 
 def test_a_checkpoint_goes_from_two_hops_to_one_and_to_fewer_devices(tmp_path):
@@ -277,7 +277,7 @@ def test_late_hops_change_no_bit(monkeypatch, sizes, options, fields, kinds):
 
 def plan_levels(config, sizes):
     plan = jzero.plan_of(sharded(make_params(), config, **sizes))
-    return next(plan.comm_of_gradient(leaf).split() for leaf in plan.leaves if leaf.path == "stack/w")
+    return next(plan.traffic.comm_of_gradient(leaf).split() for leaf in plan.leaves if leaf.path == "stack/w")
 
 
 def test_late_hops_are_as_planned(monkeypatch):
@@ -307,13 +307,13 @@ def test_the_plan_tells_bytes_by_level(steps):
     assert plans[0].sent_bytes(micro_batches=steps) == (3 * steps * within, 3 * steps * crossing)
     late = 1 if steps > 1 else steps
     assert plans[1].sent_bytes(micro_batches=steps) == (3 * steps * within, (1 + late) * crossing)
-    assert plans[0].secondary_bytes == 0
-    assert plans[1].secondary_bytes == 2 * size / 4
+    assert plans[0].traffic.secondary_bytes == 0
+    assert plans[1].traffic.secondary_bytes == 2 * size / 4
     assert "between them" in str(plans[1])
     assert "secondary parameters" in str(plans[1])
     one = jzero.plan_of(sharded(make_params(np.float32), both, node=1, data=4))
     assert "one node along 'node': there is nothing between nodes" in str(one)
-    assert one.sent_bytes().between == one.secondary_bytes == 0
+    assert one.sent_bytes().between == one.traffic.secondary_bytes == 0
 
 
 @pytest.mark.parametrize(("names", "want"), [(("node", "data"), (2, 1)), (("data", "node"), (1, 2))])

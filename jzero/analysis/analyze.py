@@ -123,7 +123,8 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     if isinstance(fn, TrainStep | ValueAndGrad) and plans:
         gathered = [x.times * hop.num_elements for x in facts.sent if x.gathers for hop in x.hops]
         planned = sum(
-            hop.num_elements for hop in (*plans[0].gathers_before_loss, *fn.micro.steps * plans[0].gathers_of_loss)
+            hop.num_elements
+            for hop in (*plans[0].traffic.gathers_before_loss, *fn.micro.steps * plans[0].traffic.gathers_of_loss)
         )
         notes += gathers_more(sum(gathered), planned)
     if isinstance(fn, TrainStep) and plans:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jzero._text import format_rows
-from jzero.plan.plan import BytesPerDevice
+from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
 
 STEP = "activations, gathered weights, logits"

@@ -25,7 +25,8 @@ from jzero.analysis.step_time import StepTime, step_time, traffic_of
 from jzero.analysis.traced import trace_program
 from jzero.config.zero import ZeroConfig
 from jzero.layout.mesh import AnyMesh, platform_of
-from jzero.plan.plan import BytesPerDevice, ZeroPlan
+from jzero.plan.plan import ZeroPlan
+from jzero.plan.state_bytes import BytesPerDevice
 from jzero.plan.table import format_bytes
 from jzero.step.train_step import TrainStep
 
@@ -280,8 +281,8 @@ def memory_of_trace(
         at_peak={str(kind): num_bytes for kind, num_bytes in found.at_peak.items()},
         temporaries=found.peak,
         gathered_bytes=sum(x.times * x.num_bytes for x in program.transfers if x.of_param)
-        + plan.bytes_gathered_in(micro_batches=0),
-        planned_bytes=plan.bytes_gathered_in(micro_batches=micro_batches),
+        + plan.traffic.bytes_gathered_in(micro_batches=0),
+        planned_bytes=plan.traffic.bytes_gathered_in(micro_batches=micro_batches),
         sent_bytes=round(sum(x.sent_bytes for x in traffic)),
         nic_bytes=round(sum(x.port_bytes for x in traffic)),
         communication_seconds=None if hardware is None else sum(x.seconds for x in traffic),

@@ -107,7 +107,7 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
     """Compares the traced program with the plan."""
     held = {x.path: (x, x.compute_dtype) for x in plan.other_leaves if x.is_param}
     held |= {leaf.path: (leaf.param, leaf.compute_dtype) for leaf in plan.leaves}
-    reduced = {leaf.path: plan.comm_of_gradient(leaf) for leaf in plan.leaves}
+    reduced = {leaf.path: plan.traffic.comm_of_gradient(leaf) for leaf in plan.leaves}
     for x in compiled.sent:
         if math.prod(x.cut.shape) <= SMALL:
             continue
@@ -115,8 +115,8 @@ def _by_path(compiled: Compiled, plan: ZeroPlan) -> Iterator[Finding]:
             yield False, f"{_say(x)} ({x.path}) is no parameter of the plan, so it is not compared with it."
             continue
         leaf, dtype = held[x.path]
-        way = plan.way(leaf)
-        once = plan.config.secondary_params if x.gathers else plan.is_reduced_once(compiled.micro_batches)
+        way = plan.traffic.way(leaf)
+        once = plan.config.secondary_params if x.gathers else plan.traffic.is_reduced_once(compiled.micro_batches)
         yield from _hops(x, way.comm if x.gathers else reduced[x.path], once=once and compiled.micro_batches > 0)
         if x.gathers:
             yield from _gather(x, way, jnp.dtype(dtype), plan)

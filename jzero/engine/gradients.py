@@ -189,7 +189,7 @@ class _LocalStep:
 
     def way(self, leaf: StateLeaf) -> Way:
         """Returns how a parameter reaches the loss."""
-        way, remat = self.plan.way(leaf), self.traced.remat
+        way, remat = self.plan.traffic.way(leaf), self.traced.remat
         if not self.differentiates:  # an evaluation uses each only once
             return way._replace(is_secondary=False)
         return way._replace(stays=not self.plan.regathers or (isinstance(remat, Keep) and remat.keeps(leaf.path)))
@@ -204,10 +204,10 @@ class _LocalStep:
             sums=self.sums,
             reduce_last=last,
             stage=stage,
-            is_late=plan.is_reduced_once(self.micro.steps) and not last,
+            is_late=plan.traffic.is_reduced_once(self.micro.steps) and not last,
         )
         return [
-            make(leaf, way=self.way(leaf.param), comm=plan.comm_of_gradient(leaf), to_host=i in self.streamed)
+            make(leaf, way=self.way(leaf.param), comm=plan.traffic.comm_of_gradient(leaf), to_host=i in self.streamed)
             for i, leaf in enumerate(plan.leaves)
         ]
 

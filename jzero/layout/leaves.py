@@ -136,6 +136,11 @@ class StateLeaf:
         return tuple(n // num_parts(self.mesh, names) for n, names in itertools.zip_longest(shape, spec))
 
     @property
+    def column_dim(self) -> int:
+        """The dimension of the stored array whose indices are its columns, see `Offload.zenflow`."""
+        return self.stored_shape.index(max(self.stored_shape)) if self.cut is None else self.cut.dim
+
+    @property
     def bytes_per_device(self) -> int:
         """Bytes of one device's part of the stored array, padding included."""
         return array_bytes(math.prod(self.part_shape), self.stored_dtype)

@@ -11,50 +11,22 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero._text import Report
-from jzero.config.precision import cast_dtype, is_key, wide_dtype
+from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
-from jzero.jaxpr.sizes import array_bytes, itemsize
-from jzero.layout.comm import Comm, Hop, comm_of
+from jzero.jaxpr.sizes import itemsize
+from jzero.layout.comm import Comm, comm_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size, batch_axes, mesh_platform, names_host_memory
 from jzero.layout.padded import Padded
-from jzero.layout.placement import Memory
-from jzero.layout.records import Rectangle, field_offsets, rectangles
+from jzero.layout.records import Rectangle, rectangles
 from jzero.plan.assignment import NO_MATRICES, MatrixWork
 from jzero.plan.kept import Kept
+from jzero.plan.state_bytes import BytesPerDevice, device_bytes, host_bytes, record_bytes, replicated_bytes
 from jzero.plan.table import format_plan, plan_as_dict
-from jzero.plan.ways import Way, why_exact, why_not_stored
+from jzero.plan.traffic import LevelBytes, Traffic, UnquantizedLeaf
 
 PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
-
-
-class BytesPerDevice(NamedTuple):
-    """Bytes on one device, by term. `grads` is the maximum during a step."""
-
-    params: int
-    grads: int
-    opt_state: int
-
-    @property
-    def total(self) -> int:
-        """Sum of the terms."""
-        return self.params + self.grads + self.opt_state
-
-
-class LevelBytes(NamedTuple):
-    """Bytes within nodes and between them."""
-
-    within: int
-    between: int
-
-
-class UnquantizedLeaf(NamedTuple):
-    """A partitioned parameter that travels as it is, although `Quantization` asks for integers."""
-
-    path: str
-    shape: tuple[int, ...]
-    reason: str
 
 
 class WholeLeaf(NamedTuple):
@@ -281,14 +253,7 @@ class ZeroPlan(Report):
         Gradients count if they wait there for a later step (`Offload.delay`), or are added up (`Offload.zenflow`: one
         sum, and one that is being applied).
         """
-        offload, late = self.config.offload, [self.leaves[i].grad for i in self.disk_fields]
-        sums = [dataclasses.replace(x, dtype=wide_dtype(x.dtype)) for x in late]
-        records = 0 if offload.optimizer == "disk" else self._record_bytes * (1 if offload.delay else 2)
-        return BytesPerDevice(
-            params=self._sum_bytes(self._all_params, "host"),
-            grads=2 * self._sum_bytes(sums) if offload.zenflow else self._sum_bytes(late) if offload.delay else 0,
-            opt_state=self._sum_bytes(self.opt_leaves, "host") + records,
-        )
+        return host_bytes(self)
 
     @property
     def has_files(self) -> bool:
@@ -317,41 +282,16 @@ class ZeroPlan(Report):
         of_row = rectangles(shape[1:], per_element, most)  # programs read single rows
         return [Rectangle((row, *x.start), (1, *x.shape)) for row in range(shape[0]) for x in of_row]
 
-    def column_dim(self, leaf: StateLeaf) -> int:
-        """Returns the dimension of a stored array whose indices are its columns, see `Offload.zenflow`."""
-        shape = leaf.stored_shape
-        return shape.index(max(shape)) if leaf.cut is None else leaf.cut.dim
-
     def num_chosen(self, leaf: StateLeaf) -> int:
         """Returns how many columns each device chooses of its part of a leaf, see `Offload.zenflow`."""
         flow = self.config.offload.zenflow
-        columns = leaf.part_shape[self.column_dim(leaf)]
+        columns = leaf.part_shape[leaf.column_dim]
         return 0 if flow is None else min(columns, round(flow.topk_ratio * columns) or (flow.topk_ratio > 0))
-
-    @property
-    def _chosen_bytes(self) -> int:
-        """Bytes of masters and optimizer state of the columns that one device has chosen."""
-        total = 0
-        for i, fields in self.disk_fields.items():
-            leaf = self.leaves[i].grad
-            share = self.num_chosen(leaf) / leaf.part_shape[self.column_dim(leaf)]
-            total += round(share * sum(x.bytes_per_device for x in fields))
-        return total
 
     @functools.cached_property
     def disk_bytes_per_device(self) -> int:
         """Bytes of one device's state on disk: two copies, since a step writes one while it reads the other."""
-        return 2 * self._record_bytes if self.config.offload.optimizer == "disk" else 0
-
-    @property
-    def _record_bytes(self) -> int:
-        """Bytes of one device's records."""
-        sizes = (
-            field_offsets([leaf.dtype for leaf in fields], record.size)[-1]
-            for i, fields in self.disk_fields.items()
-            for record in self.records_of(i)
-        )
-        return sum(sizes)
+        return 2 * record_bytes(self) if self.config.offload.optimizer == "disk" else 0
 
     @functools.cached_property
     def bytes_per_device(self) -> BytesPerDevice:
@@ -360,36 +300,12 @@ class ZeroPlan(Report):
         Gradients count at their maximum: cut at stages 2 and 3, whole at stages 0 and 1, since stage 1 sums whole local
         gradients if there are several micro-batches.
         """
-        grads = [leaf.grad for leaf in self.leaves if leaf.trained]
-        if self.config.stage < 2:
-            grads = [dataclasses.replace(leaf, cut=None) for leaf in grads]
-        return BytesPerDevice(
-            params=self._sum_bytes(self._all_params),
-            grads=self._sum_bytes(grads),
-            opt_state=self._sum_bytes(self.opt_leaves) + self._chosen_bytes,
-        )
+        return device_bytes(self)
 
     @functools.cached_property
     def replicated_bytes(self) -> BytesPerDevice:
         """The same terms for replicated training (stage 0), for comparison."""
-        return BytesPerDevice(
-            *(
-                sum(array_bytes(leaf.size, leaf.dtype) for leaf in leaves)
-                for leaves in (
-                    self._all_params,
-                    [leaf.grad for leaf in self.leaves if leaf.trained],
-                    self.opt_leaves,
-                )
-            )
-        )
-
-    @property
-    def _all_params(self) -> list[StateLeaf]:
-        """Every parameter as stored, trained or not."""
-        return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
-
-    def _sum_bytes(self, leaves: Sequence[StateLeaf], memory: Memory = "device") -> int:
-        return sum(leaf.bytes_per_device for leaf in leaves if leaf.memory == memory)
+        return replicated_bytes(self)
 
     @property
     def gathered_bytes(self) -> int:
@@ -401,56 +317,7 @@ class ZeroPlan(Report):
         loss, which may gather more if it uses a parameter more than once or has its own `jax.checkpoint`.
         `estimate_step_memory` and `analyze` count that.
         """
-        return self.bytes_gathered_in(micro_batches=1)
-
-    def bytes_gathered_in(self, *, micro_batches: int) -> int:
-        """Returns `gathered_bytes` of a step with several micro-batches: at stage 3 each of them gathers."""
-        before = self.gathers_before_loss if micro_batches else ()
-        hops = (*before, *micro_batches * self.gathers_of_loss, *self._gathers_after_update)
-        return sum(hop.num_bytes for hop in hops)
-
-    @property
-    def _gathers_after_update(self) -> list[Hop]:
-        updated = [x for x in self.leaves if not x.param.cut and x.trained]
-        return [hop for x in updated for hop in Way(x.grad, self.comm).hops(x.compute_dtype)[1]]
-
-    def way(self, leaf: StateLeaf) -> Way:
-        """Returns how a parameter reaches the loss of a train step, given its layout as stored."""
-        kind = self.config.quantization.gather
-        is_exact = kind == "none" or self.why_exact(leaf)
-        return Way(leaf, self.comm, "none" if is_exact else kind, self.config.secondary_params)
-
-    def comm_of_gradient(self, leaf: LeafPlan) -> Comm:
-        """Returns how a parameter's gradient travels."""
-        is_exact = self.config.quantization.reduce == "none" or self.why_exact(leaf.grad)
-        return self.comm if is_exact else self.rounding_comm
-
-    def is_reduced_once(self, micro_batches: int) -> bool:
-        """Whether gradients cross nodes once per step, whatever the uses of their parameters."""
-        return self.config.secondary_grads and micro_batches > 1
-
-    @functools.cached_property
-    def rounding_comm(self) -> Comm:
-        """How gradients travel that `Quantization.reduce` rounds."""
-        return comm_of(self.config, self.mesh, self.config.quantization.reduce)
-
-    def why_exact(self, leaf: StateLeaf) -> str:
-        """Returns why a parameter or gradient cannot travel in blocks of integers; an empty string if it can."""
-        return why_exact(leaf, self.config.rule_for(leaf.path))
-
-    @functools.cached_property
-    def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
-        """Every partitioned parameter that `Quantization` leaves as it is, with the reason."""
-        kinds = self.config.quantization
-        travels = [leaf.param for leaf in self.leaves if leaf.param.cut and kinds.gather != "none"]
-        stored = [x for x in self.other_leaves if x.is_param and x.cut and {kinds.gather, kinds.frozen} != {"none"}]
-        reduced = [leaf.grad for leaf in self.leaves if leaf.trained and leaf.grad.cut and kinds.reduce != "none"]
-        reasons = [(x, self.why_exact(x)) for x in (*travels, *reduced, *stored)]
-        if kinds.frozen != "none":
-            frozen = [leaf.param for leaf in self.leaves if not leaf.trained and leaf.param.cut]
-            reasons += [(x, why_not_stored(x, self.config.rule_for(x.path))) for x in (*frozen, *stored)]
-        found = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
-        return tuple(x for x in found.values() if x.reason)
+        return self.traffic.bytes_gathered_in(micro_batches=1)
 
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """Returns the bytes that one device sends per step for parameters and gradients, within and between nodes.
@@ -458,44 +325,22 @@ class ZeroPlan(Report):
         It counts the uses that `gathered_bytes` counts, and one reduction per micro-batch from stage 2 on, one per step
         at stage 1. Without `ZeroConfig.node_axis` all is within.
         """
-        hops = [*self.gathers_before_loss, *micro_batches * self.gathers_of_loss, *self._gathers_after_update]
-        for leaf in self.leaves:
-            cut = leaf.grad.cut_for_collectives if leaf.trained else None
-            if cut is None:
-                continue
-            dtype = cast_dtype(leaf.compute_dtype, self.config.policy.reduce)
-            found = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.mesh.shape), dtype)
-            late = self.is_reduced_once(micro_batches)
-            for hop in found:
-                once = self.config.stage < 2 or (late and self.config.axis not in hop.axes)
-                hops += [hop] * (1 if once else micro_batches)
-        node = self.config.node_axis
-        between = sum(hop.sent_bytes for hop in hops if node in hop.axes)
-        return LevelBytes(round(sum(hop.sent_bytes for hop in hops) - between), round(between))
+        return self.traffic.sent_bytes(micro_batches=micro_batches)
+
+    @functools.cached_property
+    def unquantized(self) -> tuple[UnquantizedLeaf, ...]:
+        """Every partitioned parameter that `Quantization` leaves as it is, with the reason."""
+        return self.traffic.unquantized()
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """What devices exchange in one step."""
+        return Traffic(self)
 
     @property
-    def secondary_bytes(self) -> int:
-        """Bytes on one device of the secondary shares that it keeps during a step (`ZeroConfig.secondary_params`)."""
-        return sum(hop.num_bytes for hop in self.gathers_before_loss)
-
-    @functools.cached_property
-    def _hops(self) -> list[tuple[tuple[Hop, ...], tuple[Hop, ...]]]:
-        """The collectives of each parameter once per step, and of each use."""
-        held = [(leaf.param, leaf.compute_dtype) for leaf in self.leaves]
-        held += [(x, x.compute_dtype) for x in self.other_leaves if x.is_param]
-        return [self.way(x).hops(dtype) for x, dtype in held]
-
-    @functools.cached_property
-    def gathers_of_loss(self) -> tuple[Hop, ...]:
-        """The collectives of the gathers of a loss and its gradient."""
-        held = [*(leaf.param for leaf in self.leaves), *(x for x in self.other_leaves if x.is_param)]
-        again = [of_use for x, (_, of_use) in zip(held, self._hops, strict=True) if self.regathers_param(x.path)]
-        return tuple(hop for hops in (*(of_use for _, of_use in self._hops), *again) for hop in hops)
-
-    @functools.cached_property
-    def gathers_before_loss(self) -> tuple[Hop, ...]:
-        """The collectives of gathers once per step: those between nodes with `secondary_params`."""
-        return tuple(hop for once, _ in self._hops for hop in once)
+    def all_params(self) -> list[StateLeaf]:
+        """Every parameter as stored, trained or not."""
+        return [*(leaf.param for leaf in self.leaves), *(leaf for leaf in self.other_leaves if leaf.is_param)]
 
     @functools.cached_property
     def replicated(self) -> tuple[WholeLeaf, ...]:

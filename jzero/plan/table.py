@@ -68,7 +68,7 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     if work:
         sections.append("\n".join(row for (row,) in _cap([(line,) for line in work], max_rows)))
     gathered = f"gathered per step: {format_bytes(plan.gathered_bytes)}"
-    if plan.gathers_of_loss:
+    if plan.traffic.gathers_of_loss:
         gathered += ", without what the loss's own jax.checkpoint adds (estimate_step_memory counts it)"
     sections.append("\n".join([gathered, *_kept_lines(plan), *_level_lines(plan), *_stage_3_line(plan)]))
     return "\n\n".join(sections)
@@ -128,7 +128,7 @@ def _level_lines(plan: ZeroPlan) -> list[str]:
         f"sent per step and device: {format_bytes(sent.within)} within nodes, {format_bytes(sent.between)} between them"
     ]
     if config.secondary_params:
-        lines.append(f"secondary parameters: {format_bytes(plan.secondary_bytes)} per device during a step")
+        lines.append(f"secondary parameters: {format_bytes(plan.traffic.secondary_bytes)} per device during a step")
     return lines
 
 
@@ -199,7 +199,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
         "gathered_bytes": plan.gathered_bytes,
         "sent_bytes": plan.sent_bytes()._asdict(),
         "kept": plan.kept and plan.kept.to_dict(),
-        "secondary_bytes": plan.secondary_bytes,
+        "secondary_bytes": plan.traffic.secondary_bytes,
         "unquantized": [x._asdict() for x in plan.unquantized],
         "parameters": [
             *(

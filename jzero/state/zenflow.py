@@ -91,7 +91,7 @@ class Flow:
     def far(self) -> list[int]:
         """The parameters of which some columns are not on the devices once columns are chosen."""
         shapes = {i: self.plan.leaves[i].grad.part_shape for i in self.plan.disk_fields}
-        sizes = {i: shape[self.plan.column_dim(self.plan.leaves[i].grad)] for i, shape in shapes.items()}
+        sizes = {i: shape[self.plan.leaves[i].grad.column_dim] for i, shape in shapes.items()}
         return [i for i, size in sizes.items() if self.plan.num_chosen(self.plan.leaves[i].grad) < size]
 
     @functools.cached_property
@@ -152,7 +152,7 @@ class Flow:
         there = dict(zip(devices, columns, strict=True))
         sharding = leaf.device_sharding
         shape = list(leaf.stored_shape)
-        dim = self.plan.column_dim(leaf)
+        dim = leaf.column_dim
         part = leaf.part_shape
         shape[dim] = shape[dim] // part[dim] * columns[0].shape[dim]
         arrays = [jax.device_put(there[first], d) for d, first in first_holders(self.plan, leaf).items()]
@@ -169,7 +169,7 @@ class Flow:
             self.overlay(record, views)
             if place not in wanted:
                 return
-            dim, shape = self.plan.column_dim(self.plan.leaves[record.param].grad), list(self._part_shape(record.param))
+            dim, shape = self.plan.leaves[record.param].grad.column_dim, list(self._part_shape(record.param))
             shape[dim] = len(wanted[place])
             into = taken.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
             inside, columns = _overlap(record, dim, wanted[place])
@@ -189,7 +189,7 @@ class Flow:
         if record.param not in self.chosen:
             return
         chosen = _part(self.chosen[record.param], record.device)
-        dim = self.plan.column_dim(self.plan.leaves[record.param].grad)
+        dim = self.plan.leaves[record.param].grad.column_dim
         inside, columns = _overlap(record, dim, chosen)
         at, there = _at(record, dim, inside), (*[slice(None)] * dim, columns)
         for near, view in zip(self.near[record.param], views, strict=True):

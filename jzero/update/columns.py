@@ -59,7 +59,7 @@ class Columns:
         param: Any = given.params[i]
         arrays = {"grads": [grads.reduced.array], "params": [param.array], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
-        dim, spec_pair = plan.column_dim(leaf), _specs(plan, leaf)
+        dim, spec_pair = leaf.column_dim, _specs(plan, leaf)
 
         def local(
             fields: list[jax.Array], chosen: jax.Array, parts: list[jax.Array], numbers: list[jax.Array], old: jax.Array
@@ -104,7 +104,7 @@ def choose_columns(plan: ZeroPlan, grads: Mapping[int, jax.Array]) -> dict[int, 
 
     def of(i: int, grad: jax.Array) -> jax.Array:
         leaf = plan.leaves[i].grad
-        dim, count, (like, entries) = plan.column_dim(leaf), plan.num_chosen(leaf), _specs(plan, leaf)
+        dim, count, (like, entries) = leaf.column_dim, plan.num_chosen(leaf), _specs(plan, leaf)
 
         def local(part: jax.Array) -> jax.Array:
             others = [d for d in range(part.ndim) if d != dim]
@@ -133,7 +133,7 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array,
     kept = grad.store(leaf.param.load(old))
     if chosen is not None:
         like, entries = _specs(plan, grad)
-        dim = plan.column_dim(grad)
+        dim = grad.column_dim
 
         def local(made: jax.Array, kept: jax.Array, chosen: jax.Array) -> jax.Array:
             place = (*[slice(None)] * dim, chosen)
