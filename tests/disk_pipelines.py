@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 SIZES = tuple(PAGE * pages for pages in (3, 1, 17, 256, 1, 64, 5, 1031, 2, 100, 7))
 FEW = SIZES[:4]
 WAIT = 20  # seconds, in place of for ever
+MODULES = ("disk_pipelines", "test_disk_files", "test_disk_faults")
 
 
 @pytest.fixture
@@ -98,8 +99,9 @@ def pipeline_threads(before):
 
 
 def start_python(text, *args):
-    """Starts a script that has this module's names."""
-    script = f"from tests.test_disk_files import *\n{text}"
+    """Starts a script that has the names of these modules."""
+    names = "".join(f"from tests.{module} import *\n" for module in MODULES)
+    script = f"{names}{text}"
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-c", script, *map(str, args)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -107,7 +109,7 @@ def start_python(text, *args):
 
 
 def run_python(text, *args):
-    """Runs a script that has this module's names, and checks that it succeeds; returns its output."""
+    """Runs a script that has the names of these modules, and checks that it succeeds; returns its output."""
     process = start_python(text, *args)
     try:
         output, errors = process.communicate(timeout=WAIT)
