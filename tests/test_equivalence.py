@@ -4,74 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
-from jax import lax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.arrays import collectives as _collectives
 from tests import models
+from tests.equivalence_cases import (
+    BATCHES,
+    ROWS,
+    BatchNormState,
+    Normed,
+    assert_reference,
+    compare,
+    line_loss,
+    line_state,
+    make_config,
+    mlp_state,
+    norm_of,
+    normed_loss,
+    plain_run,
+)
 from tests.tiers import slow, stages
-
-ROWS = 16
-BATCHES = [models.mlp_batch(ROWS, seed) for seed in range(2)]
-
-
-def make_config(stage, precision="fp32", **options):
-    return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
-
-
-def mlp_state(tx=None, cls=TrainState):
-    return cls.create(apply_fn=None, params=models.mlp_params(), tx=tx or optax.adamw(1e-3, eps=1e-6))
-
-
-def line_state():
-    """A model of one layer, for what does not need three."""
-    return jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :11]}, tx=optax.sgd(0.1))
-
-
-def line_loss(params, batch):
-    return jnp.square(jnp.tanh(batch["x"] @ params["w"]) - batch["y"]).mean()
-
-
-def compare(loss_fn=models.mlp_loss, state=None, *, stage=2, batches=BATCHES, **options):
-    options.setdefault("config", make_config(stage))
-    return jzero.check_equivalence(loss_fn, mlp_state() if state is None else state, batches, **options)
-
-
-def norm_of(grads):
-    return np.sqrt(sum(float(jnp.square(g).sum()) for g in jax.tree.leaves(grads)))
-
-
-def plain_run(loss_fn, state, batches, clip_norm=None):
-    """The loop that anyone would write on one device."""
-    losses, norms = [], []
-    for batch in batches:
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        norm = norm_of(grads)
-        if clip_norm is not None:
-            grads = jax.tree.map(lambda g, norm=norm: g * jnp.minimum(1, clip_norm / (norm + 1e-6)), grads)
-        state = state.apply_gradients(grads=grads)
-        losses.append(float(loss))
-        norms.append(float(norm))
-    return state, losses, norms
-
-
-def assert_reference(report, losses, norms):
-    np.testing.assert_allclose([x.reference_loss for x in report.steps], losses, rtol=1e-6)
-    np.testing.assert_allclose([x.reference_grad_norm for x in report.steps], norms, rtol=1e-5)
 
 
 @pytest.mark.smoke
@@ -207,28 +167,6 @@ def test_a_loss_that_is_not_finite_fails():
         report.check(loss=1e30, grad_norm=1e30, params=1e30, drift=1e30)
 
 
-class BatchNormState(TrainState):
-    batch_stats: Any
-
-
-class Normed(nn.Module):
-    axis_name: str | None = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(24, use_bias=False)(x)
-        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.9)(x)
-        return nn.Dense(11)(nn.relu(x))
-
-
-def normed_loss(model):
-    def loss_fn(params, batch, *, batch_stats):
-        out, new = model.apply({"params": params, "batch_stats": batch_stats}, batch["x"], mutable=["batch_stats"])
-        return jnp.square(out - batch["y"]).mean(), {"rows": jzero.Summed(batch["x"].shape[0]), **new}
-
-    return loss_fn
-
-
 def test_batch_statistics_and_aux():
     variables = Normed().init(jax.random.key(0), BATCHES[0]["x"])
     state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
@@ -245,159 +183,6 @@ def test_batch_statistics_and_aux():
     assert per_device.loss > 1e-2
     drifts = {leaf.path: leaf.drift for leaf in per_device.leaves}
     assert drifts["batch_stats/BatchNorm_0/var"] > 0.1
-
-
-def test_two_axes_and_a_mesh_of_some_devices():
-    mesh = jzero.make_mesh(devices=jax.devices()[:6], replica=2, data=3)
-    variables = Normed().init(jax.random.key(0), BATCHES[0]["x"])
-    state = BatchNormState.create(apply_fn=None, tx=optax.sgd(0.1), **variables)
-    report = compare(
-        normed_loss(Normed(axis_name=("replica", "data"))),
-        state,
-        batches=[models.mlp_batch(12)],
-        config=make_config(3, replica_axis="replica"),
-        mesh=mesh,
-        has_aux=True,
-        mutable=("batch_stats",),
-    )
-    report.check()
-    assert report.num_shards == 3
-
-
-def constrained(mesh, h):
-    return lax.with_sharding_constraint(jax.nn.silu(h), NamedSharding(mesh, P(None, "model")))
-
-
-def named(mesh, h):
-    h = lax.with_sharding_constraint(jax.nn.silu(h), P(None, "model"))
-    return h / lax.pmean(jnp.square(h).mean(), "data")
-
-
-def manual(mesh, h):
-    halves = {"mesh": mesh, "axis_names": {"model"}, "in_specs": P(None, "model"), "out_specs": P()}
-    return jax.shard_map(
-        lambda x: lax.all_gather(jax.nn.silu(x), "model", axis=1, tiled=True), **halves, check_vma=False
-    )(h)
-
-
-def placed(mesh, h):
-    """Multiplied with numbers of the devices' own, which are one."""
-    columns = {"mesh": mesh, "axis_names": {"model"}, "in_specs": P(None, "model"), "out_specs": P(None, "model")}
-    return jax.nn.silu(jax.shard_map(lambda x: x * (lax.axis_index("model") >= 0), **columns, check_vma=False)(h))
-
-
-@pytest.mark.parametrize(
-    ("inside", "is_set"),
-    [slow(constrained, False), (constrained, True), (named, True), (manual, False), slow(placed, False)],
-)
-def test_losses_that_name_a_further_axis_of_the_mesh(inside, is_set):
-    """The reference keeps the axes that the loss names, and is still one device's training."""
-    sizes = {"data": 2, "pipe": 2, "model": 2} if inside is placed else {"data": 4, "model": 2}
-    mesh = jzero.make_mesh(**sizes)
-
-    def with_activation(activation, params, batch):
-        return jnp.square(activation(batch["x"] @ params["w"]) - batch["y"]).mean()
-
-    loss_fn = functools.partial(with_activation, functools.partial(inside, mesh))
-
-    def of_local_rows(params, batch):
-        return loss_fn(params, {**batch, "y": batch["y"] - batch["y"].mean()})
-
-    def plain(h):
-        h = jax.nn.silu(h)
-        return h / jnp.square(h).mean() if inside is named else h
-
-    state = jzero.TrainState.create(params={"w": jnp.tile(line_state().params["w"], 2)}, tx=optax.adam(1e-2))
-    batches = [{**x, "y": jnp.tile(x["y"], 2)} for x in BATCHES]
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        report = compare(loss_fn, state, stage=3, batches=batches, mesh=mesh)
-        wrong = compare(of_local_rows, state, stage=3, batches=batches, mesh=mesh)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-5)
-    with pytest.raises(AssertionError, match="The loss deviates"):
-        wrong.check()
-    _, losses, norms = plain_run(functools.partial(with_activation, plain), state, batches)
-    assert_reference(report, losses, norms)
-
-
-def gathered_and_scattered(h, axes):
-    return lax.psum_scatter(lax.all_gather(h, axes, tiled=True), axes, tiled=True) / lax.axis_size(axes)
-
-
-def there_and_back(h, axes):
-    for name in axes:
-        h = lax.all_to_all(lax.all_to_all(h, name, 1, 0, tiled=True), name, 0, 1, tiled=True)
-    return h
-
-
-def called_back(h, axes):
-    return h * jax.pure_callback(
-        lambda i: np.float32(i >= 0), jax.ShapeDtypeStruct((), np.float32), lax.axis_index(axes)
-    )
-
-
-EXCHANGES = {
-    "gather": lambda h, axes: h - lax.all_gather(h, axes, tiled=True).mean(0, keepdims=True),
-    "mean": lambda h, axes: h - lax.pmean(h.mean(0, keepdims=True), axes),
-    "scatter": gathered_and_scattered,
-    "all_to_all": there_and_back,
-    "callback": called_back,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "names"),
-    [
-        ("callback", {"data": 8}, False),  # jax has none beside automatic axes
-        ("gather", {"data": 4, "replica": 2}, False),
-        ("mean", {"model": 2, "data": 4}, False),
-        ("scatter", {"data": 4, "model": 2}, True),
-        ("all_to_all", {"data": 2, "model": 2, "replica": 2}, True),
-        slow("gather", {"data": 2, "model": 2, "replica": 2}, True),
-        slow("mean", {"data": 4, "model": 2}, True),
-        slow("scatter", {"data": 4, "replica": 2}, False),
-        slow("all_to_all", {"model": 2, "data": 4}, False),
-    ],
-)
-def test_losses_that_exchange_among_the_devices_of_the_batch(name, sizes, names):
-    """For the reference these are one device, as all of the batch is; `names` says whether the loss names its mesh."""
-    mesh = jzero.make_mesh(**sizes)
-    axes = tuple(x for x in ("replica", "data") if x in sizes)
-
-    def loss_of(exchange, params, batch):
-        h = batch["x"] @ params["w"]
-        return jnp.square(jnp.tanh(exchange(h)) - batch["y"]).mean()
-
-    def inside(h):
-        return EXCHANGES[name](constrained(mesh, h) if names else h, axes)
-
-    state = jzero.TrainState.create(params={"w": models.mlp_params()["layer_0"]["kernel"][:, :16]}, tx=optax.sgd(0.1))
-    batches = [{**x, "y": np.tile(x["y"], 2)[:, :16]} for x in BATCHES]
-    config = make_config(3, replica_axis="replica" if "replica" in sizes else None)
-    report = compare(functools.partial(loss_of, inside), state, batches=batches, config=config, mesh=mesh)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-
-    def plain(h):
-        h = jax.nn.silu(h) if names else h
-        return h - h.mean(0, keepdims=True) if name in ("gather", "mean") else h
-
-    _, losses, norms = plain_run(functools.partial(loss_of, plain), state, batches)
-    assert_reference(report, losses, norms)
-
-
-@pytest.mark.parametrize("is_set", [slow(False), True])
-def test_a_loss_that_names_the_axis_of_the_batch_in_constraints(is_set):
-    mesh = jzero.make_mesh()
-    spec = P("data", None) if is_set else NamedSharding(mesh, P("data", None))
-
-    def loss_fn(params, batch):
-        h = lax.with_sharding_constraint(batch["x"] @ params["w"], spec)
-        return jnp.square(jnp.tanh(h) - batch["y"]).mean()
-
-    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-        batches = [jax.tree.map(jnp.asarray, x) for x in (*BATCHES, models.mlp_batch(2 * ROWS))]
-        report = compare(loss_fn, line_state(), stage=3, batches=batches)
-    report.check(loss=1e-6, grad_norm=1e-6, params=1e-5, drift=1e-4)
-    assert_reference(report, *plain_run(line_loss, line_state(), jax.tree.map(np.asarray, batches))[1:])
 
 
 class NormedModel(nnx.Module):
