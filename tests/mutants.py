@@ -417,7 +417,7 @@ MUTANTS = [
         "engine/prefetch.py",
         "MOST_IN_VAIN = 1 / 32",
         "MOST_IN_VAIN = 1.0",
-        "test_prefetch.py::test_the_last_turn_gathers_little_in_vain",
+        "test_prefetch_reach.py::test_the_last_turn_gathers_little_in_vain",
     ),
     Mutant(
         "rows_not_kept_for_the_backward_loop",
@@ -576,7 +576,7 @@ MUTANTS = [
         "engine/order.py",
         "if ahead > self.limit or i == self._turned_at:",
         "if ahead > 2 * self.limit or i == self._turned_at:",
-        "test_prefetch.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
+        "test_prefetch_reach.py::test_gathers_outside_of_loops_wait_for_earlier_uses",
         "plain",
     ),
     Mutant(

@@ -13,7 +13,7 @@ import jzero
 from jzero import _compat
 from jzero.engine.placed import first_elements, operations_of, wait, wait_p
 from tests import models
-from tests.test_prefetch import on
+from tests.prefetch_models import on
 from tests.tiers import slow
 
 ROWS, WIDTH, HIDDEN, VOCAB = 48, 32, 64, 512  # rows per device

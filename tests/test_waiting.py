@@ -13,7 +13,7 @@ from jax import lax
 
 import jzero
 from jzero import _compat
-from tests.test_prefetch import on
+from tests.prefetch_models import on
 from tests.tiers import singles
 
 
