@@ -540,7 +540,7 @@ MUTANTS = [
         "layout/blocks.py",
         "scale = jnp.where(jnp.isfinite(y).all(axis=-1), scale, jnp.nan)",
         "scale = jnp.where(jnp.isfinite(most), scale, 0)",
-        "test_quantization.py::test_what_is_not_finite_fills_its_block_alone",
+        "test_quantized_blocks.py::test_what_is_not_finite_fills_its_block_alone",
     ),
     Mutant(
         "gradients_rounded_within_nodes",
@@ -1092,7 +1092,7 @@ MUTANTS = [
         "layout/blocks.py",
         '_levels(z) if kind == "nf4"',
         'z.astype(jnp.float32) / 8 if kind == "nf4"',
-        "test_quantization.py::test_blocks_are_those_of_the_definition",
+        "test_quantized_blocks.py::test_blocks_are_those_of_the_definition",
     ),
     Mutant(
         "gathered_parameters_keep_their_dtype",

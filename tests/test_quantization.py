@@ -9,143 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.analysis.collectives import bytes_on_port
-from jzero.layout.blocks import pack, packed_size, unpack
 from jzero.layout.cut import Cut
 from tests.compiled import analyze
+from tests.quantized import BATCH, FLAT, SECONDARY, STEPS, TWO, TWO_HOPS, WIDTH, config_of, numpy_rounded
 from tests.test_two_hops import LAYERS, loss_fn, unrolled_loss
-from tests.tiers import singles, slow
+from tests.tiers import singles
 
-WIDTH, STEPS = 61, 20
-BATCH = np.random.default_rng(1).normal(size=(96, WIDTH)).astype(np.float32)
 EXACT = jzero.Quantization()
-
-
-def short(x):
-    """A number of fp32 to 16 bits of its mantissa, the hidden one included, half to even."""
-    bits = int(np.float32(x).view(np.uint32))
-    kept, rest = bits >> 8, bits & 0xFF
-    kept += rest > 0x80 or (rest == 0x80 and kept & 1)
-    return np.uint32(kept << 8).view(np.float32)
-
-
-# As published with QLoRA.
-NF4 = """-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334
-    -0.09105003625154495 0.0 0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
-    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0"""
-NF4 = np.array(NF4.split(), np.float32)
-MOST = {"int8": 127, "int4": 7, "nf4": 1}
-LARGEST_ERROR = {"int8": 1 / 254, "int4": 1 / 14, "nf4": 0.1520}  # nf4: half of the widest gap, (0.6962 - 1) / 2
-
-
-def nearest(z, kind):
-    if kind == "nf4":
-        return NF4[np.abs(z[:, None] - NF4[None]).argmin(1)]
-    return np.clip(np.round(z), -MOST[kind], MOST[kind]).astype(np.float32)
-
-
-def numpy_rounded(x, dim, kind="int8", num_stacked=0):
-    """The blocks of the definition, in NumPy: every index of a stack and of the cut dimension by itself."""
-    top = np.float32(MOST[kind])
-    y = np.moveaxis(np.asarray(x, np.float32), dim, num_stacked)
-    rows = y.reshape(int(np.prod(y.shape[: num_stacked + 1])), -1)
-    n = -(-rows.shape[1] // (64 if kind == "nf4" else 256))
-    b = -(-rows.shape[1] // n)
-    b += b % 2
-    out = np.zeros_like(rows)
-    for row, new in zip(rows, out, strict=True):
-        for start in range(0, rows.shape[1], b):
-            block = row[start : start + b]
-            scale = short(np.max(np.abs(block)) * np.float32(1 / top))
-            if np.max(np.abs(block)) > 1e-30:
-                new[start : start + b] = nearest(block * (np.float32(1) / scale), kind) * scale
-    return np.moveaxis(out.reshape(y.shape), num_stacked, dim)
-
-
-def drawn(*strategies):
-    """Runs a property on a few draws, and in the slow tier on many: each new shape is compiled."""
-
-    def decorate(fn):
-        @pytest.mark.parametrize("draws", [3, slow(60)])
-        def test(draws):
-            settings(max_examples=draws, deadline=None)(given(*strategies)(fn))()
-
-        test.__name__, test.__doc__ = fn.__name__, fn.__doc__
-        return test
-
-    return decorate
-
-
-@st.composite
-def arrays(draw):
-    shape = draw(st.lists(st.integers(1, 23), min_size=2, max_size=4))
-    num_stacked = draw(st.integers(0, len(shape) - 1))
-    dim = draw(st.integers(num_stacked, len(shape) - 1))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    x = rng.normal(size=shape) * 10.0 ** rng.integers(-12, 12)
-    return (x * rng.choice([0, 1, 1e-6], size=shape)).astype(np.float32), dim, num_stacked
-
-
-@drawn(arrays(), st.sampled_from(["int8", "int4", "nf4"]))
-def test_blocks_are_those_of_the_definition(given, kind):
-    """Within one bit: XLA's reciprocal may differ from NumPy's by as much."""
-    x, dim, num_stacked = given
-    packed = pack(jnp.asarray(x), dim, num_stacked, kind)
-    size = int(np.prod(x.shape[num_stacked:])) // x.shape[dim]
-    assert packed.dtype == jnp.int8
-    assert packed.shape == (*x.shape[:num_stacked], x.shape[dim], packed_size(size, kind))
-    rest = np.moveaxis(x, dim, num_stacked).shape[num_stacked + 1 :]
-    found = unpack(packed, size, kind)
-    found = np.moveaxis(np.asarray(found).reshape(*found.shape[:-1], *rest), num_stacked, dim)
-    want = numpy_rounded(x, dim, kind, num_stacked)
-    steps = np.abs(found - want) > 1e-6 * np.abs(want)
-    assert steps.mean() < 0.01, "but for ties that one bit decides"
-    assert np.all(np.abs(found - x) <= np.abs(x).max() * LARGEST_ERROR[kind] * 1.001)
-
-
-@drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
-def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
-    shape = (2, rows, size) if is_stack else (rows, size)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    dim = int(is_stack)
-    whole = Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}).to_stored(x)
-    cut = Cut(dim, shape, num_shards, num_stacked=dim)
-    packed = cut.in_blocks("int8", x.dtype, {})
-    shards = [
-        packed.pack_shard(shard)
-        for shard in jnp.split(cut.to_stored(x), num_shards, axis=dim)  # padding rounds to zeros
-    ]
-    stored = jnp.concatenate(shards, axis=packed.dim)
-    assert stored.shape == packed.stored_shape
-    np.testing.assert_array_equal(stored[..., : packed.natural_size], whole)
-    np.testing.assert_array_equal(packed.to_stored(x), stored)
-    np.testing.assert_array_equal(packed.to_natural(stored), packed.to_natural(whole))
-    if is_stack:  # a row of a stack has the blocks of a layer by itself
-        one = packed.drop_leading().to_stored(x[1])
-        np.testing.assert_array_equal(stored[1], one)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_what_is_not_finite_fills_its_block_alone(kind, bad):
-    x = np.ones((3, 700), np.float32)  # blocks of 234
-    x[1, 300] = bad
-    y = unpack(pack(jnp.asarray(x), 0, 0, kind), 700, kind)
-    assert np.isnan(y[1, 234:468]).all()
-    assert np.isfinite(np.delete(np.asarray(y), np.s_[234:468], axis=1)).all()
-    assert np.isfinite(y[0]).all()
-
-
-def test_denormals_round_to_zero():
-    x = jnp.asarray([[1e-38, -1e-40, 3e-31, 0.0]], jnp.float32)
-    np.testing.assert_array_equal(unpack(pack(x, 0, 0, "int8"), 4, "int8"), np.zeros((1, 4)))
 
 
 def make_params():
@@ -170,11 +45,6 @@ def sharded(config, sizes, tx=None):
     return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!frozen).*")
 
 
-def config_of(stage=3, gather="none", reduce="none", frozen="none", **fields):
-    kinds = jzero.Quantization(gather=gather, reduce=reduce, frozen=frozen)
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, quantization=kinds, **fields)
-
-
 def train(config, sizes, loss=loss_fn, steps=STEPS, **options):
     state, losses = sharded(config, sizes), []
     step = jzero.make_train_step(loss, **options)
@@ -187,11 +57,6 @@ def train(config, sizes, loss=loss_fn, steps=STEPS, **options):
 def assert_same_bits(a, b):
     assert a[0] == b[0]
     jax.tree.map(np.testing.assert_array_equal, a[1], b[1])
-
-
-FLAT, TWO = {"data": 8}, {"node": 2, "data": 4}
-TWO_HOPS = {"node_axis": "node"}
-SECONDARY = {**TWO_HOPS, "secondary_params": True}
 
 
 def rounded_params(params, dims):
@@ -484,137 +349,3 @@ def test_bytes_on_network_ports_are_those_of_the_formula():
 def test_bytes_on_one_port_by_hand(kind, num_devices, num_nodes, want):
     sent = (num_devices - 1) / num_devices
     assert bytes_on_port(kind, sent, num_devices, num_nodes) == pytest.approx(want)
-
-
-@drawn(arrays(), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
-def test_rounding_again_changes_no_bit(given, dtype):
-    """So frozen parameters move in natural shape, to other layouts and checkpoints, and are the same integers there."""
-    x, dim, num_stacked = given
-    x = jnp.asarray(np.clip(x, -6e4, 6e4), dtype)  # what fp16 can hold
-    shape = x.shape
-    cut = Cut(dim, shape, 1, num_stacked=num_stacked).in_blocks("int8", dtype, {})
-    once = cut.to_stored(x)
-    values = cut.to_natural(once)
-    if dtype == jnp.float16:  # its smallest numbers have too few bits for that
-        once = cut.to_stored(values)
-        values = cut.to_natural(once)
-        once = cut.to_stored(values)
-    np.testing.assert_array_equal(cut.to_natural(cut.to_stored(values)), values)
-    if dtype != jnp.float16:
-        np.testing.assert_array_equal(cut.to_stored(values), once)
-
-
-def lora_params():
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
-    base = {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)}
-    return {"base": base, "a": draw(LAYERS, WIDTH, 4), "c": draw(LAYERS, 4, WIDTH)}
-
-
-def lora_loss(params, batch):
-    def layer(h, p):
-        return h + jnp.tanh(h @ p["base"]["w"] + p["base"]["b"][None] + h @ p["a"] @ p["c"]), None
-
-    return jnp.square(lax.scan(layer, batch, params)[0]).mean()
-
-
-def lora_state(config, sizes=FLAT):
-    plain = jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2))
-    mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
-    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!base).*")
-
-
-@singles(
-    sizes=[FLAT, {"data": 3}, TWO],
-    precision=["fp32", "bf16"],
-    kinds=[{}, {"gather": "int8", "reduce": "int8"}],
-    frozen=["int8", "nf4"],
-)
-def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, frozen):
-    """As dense training on the rounded base; its bytes and gathers are those of integers."""
-    fields = SECONDARY if "node" in sizes else {}
-    state = lora_state(config_of(frozen=frozen, precision=precision, **kinds, **fields), sizes)
-    plan, step = jzero.plan_of(state), jzero.make_train_step(lora_loss)
-    (leaf,) = [leaf.param for leaf in plan.leaves if leaf.path == "base/w"]
-    assert str(leaf.stored_dtype) == "int8"
-    num_bytes = {"int8": 62 + 4, "nf4": 31 + 4}[frozen]  # of a row of 61: an even number of elements, and a scale
-    assert leaf.bytes_per_device == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
-    base = jax.device_get(jzero.gather_params(state))["base"]["w"]
-    np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, frozen, 1), rtol=1e-6)
-    report = analyze(step, state, BATCH)
-    report.verify()
-    assert any(r.kind == "all-gather" and r.dtype == "s8" for r in report.collectives)
-    shards = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
-    rounded = lora_params()
-    rounded["base"]["w"] = base
-    as_it_is = {"base/.*": jzero.LeafRule(quantize=False)}  # levels of nf4 are none of int8
-    exact_config = config_of(precision=precision, rules=as_it_is, **kinds, **fields)
-    plain = jzero.TrainState.create(params=rounded, tx=optax.adam(1e-2))
-    exact = jzero.shard_train_state(plain, config=exact_config, mesh=plan.mesh, trainable="(?!base).*")
-    for _ in range(5):
-        state, metrics = step(state, BATCH)
-        exact, want = jzero.make_train_step(lora_loss)(exact, BATCH)
-        assert float(metrics["loss"]) == pytest.approx(float(want["loss"]), rel=1e-5)
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state.params["base"]["w"])[0]), shards)
-
-
-@pytest.mark.parametrize("frozen", ["int8", "nf4"])
-def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
-    """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
-    config = config_of(frozen=frozen)
-    state = lora_state(config)
-    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
-    natural = np.asarray(jzero.get_full_param(state, "base/w"))
-    np.testing.assert_array_equal(np.asarray(state.params["base"]["w"]), natural)
-    assert state.params["base"]["w"].dtype == jnp.float32
-    jzero.save_checkpoint(tmp_path / "saved", state)
-    other = jzero.abstract_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:3]))
-    moved = jzero.restore_checkpoint(tmp_path / "saved", other)
-    np.testing.assert_array_equal(jzero.get_full_param(moved, "base/w"), natural)
-    again = jzero.shard_train_state(moved, mesh=jzero.make_mesh())
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(again.params["base"]["w"])[0]), bits)
-    numbers = jzero.restore_checkpoint(tmp_path / "saved", jzero.abstract_train_state(state, config=config_of()))
-    np.testing.assert_array_equal(jzero.get_full_param(numbers, "base/w"), natural)
-    back = jzero.shard_train_state(numbers, config=config, mesh=jzero.make_mesh())
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(back.params["base"]["w"])[0]), bits)
-    new = jzero.set_full_param(back, "base/w", value=2 * natural)
-    np.testing.assert_array_equal(jzero.get_full_param(new, "base/w"), 2 * natural)
-    whole = jzero.unshard_train_state(new)
-    np.testing.assert_array_equal(whole.params["base"]["w"], 2 * natural)
-    born = jzero.init_train_state(
-        lambda key: jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2)),
-        jax.random.key(0),
-        config=config,
-        mesh=jzero.make_mesh(),
-        trainable="(?!base).*",
-    )
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
-
-
-@pytest.mark.parametrize("offload", [jzero.Offload(), jzero.Offload(optimizer="host", params="host")])
-def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
-    state = lora_state(config_of(frozen="int8", offload=offload))
-    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
-    natural = np.asarray(jzero.get_full_param(state, "base/w"))
-    assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
-    jzero.export_params(state, tmp_path / "exported")
-    loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
-    double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params))
-    np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
-    jzero.save_checkpoint(tmp_path / "saved", state)
-    moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
-    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
-    if offload.params == "host":
-        return
-    gradient = jzero.value_and_grad(lora_loss)
-
-    @jax.jit
-    def own_step(state, batch):
-        loss, grads = gradient(state, batch)
-        return state.apply_gradients(grads=grads), loss
-
-    after, loss = own_step(state, BATCH)
-    want, metrics = jzero.make_train_step(lora_loss)(loaded, BATCH)
-    assert float(loss) == float(metrics["loss"])
-    np.testing.assert_allclose(jzero.get_full_param(after, "a"), jzero.get_full_param(want, "a"), rtol=1e-6)

@@ -1,0 +1,132 @@
+"""A base in integers under adapters: it trains them, keeps its bits, and works wherever parameters do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jzero
+from tests.compiled import analyze
+from tests.quantized import BATCH, FLAT, SECONDARY, TWO, WIDTH, config_of, numpy_rounded
+from tests.test_two_hops import LAYERS
+from tests.tiers import singles
+
+
+def lora_params():
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
+    base = {"w": draw(LAYERS, WIDTH, WIDTH), "b": draw(LAYERS, WIDTH)}
+    return {"base": base, "a": draw(LAYERS, WIDTH, 4), "c": draw(LAYERS, 4, WIDTH)}
+
+
+def lora_loss(params, batch):
+    def layer(h, p):
+        return h + jnp.tanh(h @ p["base"]["w"] + p["base"]["b"][None] + h @ p["a"] @ p["c"]), None
+
+    return jnp.square(lax.scan(layer, batch, params)[0]).mean()
+
+
+def lora_state(config, sizes=FLAT):
+    plain = jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2))
+    mesh = jzero.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    return jzero.shard_train_state(plain, config=config, mesh=mesh, trainable="(?!base).*")
+
+
+@singles(
+    sizes=[FLAT, {"data": 3}, TWO],
+    precision=["fp32", "bf16"],
+    kinds=[{}, {"gather": "int8", "reduce": "int8"}],
+    frozen=["int8", "nf4"],
+)
+def test_lora_trains_on_an_integer_base(tmp_path, sizes, precision, kinds, frozen):
+    """As dense training on the rounded base; its bytes and gathers are those of integers."""
+    fields = SECONDARY if "node" in sizes else {}
+    state = lora_state(config_of(frozen=frozen, precision=precision, **kinds, **fields), sizes)
+    plan, step = jzero.plan_of(state), jzero.make_train_step(lora_loss)
+    (leaf,) = [leaf.param for leaf in plan.leaves if leaf.path == "base/w"]
+    assert str(leaf.stored_dtype) == "int8"
+    num_bytes = {"int8": 62 + 4, "nf4": 31 + 4}[frozen]  # of a row of 61: an even number of elements, and a scale
+    assert leaf.bytes_per_device == LAYERS * -(-WIDTH // plan.num_shards) * num_bytes
+    base = jax.device_get(jzero.gather_params(state))["base"]["w"]
+    np.testing.assert_allclose(base, numpy_rounded(lora_params()["base"]["w"], 1, frozen, 1), rtol=1e-6)
+    report = analyze(step, state, BATCH)
+    report.verify()
+    assert any(r.kind == "all-gather" and r.dtype == "s8" for r in report.collectives)
+    shards = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    rounded = lora_params()
+    rounded["base"]["w"] = base
+    as_it_is = {"base/.*": jzero.LeafRule(quantize=False)}  # levels of nf4 are none of int8
+    exact_config = config_of(precision=precision, rules=as_it_is, **kinds, **fields)
+    plain = jzero.TrainState.create(params=rounded, tx=optax.adam(1e-2))
+    exact = jzero.shard_train_state(plain, config=exact_config, mesh=plan.mesh, trainable="(?!base).*")
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        exact, want = jzero.make_train_step(lora_loss)(exact, BATCH)
+        assert float(metrics["loss"]) == pytest.approx(float(want["loss"]), rel=1e-5)
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(state.params["base"]["w"])[0]), shards)
+
+
+@pytest.mark.parametrize("frozen", ["int8", "nf4"])
+def test_an_integer_base_keeps_its_bits(tmp_path, frozen):
+    """To other numbers of devices and back, through checkpoints, as numbers and as integers again."""
+    config = config_of(frozen=frozen)
+    state = lora_state(config)
+    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    natural = np.asarray(jzero.get_full_param(state, "base/w"))
+    np.testing.assert_array_equal(np.asarray(state.params["base"]["w"]), natural)
+    assert state.params["base"]["w"].dtype == jnp.float32
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    other = jzero.abstract_train_state(state, config=config, mesh=jzero.make_mesh(devices=jax.devices()[:3]))
+    moved = jzero.restore_checkpoint(tmp_path / "saved", other)
+    np.testing.assert_array_equal(jzero.get_full_param(moved, "base/w"), natural)
+    again = jzero.shard_train_state(moved, mesh=jzero.make_mesh())
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(again.params["base"]["w"])[0]), bits)
+    numbers = jzero.restore_checkpoint(tmp_path / "saved", jzero.abstract_train_state(state, config=config_of()))
+    np.testing.assert_array_equal(jzero.get_full_param(numbers, "base/w"), natural)
+    back = jzero.shard_train_state(numbers, config=config, mesh=jzero.make_mesh())
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(back.params["base"]["w"])[0]), bits)
+    new = jzero.set_full_param(back, "base/w", value=2 * natural)
+    np.testing.assert_array_equal(jzero.get_full_param(new, "base/w"), 2 * natural)
+    whole = jzero.unshard_train_state(new)
+    np.testing.assert_array_equal(whole.params["base"]["w"], 2 * natural)
+    born = jzero.init_train_state(
+        lambda key: jzero.TrainState.create(params=lora_params(), tx=optax.adam(1e-2)),
+        jax.random.key(0),
+        config=config,
+        mesh=jzero.make_mesh(),
+        trainable="(?!base).*",
+    )
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(born.params["base"]["w"])[0]), bits)
+
+
+@pytest.mark.parametrize("offload", [jzero.Offload(), jzero.Offload(optimizer="host", params="host")])
+def test_an_integer_base_works_wherever_parameters_do(tmp_path, offload):
+    state = lora_state(config_of(frozen="int8", offload=offload))
+    bits = np.asarray(jax.tree.leaves(state.params["base"]["w"])[0])
+    natural = np.asarray(jzero.get_full_param(state, "base/w"))
+    assert jzero.check_equivalence(lora_loss, state, [BATCH, BATCH]).loss < 1e-5
+    jzero.export_params(state, tmp_path / "exported")
+    loaded = jzero.load_params(lora_state(config_of(frozen="int8", offload=offload)), tmp_path / "exported")
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(loaded.params["base"]["w"])[0]), bits)
+    double = jzero.update_params(state, lambda params: jax.tree.map(lambda x: 2 * x, params))
+    np.testing.assert_array_equal(jzero.get_full_param(double, "base/w"), 2 * natural)
+    jzero.save_checkpoint(tmp_path / "saved", state)
+    moved = jzero.restore_checkpoint(tmp_path / "saved", lora_state(config_of(frozen="int8", offload=offload)))
+    np.testing.assert_array_equal(np.asarray(jax.tree.leaves(moved.params["base"]["w"])[0]), bits)
+    if offload.params == "host":
+        return
+    gradient = jzero.value_and_grad(lora_loss)
+
+    @jax.jit
+    def own_step(state, batch):
+        loss, grads = gradient(state, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    after, loss = own_step(state, BATCH)
+    want, metrics = jzero.make_train_step(lora_loss)(loaded, BATCH)
+    assert float(loss) == float(metrics["loss"])
+    np.testing.assert_allclose(jzero.get_full_param(after, "a"), jzero.get_full_param(want, "a"), rtol=1e-6)

@@ -1,0 +1,113 @@
+"""Blocks of integers against the definition in NumPy, by themselves and at every number of devices."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jzero.layout.blocks import pack, packed_size, unpack
+from jzero.layout.cut import Cut
+from tests.quantized import numpy_rounded
+from tests.tiers import slow
+
+LARGEST_ERROR = {"int8": 1 / 254, "int4": 1 / 14, "nf4": 0.1520}  # nf4: half of the widest gap, (0.6962 - 1) / 2
+
+
+def drawn(*strategies):
+    """Runs a property on a few draws, and in the slow tier on many: each new shape is compiled."""
+
+    def decorate(fn):
+        @pytest.mark.parametrize("draws", [3, slow(60)])
+        def test(draws):
+            settings(max_examples=draws, deadline=None)(given(*strategies)(fn))()
+
+        test.__name__, test.__doc__ = fn.__name__, fn.__doc__
+        return test
+
+    return decorate
+
+
+@st.composite
+def arrays(draw):
+    shape = draw(st.lists(st.integers(1, 23), min_size=2, max_size=4))
+    num_stacked = draw(st.integers(0, len(shape) - 1))
+    dim = draw(st.integers(num_stacked, len(shape) - 1))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = rng.normal(size=shape) * 10.0 ** rng.integers(-12, 12)
+    return (x * rng.choice([0, 1, 1e-6], size=shape)).astype(np.float32), dim, num_stacked
+
+
+@drawn(arrays(), st.sampled_from(["int8", "int4", "nf4"]))
+def test_blocks_are_those_of_the_definition(given, kind):
+    """Within one bit: XLA's reciprocal may differ from NumPy's by as much."""
+    x, dim, num_stacked = given
+    packed = pack(jnp.asarray(x), dim, num_stacked, kind)
+    size = int(np.prod(x.shape[num_stacked:])) // x.shape[dim]
+    assert packed.dtype == jnp.int8
+    assert packed.shape == (*x.shape[:num_stacked], x.shape[dim], packed_size(size, kind))
+    rest = np.moveaxis(x, dim, num_stacked).shape[num_stacked + 1 :]
+    found = unpack(packed, size, kind)
+    found = np.moveaxis(np.asarray(found).reshape(*found.shape[:-1], *rest), num_stacked, dim)
+    want = numpy_rounded(x, dim, kind, num_stacked)
+    steps = np.abs(found - want) > 1e-6 * np.abs(want)
+    assert steps.mean() < 0.01, "but for ties that one bit decides"
+    assert np.all(np.abs(found - x) <= np.abs(x).max() * LARGEST_ERROR[kind] * 1.001)
+
+
+@drawn(st.integers(1, 70), st.integers(1, 600), st.sampled_from([2, 3, 4, 5, 8]), st.booleans())
+def test_shards_have_the_same_bits_at_every_number_of_devices(rows, size, num_shards, is_stack):
+    shape = (2, rows, size) if is_stack else (rows, size)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    dim = int(is_stack)
+    whole = Cut(dim, shape, 1, num_stacked=dim).in_blocks("int8", x.dtype, {}).to_stored(x)
+    cut = Cut(dim, shape, num_shards, num_stacked=dim)
+    packed = cut.in_blocks("int8", x.dtype, {})
+    shards = [
+        packed.pack_shard(shard)
+        for shard in jnp.split(cut.to_stored(x), num_shards, axis=dim)  # padding rounds to zeros
+    ]
+    stored = jnp.concatenate(shards, axis=packed.dim)
+    assert stored.shape == packed.stored_shape
+    np.testing.assert_array_equal(stored[..., : packed.natural_size], whole)
+    np.testing.assert_array_equal(packed.to_stored(x), stored)
+    np.testing.assert_array_equal(packed.to_natural(stored), packed.to_natural(whole))
+    if is_stack:  # a row of a stack has the blocks of a layer by itself
+        one = packed.drop_leading().to_stored(x[1])
+        np.testing.assert_array_equal(stored[1], one)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_is_not_finite_fills_its_block_alone(kind, bad):
+    x = np.ones((3, 700), np.float32)  # blocks of 234
+    x[1, 300] = bad
+    y = unpack(pack(jnp.asarray(x), 0, 0, kind), 700, kind)
+    assert np.isnan(y[1, 234:468]).all()
+    assert np.isfinite(np.delete(np.asarray(y), np.s_[234:468], axis=1)).all()
+    assert np.isfinite(y[0]).all()
+
+
+def test_denormals_round_to_zero():
+    x = jnp.asarray([[1e-38, -1e-40, 3e-31, 0.0]], jnp.float32)
+    np.testing.assert_array_equal(unpack(pack(x, 0, 0, "int8"), 4, "int8"), np.zeros((1, 4)))
+
+
+@drawn(arrays(), st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
+def test_rounding_again_changes_no_bit(given, dtype):
+    """So frozen parameters move in natural shape, to other layouts and checkpoints, and are the same integers there."""
+    x, dim, num_stacked = given
+    x = jnp.asarray(np.clip(x, -6e4, 6e4), dtype)  # what fp16 can hold
+    shape = x.shape
+    cut = Cut(dim, shape, 1, num_stacked=num_stacked).in_blocks("int8", dtype, {})
+    once = cut.to_stored(x)
+    values = cut.to_natural(once)
+    if dtype == jnp.float16:  # its smallest numbers have too few bits for that
+        once = cut.to_stored(values)
+        values = cut.to_natural(once)
+        once = cut.to_stored(values)
+    np.testing.assert_array_equal(cut.to_natural(cut.to_stored(values)), values)
+    if dtype != jnp.float16:
+        np.testing.assert_array_equal(cut.to_stored(values), once)
