@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 import jzero
 from jzero.analysis import compiled_step, machines, search
 from tests import models
-from tests.test_step_memory import HIDDEN, LAYERS, WIDTH, stack_loss
+from tests.step_memory_models import HIDDEN, LAYERS, WIDTH, stack_loss
 from tests.tiers import slow
 
 ROWS = 8 * 256

@@ -19,53 +19,20 @@ from jax.sharding import AbstractMesh, AxisType
 import jzero
 from jzero.analysis.traced import trace_program
 from tests import models
-from tests.tiers import default_for, singles, stages
-
-WIDTH, HIDDEN, LAYERS, ROWS = 64, 256, 6, 32
-LOCAL = ROWS // 8
-
-
-def mlp_state(config, optimizer=None):
-    params = {"up": jnp.ones((WIDTH, HIDDEN)), "down": jnp.ones((HIDDEN, WIDTH))}
-    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
-    return jzero.shard_train_state(plain, config=config)
-
-
-def mlp_loss(params, x):
-    return jnp.square(jnp.tanh(x @ params["up"]) @ params["down"]).mean()
-
-
-def stack_state(config, optimizer=None):
-    rng = np.random.default_rng(0)
-    params = {
-        "up": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, HIDDEN)) / 8, jnp.float32),
-        "down": jnp.asarray(rng.normal(size=(LAYERS, HIDDEN, WIDTH)) / 16, jnp.float32),
-    }
-    plain = jzero.TrainState.create(params=params, tx=optimizer or optax.adam(1e-3))
-    return jzero.shard_train_state(plain, config=config)
-
-
-def layer(x, w):
-    return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-
-def stack_loss(params, x):
-    return jnp.square(jax.lax.scan(layer, x, params)[0]).mean()
-
-
-def rematted_loss(params, x):
-    return jnp.square(jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)[0]).mean()
-
-
-BATCH = np.random.default_rng(1).normal(size=(ROWS, WIDTH)).astype(np.float32)
-
-
-def config_of(stage, **options):
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
-
-
-def reckoned(loss, state, **options):
-    return jzero.estimate_step_memory(jzero.make_train_step(loss, **options), state, BATCH)
+from tests.step_memory_models import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    LOCAL,
+    WIDTH,
+    config_of,
+    mlp_loss,
+    mlp_state,
+    reckoned,
+    stack_loss,
+    stack_state,
+)
+from tests.tiers import default_for
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -85,164 +52,6 @@ def test_what_a_layer_keeps():
     assert memory.activation_bytes == pytest.approx(LOCAL * (HIDDEN + WIDTH) * 4, abs=8)  # and a scalar
 
 
-@stages(1, 3)
-def test_what_scanned_layers_keep_with_and_without_remat(stage):
-    state = stack_state(config_of(stage))
-    output = LOCAL * WIDTH * 4  # whose square is taken
-    kept = LAYERS * LOCAL * (WIDTH + 2 * HIDDEN) * 4 + output  # input, tangents t, and 1 - t for jax
-    products = LAYERS * LOCAL * (WIDTH + HIDDEN) * 4 + output  # input and first product
-    recomputed = LAYERS * LOCAL * WIDTH * 4 + output  # its input alone
-    cases = [
-        (stack_loss, None, products if stage == 3 else kept),
-        (stack_loss, "cheap", products),
-        (stack_loss, "as_written", kept),
-        (stack_loss, False, kept),
-        (stack_loss, True, recomputed),
-        (rematted_loss, None, recomputed),
-        (rematted_loss, True, recomputed),
-        (rematted_loss, False, kept),
-    ]
-    for loss, remat, want in cases:
-        memory = reckoned(loss, state, remat=remat)
-        assert memory.activation_bytes == pytest.approx(want, abs=8), (loss.__name__, remat, memory)  # and a scalar
-        assert {row.times for row in memory.activations} == {1, LAYERS}
-
-
-@stages(3)
-def test_remat_changes_no_number_but_memory(stage):
-    """Equal to plain optax on one device, however it is recomputed; what XLA allocates follows."""
-    tx = optax.sgd(0.1)
-    params = stack_state(config_of(0), tx).params
-    for _ in range(3):
-        grads = jax.grad(stack_loss)(params, jnp.asarray(BATCH))
-        params = optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
-    temporaries = {}
-    many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
-    for loss, remat in [(stack_loss, "as_written"), (stack_loss, "cheap"), (stack_loss, True), (rematted_loss, False)]:
-        state, step = stack_state(config_of(stage), tx), jzero.make_train_step(loss, remat=remat)
-        temporaries[loss.__name__, remat] = jzero.analyze(step, state, many).memory.temporaries
-        for _ in range(3):
-            state, _ = step(state, BATCH)
-        got = jzero.gather_params(state)
-        for name in params:  # sums over 8 parts in another order
-            np.testing.assert_allclose(got[name], params[name], rtol=2e-5, atol=2e-6)
-    saved = temporaries["stack_loss", "as_written"] - temporaries["stack_loss", True]
-    assert saved >= (LAYERS - 2) * 64 * LOCAL * 2 * HIDDEN * 4, temporaries  # one layer is recomputed at a time
-    saved = temporaries["stack_loss", "as_written"] - temporaries["stack_loss", "cheap"]
-    assert saved >= (LAYERS - 2) * 64 * LOCAL * HIDDEN * 4, temporaries
-    assert temporaries["rematted_loss", False] == temporaries["stack_loss", "as_written"]
-
-
-def test_remat_of_a_model_of_layers_in_a_scan_inside_jit():
-    """Linen's scan, called through `jit`, with a loss that takes a key."""
-    model = models.GPT(layers=3)
-    plain = models.gpt_state(model, optax.sgd(1e-2))
-
-    def loss(params, batch, rng):
-        noise = 1 + 0 * jax.random.normal(rng, ())
-        return noise * jax.jit(models.gpt_loss(model))(params, batch)
-
-    def last_loss(remat):
-        state = jzero.shard_train_state(plain, config=config_of(3))
-        step = jzero.make_train_step(loss, remat=remat)
-        losses = []
-        for seed in range(2):
-            state, metrics = step(state, models.tokens(8, seed), rng=jax.random.key(seed))
-            losses.append(float(metrics["loss"]))
-        return losses
-
-    np.testing.assert_allclose(last_loss(True), last_loss(None), rtol=1e-6)
-
-
-def chunked_loss(checkpointed):
-    """A loop that closes over a parameter, as for the cross-entropy of long sequences, chunk by chunk."""
-
-    def loss(params, x):
-        one = lambda rows: jnp.square(jnp.tanh(rows @ params["up"]) @ params["down"]).sum()
-        one = jax.checkpoint(one) if checkpointed else one
-        return jax.lax.map(one, x.reshape(8, -1, WIDTH)).sum() / x.size
-
-    return loss
-
-
-@singles(cell=[(True, None), (False, True), (False, "as_written")], stage=[0, 2, 3])
-def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, cell):
-    checkpointed, remat = cell
-    """Kept without recomputation: t and 1 - t and the output of every chunk; with it: nothing but the rows."""
-    many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
-    step = jzero.make_train_step(chunked_loss(checkpointed), remat=remat)
-    report = jzero.analyze(step, mlp_state(config_of(stage)), many)
-    rows = 64 * LOCAL
-    if checkpointed or remat is True:
-        assert report.reckoned.activation_bytes <= rows * WIDTH * 4 + 64
-    else:
-        assert report.reckoned.activation_bytes >= rows * (2 * HIDDEN + WIDTH) * 4
-    limit = rows * 2 * HIDDEN * 4 // 2 + 4 * 4 * 2 * WIDTH * HIDDEN
-    assert (report.memory.temporaries < limit) == (checkpointed or remat is True), report.memory
-
-
-def test_checkpoints_in_branches_hold_at_stage_3():
-    """With `jax.checkpoint` the rows and the result are kept; without it, the branch's hyperbolic tangents as well."""
-    block = lambda params, x: jnp.tanh(jnp.tanh(x @ params["up"]) @ params["down"])
-    # Not as many rows as a parameter has: jax hands what has one shape to the backward pass in one place.
-    many, rows = jax.ShapeDtypeStruct((48 * ROWS, WIDTH), jnp.float32), 48 * LOCAL
-    kept, temporaries = {}, {}
-    for branch in (block, jax.checkpoint(block)):
-
-        def loss(params, x, branch=branch):
-            return jnp.square(jax.lax.cond(x[0, 0] > 0, branch, lambda _, x: x, params, x)).mean()
-
-        step = jzero.make_train_step(loss, check_rows=False)  # a branch on one row
-        report = jzero.analyze(step, mlp_state(config_of(3)), many)
-        kept[branch is block] = report.reckoned.activation_bytes
-        temporaries[branch is block] = report.memory.temporaries
-    assert kept[False] == pytest.approx(2 * rows * WIDTH * 4, abs=16)
-    assert kept[True] > rows * 2 * HIDDEN * 4
-    assert temporaries[False] < temporaries[True] - rows * HIDDEN * 4
-
-
-def test_recomputed_loops_over_parameters_train_the_same():
-    losses = {}
-    for checkpointed, remat in [(False, None), (False, True), (True, None), (True, False)]:
-        step, state = jzero.make_train_step(chunked_loss(checkpointed), remat=remat), mlp_state(config_of(3))
-        state, metrics = step(state, np.tile(BATCH, (2, 1)))
-        losses[checkpointed, remat] = [
-            float(metrics["grad_norm"]),
-            *map(float, jax.tree.leaves(state.params)[0][0, :4]),
-        ]
-    want = losses[False, None]
-    for got in losses.values():
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-def test_remat_in_fori_loops_gathers_one_layer_at_a_time():
-    def loss(params, x):
-        one = lambda i, y: layer(y, jax.tree.map(lambda w: w[i], params))[0]
-        return jnp.square(jax.lax.fori_loop(0, LAYERS, one, x)).mean()
-
-    temporaries = {}
-    for remat in (None, True):
-        report = jzero.analyze(jzero.make_train_step(loss, remat=remat), stack_state(config_of(3)), BATCH)
-        assert max(row.elements // row.count for row in report.collectives) <= WIDTH * HIDDEN
-        temporaries[remat] = report.memory.temporaries
-    assert temporaries[True] <= temporaries[None]
-
-
-def test_remat_looks_into_branches_and_checkpoints():
-    def loss(params, x):
-        scanned = lambda x: jax.lax.scan(layer, x, params)[0]
-        inner = jax.checkpoint(scanned)
-        return jnp.square(jax.lax.cond(x[0, 0] > 0, scanned, inner, x)).mean()
-
-    many = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), jnp.float32)
-    temporaries = {}
-    for remat in (False, None, True):
-        step = jzero.make_train_step(loss, remat=remat, check_rows=False)  # a branch on one row
-        temporaries[remat] = jzero.analyze(step, stack_state(config_of(1)), many).memory.temporaries
-    kept = LAYERS * 64 * LOCAL * 2 * HIDDEN * 4
-    assert temporaries[True] < min(temporaries[None], temporaries[False]) - kept // 2, temporaries
-
-
 def test_one_function_per_block_however_often_it_is_called():
     block = jax.jit(lambda x, w: jnp.tanh(x @ w["up"]) @ w["down"])
 
@@ -257,14 +66,6 @@ def test_one_function_per_block_however_often_it_is_called():
         )
 
     assert num_functions(True) <= num_functions(None) + 2
-
-
-@pytest.mark.parametrize("make", [jzero.make_train_step, jzero.value_and_grad])
-def test_remat_is_checked(make):
-    with pytest.raises(
-        ValueError, match="must be None, True, False, 'cheap', 'offload', 'as_written' or a `Keep`: got 'all'"
-    ):
-        make(mlp_loss, remat="all")
 
 
 @pytest.mark.parametrize(
@@ -288,32 +89,6 @@ def test_what_an_update_gathers_in_a_branch_is_sent():
     report = jzero.analyze(jzero.make_train_step(mlp_loss), state, BATCH)
     report.verify()
     assert report.reckoned.sent_bytes == pytest.approx(sum(row.sent_bytes for row in report.collectives), rel=0.01)
-
-
-def test_what_the_loss_recomputes_around_its_scan_is_said_to_be_gathered_again():
-    state = stack_state(config_of(3))
-    plan, losses = jzero.plan_of(state), [stack_loss, rematted_loss, jax.checkpoint(rematted_loss)]
-    assert "without what the loss's own jax.checkpoint adds" in str(plan)
-    scanned, rematted, twice = (reckoned(loss, state, accumulate_steps=2) for loss in losses)
-    assert scanned.gathered_bytes == rematted.gathered_bytes == twice.planned_bytes == 2 * plan.gathered_bytes
-    assert twice.gathered_bytes == 3 * plan.gathered_bytes
-    assert twice.to_dict()["gathered_bytes"] == twice.gathered_bytes
-    assert "1.50 times what `plan.gathered_bytes` counts" in str(twice)
-    assert "times what" not in str(rematted)
-    undone = reckoned(losses[-1], state, remat=False)
-    assert undone.gathered_bytes == plan.gathered_bytes, "as the text says"
-    choice = jzero.fit(
-        state,
-        losses[-1],
-        BATCH,
-        topology="h200:8",
-        stages=[3],
-        config=config_of(3),
-        hbm_bytes=1.01 * reckoned(losses[-1], state).peak,  # no room for whole parameters
-        remat=["as_written"],
-        confirm=False,
-    )
-    assert any("1.50 times" in note for note in choice.notes), choice
 
 
 def test_products_are_counted():
