@@ -165,7 +165,7 @@ MUTANTS = [
         "layout/parts.py",
         "    if not before:\n",
         "    if True:\n",
-        "test_model_axis.py::test_parts_survive_what_is_done_to_shards",
+        "test_model_axis_constraints.py::test_parts_survive_what_is_done_to_shards",
         "of_its_transpose",
     ),
     # Layout and plan.
@@ -401,7 +401,7 @@ MUTANTS = [
         "engine/meshes.py",
         "return constrain_lazy(x, spec) if is_lazy(x) else lax.with_sharding_constraint(x, spec)",
         "return x",
-        "test_model_axis.py::test_shardings_of_calls_are_constraints",
+        "test_model_axis_constraints.py::test_shardings_of_calls_are_constraints",
     ),
     # Loops.
     Mutant(
