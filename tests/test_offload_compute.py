@@ -16,7 +16,7 @@ from jzero import _compat
 from jzero.state.init import lower_init
 from tests import models, optimizers
 from tests.checkpoint_states import arrays, assert_same_bits
-from tests.test_offload_optimizer import (
+from tests.offload_states import (
     SMALL,
     STEPS_AND_ULPS,
     assert_close,

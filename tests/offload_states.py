@@ -1,0 +1,66 @@
+"""States whose optimizer state is on the host, trained and compared to the last bits."""
+
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models, optimizers
+from tests.checkpoint_states import arrays
+from tests.compiled import DEFAULT_FUSIONS
+
+HOST = jzero.Offload(optimizer="host")
+SMALL = jzero.Offload(optimizer="host", chunk_bytes=2048)
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+def config(stage, precision="fp32", offload=HOST, **options):
+    return jzero.ZeroConfig(stage=stage, precision=precision, persistence_threshold=50, offload=offload, **options)
+
+
+def mlp_state(stage, precision="fp32", offload=HOST, tx=None, **options):
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=tx or optax.adamw(1e-2))
+    return jzero.shard_train_state(state, config=config(stage, precision, offload, **options))
+
+
+def train(state, steps=3, **options):
+    # Results are compared to the last bits, of which fusions decide.
+    step = jzero.make_train_step(models.mlp_loss, compiler_options=DEFAULT_FUSIONS, **options)
+    losses = []
+    for i in range(steps):
+        state, metrics = step(state, models.mlp_batch(48, seed=i))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def whole(state):
+    """Masters and moments, whole and natural."""
+    plain = jzero.unshard_train_state(state)
+    return {**arrays(plain.params), **arrays(plain.opt_state)}
+
+
+def assert_close(found, expected, ulps):
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_max_ulp(found[path] + np.float32(1), x + np.float32(1), maxulp=ulps)
+
+
+# A master's last bit may decide how it rounds to fp16: the next step makes up to 16 ulp of that, in single elements.
+STEPS_AND_ULPS = {"fp32": (3, 2), "bf16": (3, 2), "fp16": (2, 16)}
+
+
+def deviation_from_optax(optimizer, offload):
+    """Trains 20 steps in float64 at stage 3; returns the largest deviation from optax on one device, and the state."""
+    params, loss_fn, batches = optimizers.problem("mlp", "float64")
+    state = TrainState.create(apply_fn=None, params=params, tx=optimizers.OPTIMIZERS[optimizer]())
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0, offload=offload))
+    step, losses = jzero.make_train_step(loss_fn), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    run = optimizers.Run(np.array(losses), jax.tree.map(np.asarray, jzero.gather_params(state)))
+    return max(optimizers.deviation(run, optimizers.run_plain("mlp", optimizer, "float64"))), state

@@ -1,0 +1,231 @@
+"""Which optimizer state is on the host: by hand, in part, by a budget; told by plan, analysis and errors."""
+
+import dataclasses
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models
+from tests.checkpoint_states import arrays, assert_same_bits, linen_state
+from tests.offload_states import HOST, SMALL, assert_close, config, kinds, mlp_state, train, whole
+
+
+def test_born_there_laid_out_anew_and_back():
+    def make(key):
+        params = {"w": jax.random.normal(key, (129, 40)), "b": jnp.zeros(7)}
+        return jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
+
+    born = jzero.init_train_state(make, jax.random.key(0), config=config(3, "bf16"))
+    placed = jzero.shard_train_state(make(jax.random.key(0)), config=config(3, "bf16"))
+    assert kinds(born.opt_state.inner) == kinds(born.opt_state.masters) == {"pinned_host"}
+    assert [x.sharding for x in jax.tree.leaves(born)] == [x.sharding for x in jax.tree.leaves(placed)]
+    for path, x in arrays(placed).items():  # drawn inside of a program and outside: up to the last bit
+        np.testing.assert_allclose(
+            np.asarray(arrays(born)[path], np.float32),
+            np.asarray(x, np.float32),
+            rtol=1e-2 if x.dtype == jnp.bfloat16 else 1e-6,
+        )
+    away = jzero.shard_train_state(born, config=config(1, "bf16", jzero.Offload()))
+    assert kinds(away) == {"device"}
+    back = jzero.shard_train_state(away, config=config(3, "bf16"))
+    assert_same_bits(arrays(back), arrays(born))
+    made = born.tx.init(born.params)
+    assert kinds((made.masters, made.inner)) == {"pinned_host"}
+
+
+@pytest.mark.parametrize("writer", [HOST, pytest.param(jzero.Offload(), marks=pytest.mark.slow)])
+def test_checkpoints(writer, tmp_path):
+    options = {"tx": optax.adamw(1e-2)}
+    state, _ = train(mlp_state(3, "bf16", writer, **options))
+    jzero.save_checkpoint(tmp_path / "x", state)
+    for stage, reader in ((3, HOST), (1, SMALL), (2, jzero.Offload())):
+        like = mlp_state(stage, "bf16", reader, **options)
+        back = jzero.restore_checkpoint(tmp_path / "x", like)
+        assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(like)]
+        assert_same_bits(whole(back), whole(state))
+        jzero.make_train_step(models.mlp_loss)(back, models.mlp_batch(48))
+
+
+def test_a_checkpoint_is_read_to_the_host_directly(tmp_path):
+    plain = linen_state()
+    jzero.save_checkpoint(tmp_path / "x", jzero.shard_train_state(plain, stage=2))
+    like = jzero.abstract_train_state(plain, config=config(3, "bf16"))
+    back = jzero.restore_checkpoint(tmp_path / "x", like)
+    assert kinds(back.opt_state.masters) == {"pinned_host"}
+    expected = jzero.shard_train_state(plain, config=config(3, "bf16"))
+    assert_same_bits(arrays(back), arrays(expected))
+
+
+def test_moved_by_hand_and_back():
+    state, _ = train(mlp_state(3, "bf16"))
+    before = arrays(state)
+    shardings = [x.sharding for x in jax.tree.leaves(state)]
+    away = jzero.offload_train_state(state)
+    assert kinds((away.params, away.opt_state.inner)) == {"pinned_host"}
+    with pytest.raises(RuntimeError, match=r"are in host memory: \['layer_0/bias'"):
+        train(away, steps=1)
+    back = jzero.reload_train_state(away)
+    assert [x.sharding for x in jax.tree.leaves(back)] == shardings
+    assert_same_bits(arrays(back), before)
+    near = back.replace(opt_state=jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), back.opt_state))
+    with pytest.raises(RuntimeError, match=r"are on the devices, but the plan keeps them in host memory"):
+        train(near, steps=1)
+
+
+def test_part_of_it():
+    by_size = ["layer_1/kernel", "layer_0/kernel", "layer_2/kernel", "layer_0/bias", "layer_1/bias", "layer_2/bias"]
+
+    def offloaded(offload, **options):
+        plan = jzero.plan_of(mlp_state(3, offload=offload, **options))
+        return {plan.leaves[i].path for i in plan.offloaded}
+
+    sizes = {x.path: x.param.size for x in jzero.plan_of(mlp_state(3)).leaves}
+    assert sorted(sizes, key=lambda path: -sizes[path]) == by_size
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0)) == set()
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.5)) == set(by_size[:1])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.7)) == set(by_size[:2])
+    rules = {".*bias": jzero.LeafRule(offload=False), "layer_2/kernel": jzero.LeafRule(offload=True)}
+    assert offloaded(HOST, rules=rules) == set(by_size[:3])
+    assert offloaded(jzero.Offload(optimizer="host", ratio=0.0), rules=rules) == {"layer_2/kernel"}
+    expected, _ = train(mlp_state(3, offload=jzero.Offload()))
+    found, _ = train(mlp_state(3, offload=jzero.Offload(optimizer="host", ratio=0.5), rules=rules))
+    assert_close(whole(found), whole(expected), ulps=2)
+
+
+def test_frozen_parameters_do_not_count():
+    params = {"frozen": jnp.ones((256, 512)), "a": jnp.ones((128, 64)), "b": jnp.ones((64, 32))}
+    labels = {"frozen": "f", "a": "t", "b": "t"}
+    tx = optax.multi_transform({"f": optax.set_to_zero(), "t": optax.adam(1e-3)}, labels)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    for ratio, expected in ((0.5, {"a"}), (0.9, {"a", "b"}), (0.0, set())):
+        plan = jzero.plan_train_state(state, config=config(3, offload=jzero.Offload(optimizer="host", ratio=ratio)))
+        assert {plan.leaves[i].path for i in plan.offloaded} == expected
+
+
+@pytest.mark.parametrize("offload", [jzero.Offload(), HOST])
+def test_what_a_state_hands_to_its_optimizer_counts(offload):
+    """Decay towards something else than zero: the optimizer sees other parameters than those that are updated."""
+
+    class Anchored(TrainState):
+        def apply_gradients(self, *, grads):
+            away = jax.tree.map(lambda p: p - 1, self.params)
+            updates, opt_state = self.tx.update(grads, self.opt_state, away)
+            return self.replace(
+                step=self.step + 1, params=optax.apply_updates(self.params, updates), opt_state=opt_state
+            )
+
+    tx = optax.adamw(1e-2, eps=1e-3, weight_decay=0.5)
+    plain = Anchored.create(apply_fn=None, params=models.mlp_params(), tx=tx)
+    state = jzero.shard_train_state(plain, config=config(3, offload=offload))
+    state, _ = jzero.make_train_step(models.mlp_loss)(state, models.mlp_batch(48))
+    expected = plain.apply_gradients(grads=jax.grad(models.mlp_loss)(plain.params, models.mlp_batch(48)))
+    for a, b in zip(jax.tree.leaves(jzero.gather_params(state)), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_updates_wider_than_the_gradient():
+    """16-bit parameters without a policy, and an optimizer that returns fp32: added as without offload."""
+    tx = optax.chain(
+        optax.trace(0.0), optax.stateless(lambda u, _: jax.tree.map(lambda x: x.astype(jnp.float32) * (1 + 2**-10), u))
+    )
+    state = jzero.TrainState.create(params={"w": jnp.ones((64, 64), jnp.bfloat16)}, tx=tx)
+    loss = lambda params, batch: params["w"].astype(jnp.float32).sum() * 2**-8 * batch.mean()
+    found = []
+    for offload in (jzero.Offload(), HOST):
+        sharded = jzero.shard_train_state(state, config=config(3, offload=offload))
+        sharded, _ = jzero.make_train_step(loss)(sharded, np.ones(8, np.float32))
+        found.append(float(jzero.gather_params(sharded)["w"].astype(jnp.float32).mean()))
+    assert found == [1.0078125, 1.0078125]
+
+
+def test_a_budget_moves_no_more_than_it_must():
+    def plan(budget, **options):
+        return jzero.plan_of(mlp_state(3, offload=jzero.Offload(optimizer="host", device_budget_bytes=budget)))
+
+    everything = jzero.plan_of(mlp_state(3, offload=jzero.Offload())).bytes_per_device
+    full = everything.params + everything.opt_state
+    assert not plan(full).offloaded
+    one = plan(full - 1)
+    assert [one.leaves[i].path for i in one.offloaded] == ["layer_1/kernel"]
+    kernel = 61 * 128 // 8 * 4  # 127 rows padded to 128
+    assert one.bytes_per_device.opt_state == everything.opt_state - 2 * kernel
+    assert one.host_bytes_per_device == (0, 0, 2 * kernel)
+    least = jzero.plan_of(mlp_state(3)).bytes_per_device
+    assert len(plan(least.params + least.opt_state).offloaded) == 6
+    with pytest.raises(ValueError, match=r"`Offload.device_budget_bytes=100` cannot be met: .* bytes more"):
+        plan(100)
+
+
+def test_what_needs_more_than_elements_says_so():
+    state = mlp_state(3, tx=optax.contrib.muon(1e-3))
+    with pytest.warns(UserWarning, match=r"as a whole: \['layer_0/kernel', 'layer_1/kernel'"):
+        train(state, steps=1)
+    away = dataclasses.replace(SMALL, params="host")
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tx in (clipped, optax.lamb(1e-3)):  # norms are summed chunk by chunk
+            train(mlp_state(3, tx=tx, offload=away), steps=1)
+
+
+def test_plan_and_analysis_tell_host_bytes_apart():
+    state = mlp_state(3, "bf16")
+    plan = jzero.plan_of(state)
+    held = lambda kind: sum(
+        x.addressable_shards[0].data.nbytes
+        for x in jax.tree.leaves((state.params, state.opt_state))
+        if x.sharding.memory_kind == kind
+    )
+    assert plan.host_bytes_per_device.total == held("pinned_host")
+    assert plan.bytes_per_device.params + plan.bytes_per_device.opt_state == held("device")
+    assert "on the host" in str(plan)
+    report = jzero.analyze(jzero.make_train_step(models.mlp_loss), state, models.mlp_batch(48))
+    assert report.memory.host == report.reckoned.host == held("pinned_host")
+    assert report.reckoned.params + report.reckoned.opt_state == held("device")
+    batch = sum(x.nbytes for x in models.mlp_batch(48).values()) // 8
+    assert report.memory.arguments == report.reckoned.arguments == held("device") + batch + 4  # the step's number
+    report.verify()
+
+
+def test_what_cannot_be():
+    for options, message in (
+        ({"optimizer": "tape"}, r"`Offload.optimizer` must be one of \('none', 'host', 'disk'\): got 'tape'"),
+        ({"optimizer": "host", "ratio": 1.5}, r"`Offload.ratio` must be a number from 0 to 1: got 1.5"),
+        ({"ratio": 0.5}, r"`optimizer` is 'none'"),
+        ({"optimizer": "host", "chunk_bytes": 0}, r"`Offload.chunk_bytes` must be .* >= 1: got 0"),
+        ({"optimizer": "host", "ratio": 0.5, "device_budget_bytes": 9}, r"set one of them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jzero.Offload(**options)
+    with pytest.raises(ValueError, match=r"`offload` must be a `jzero.Offload`: got 'host'"):
+        jzero.ZeroConfig(offload="host")
+    with pytest.raises(ValueError, match=r"offload=True, but nothing is offloaded"):
+        jzero.ZeroConfig(rules={"w": jzero.LeafRule(offload=True)})
+
+
+def test_devices_without_host_memory(monkeypatch):
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: ["device"])
+    with pytest.raises(ValueError, match=r"\(cpu\) have no memory of the kind 'pinned_host', only \['device'\]"):
+        mlp_state(3)
+
+
+def test_devices_that_do_not_say_what_memories_they_have(monkeypatch):
+    """As compile-only GPUs: a plan is fine, but nothing may be placed where the devices would have to hold it."""
+    monkeypatch.setattr("jzero.layout.mesh.memory_kinds", lambda device: [])
+    monkeypatch.setattr("jzero.plan.plan.memory_kinds", lambda device: [])
+    monkeypatch.setattr("jzero.plan.planner._PLANS", weakref.WeakKeyDictionary())  # an equal one knows other memories
+    state = jzero.TrainState.create(params=models.mlp_params(), tx=optax.adamw(1e-2))
+    assert jzero.plan_train_state(state, config=config(3)).host_bytes_per_device.opt_state > 0
+    for place in (
+        lambda: jzero.shard_train_state(state, config=config(3)),
+        lambda: jzero.init_train_state(lambda key: state, jax.random.key(0), config=config(3)),
+    ):
+        with pytest.raises(ValueError, match=r"do not say what memories they have.*`offload=jzero.Offload\(\)`"):
+            place()
