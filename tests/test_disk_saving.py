@@ -1,0 +1,251 @@
+"""Saving state on disk beside training: what waits, and failures, interrupts and damage that lose nothing."""
+
+import gc
+import os
+import threading
+
+import jax
+import pytest
+
+import jzero
+from jzero.checkpoint import disk_saving
+from jzero.checkpoint.uninterrupted import Uninterrupted
+from jzero.disk import files as disk_files
+from jzero.disk.files import DiskError
+from jzero.state.disk import files_of
+from tests.checkpoint_states import assert_same_bits
+from tests.disk_checkpoint_states import (  # noqa: F401  # fixtures
+    OTHERS,
+    expected,
+    files_of_other_tests,
+    like,
+    on_disk,
+    saved,
+    step,
+    train,
+    whole,
+)
+
+
+def num_open_files():
+    gc.collect()
+    return len([file for file in disk_files._OPEN if file not in OTHERS])
+
+
+def test_donated_files_are_freed_before_new_ones_are_made(on_disk, expected, tmp_path, monkeypatch):
+    state = on_disk()
+    jzero.save_checkpoint(tmp_path / "c", state)
+    assert num_open_files() == 2
+    there = []
+    opened = disk_files.UnnamedFile.__init__
+    monkeypatch.setattr(
+        disk_files.UnnamedFile, "__init__", lambda self, *args: (there.append(num_open_files()), opened(self, *args))[1]
+    )
+    restored = jzero.restore_checkpoint(tmp_path / "c", state, donate=True)
+    assert there == [0, 1]
+    assert_same_bits(whole(restored), expected)
+    again = jzero.restore_checkpoint(tmp_path / "c", restored, donate=True, paths="opt_state/0/mu/.*")
+    assert num_open_files() == 2
+    assert_same_bits(whole(again), expected)
+
+
+# Saving beside training.
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds back the reads of saves in the background until it is set."""
+    may_read, reads = threading.Event(), []
+    real = disk_saving.Snapshot.read
+
+    def read(self, number, buffer):
+        reads.append(number)
+        assert may_read.wait(60)
+        real(self, number, buffer)
+
+    monkeypatch.setattr(disk_saving.Snapshot, "read", read)
+    may_read.reads = reads
+    return may_read
+
+
+def test_one_step_runs_beside_a_save_and_the_next_waits(on_disk, like, tmp_path, held, step):
+    state = train(step, on_disk(), 1)
+    at_save = whole(state)
+    with jzero.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(state)
+        state = train(step, state, 1, 1)
+        done = []
+        second = threading.Thread(target=lambda: done.append(train(step, state, 1, 2)))
+        second.start()
+        second.join(2)
+        assert not done, "it would overwrite what is not saved yet"
+        held.set()
+        second.join(60)
+        manager.save(done[0])
+        manager.wait()
+        assert_same_bits(whole(manager.restore(like(), step=2)), at_save)
+        assert_same_bits(whole(manager.restore(like(), step=4)), whole(done[0]))
+
+
+def test_edits_are_saved_as_they_were(on_disk, like, tmp_path, held, step):
+    state = on_disk()
+    state = state.replace(params=jax.tree.map(lambda x: x * 2, state.params))
+    at_save = whole(state)
+    with jzero.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(state)
+        train(step, state, 1)
+        held.set()
+        manager.wait()
+        assert_same_bits(whole(manager.restore(like())), at_save)
+
+
+FAILURES = {
+    "the store": ("jzero.checkpoint.disk_saving.Snapshot.read", DiskError, "Reading failed"),
+    "the checkpoint": ("jzero.checkpoint.orbax_io._create", OSError, "No space left on device"),
+}
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_a_save_that_fails_leaves_training_and_earlier_checkpoints(where, on_disk, like, tmp_path, monkeypatch, step):
+    state = on_disk()
+    manager = jzero.CheckpointManager(tmp_path / "run")
+    manager.save(state)
+    manager.wait()
+    first, state = whole(state), train(step, state, 1)
+    place, kind, text = FAILURES[where]
+
+    def fail(*args):
+        raise kind(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, fail)
+        manager.save(state)
+        state = train(step, state, 3, 1)  # none of them waits for ever
+        with pytest.raises(jzero.CheckpointError, match="could not be written"):
+            manager.wait()
+        with pytest.raises(jzero.CheckpointError, match="could not be written"):
+            jzero.save_checkpoint(tmp_path / "c", state)
+        state = train(step, state, 3, 4)
+    assert not (tmp_path / "c").exists()
+    assert_same_bits(whole(manager.restore(like())), first)
+    manager.save(state)
+    manager.close()
+    assert_same_bits(whole(manager.restore(like())), whole(state))
+
+
+def test_what_fails_before_the_write_begins_lets_steps_run(on_disk, tmp_path, monkeypatch, step):
+    state = on_disk()
+    for attempt, error in (
+        (lambda state: jzero.save_checkpoint(tmp_path / "c", state, extra={"f": print}), TypeError),
+        (lambda state: jzero.save_checkpoint("/proc/nowhere/c", state), jzero.CheckpointError),
+        (lambda state: jzero.CheckpointManager("/proc/nowhere").save(state), jzero.CheckpointError),
+    ):
+        with pytest.raises(error) as caught:  # which holds the frames of the attempt
+            attempt(state)
+        state = train(step, state, 3)
+        assert caught.value
+
+
+@pytest.mark.parametrize("call", ["_write", "_save", "examine"])
+def test_ctrl_c_while_it_saves_holds_no_step_up(call, on_disk, like, tmp_path, monkeypatch, step):
+    state, told = on_disk(), []
+    at_save, real = whole(state), Uninterrupted.run
+
+    def run(self, function, *args, **kwargs):
+        if function.__name__ == call and not told:
+            told.append(call)
+            self._pool.submit(function, *args, **kwargs)
+            raise KeyboardInterrupt
+        return real(self, function, *args, **kwargs)
+
+    def examine(self, params):
+        raise KeyboardInterrupt
+
+    manager = jzero.CheckpointManager(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Uninterrupted, "run", run)
+        if call == "examine":
+            patch.setattr(disk_saving.Snapshot, call, examine)
+        with pytest.raises(KeyboardInterrupt) as caught:  # which holds the frames of the save
+            manager.save(state) if call != "_write" else jzero.save_checkpoint(tmp_path / "c", state)
+        train(step, state, 3)
+        assert caught.value
+    assert not (tmp_path / "c").exists()
+    manager.close()
+    assert manager.all_steps() == ([1] if call == "_save" else [])
+    if call == "_save":
+        assert_same_bits(whole(manager.restore(like())), at_save)
+
+
+# Damage.
+
+
+def flip_a_bit(files, record, byte=100):
+    store = files.pipeline.store
+    fd = os.open(f"/proc/self/fd/{store._files[store.slot]._fd}", os.O_RDWR)
+    at = store.offsets[record] + byte
+    os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 4]), at)
+    os.close(fd)
+
+
+def test_a_flipped_bit_in_the_store_is_not_saved(on_disk, tmp_path):
+    state = on_disk()
+    flip_a_bit(files_of(state), 5)
+    for attempt in (lambda: jzero.save_checkpoint(tmp_path / "c", state), lambda: saved(tmp_path / "run", state)):
+        with pytest.raises(DiskError, match=r"Record 5 in .* is not what was written there"):
+            attempt()
+    assert not (tmp_path / "c").exists()
+    assert not list((tmp_path / "run").glob("*"))
+
+
+def damage(directory):
+    """Flips bits everywhere in the files of values, since some bytes of Orbax's database are read by nobody."""
+    for path in directory.rglob("d/*"):
+        data = bytearray(path.read_bytes())
+        data[::500] = bytes(x ^ 4 for x in data[::500])
+        path.write_bytes(bytes(data))
+
+
+def test_a_damaged_checkpoint_is_noticed_and_leaves_no_files(on_disk, like, tmp_path, step):
+    state = on_disk()
+    for _ in range(2):
+        saved(tmp_path / "run", state)
+        state = train(step, state, 1)
+    del state
+    damage(tmp_path / "run" / "2")
+    assert num_open_files() == 0
+    manager = jzero.CheckpointManager(tmp_path / "run")
+    with pytest.raises(jzero.CheckpointError, match="damaged"):
+        manager.restore(like(), step=2)
+    assert num_open_files() == 0
+    with pytest.warns(UserWarning, match="Step 1 was restored, since what is newer is damaged"):
+        restored = manager.restore(like())
+    assert num_open_files() == 2
+    train(step, restored, 1)
+
+
+def test_checksums_find_what_the_file_format_does_not(on_disk, like, tmp_path, monkeypatch):
+    """As if a bit of the values flipped between the first pass and the second."""
+    real = disk_saving.Snapshot.read
+
+    def read(self, number, buffer):
+        real(self, number, buffer)
+        if number == 5:
+            buffer[3] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_saving.Snapshot, "read", read)
+        jzero.save_checkpoint(tmp_path / "c", on_disk())
+    for kind in ("disk", "host"):
+        with pytest.raises(
+            jzero.CheckpointError, match="are not what was written, by their checksums:\n  opt_state/0/mu/even"
+        ):
+            jzero.restore_checkpoint(tmp_path / "c", like(kind))
+    assert num_open_files() == 0
+
+
+def test_a_disk_that_is_too_small_for_the_state(on_disk, like, tmp_path, monkeypatch):
+    jzero.save_checkpoint(tmp_path / "c", on_disk())
+    monkeypatch.setattr("jzero.disk.stores.free_bytes", lambda folder: 4096)
+    with pytest.raises(DiskError, match="is too small for the optimizer state"):
+        jzero.restore_checkpoint(tmp_path / "c", like())
