@@ -239,7 +239,7 @@ MUTANTS = [
         "engine/differentiate.py",
         "objective = total - _global_loss(total, fixed, sums) * weight",
         "objective = total",
-        "test_passes.py::test_a_weight_that_depends_on_parameters_is_differentiated",
+        "test_passes_recompute.py::test_a_weight_that_depends_on_parameters_is_differentiated",
         "[fp32-2]",
     ),
     Mutant(
@@ -387,14 +387,14 @@ MUTANTS = [
         "engine/shard_rules.py",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None",
         "return dataclasses.replace(lazy, wire_dtype=new, dtype=new)",
-        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
+        "test_passes_recompute.py::test_each_rounding_of_a_chain_of_casts_happens",
     ),
     Mutant(
         "narrower_range_counts_as_wider",
         "engine/shard_rules.py",
         "of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp",
         "of_old.nmant <= of_new.nmant",
-        "test_passes.py::test_each_rounding_of_a_chain_of_casts_happens",
+        "test_passes_recompute.py::test_each_rounding_of_a_chain_of_casts_happens",
     ),
     Mutant(
         "constraints_dropped",
@@ -424,7 +424,7 @@ MUTANTS = [
         "engine/loops.py",
         "if is_cut(stack) and stack.stays else None",
         "if False else None",
-        "test_passes.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
+        "test_passes_recompute.py::test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says",
         "False-True",
     ),
     Mutant(
@@ -584,7 +584,7 @@ MUTANTS = [
         "engine/rules.py",
         "again = tuple(i for i, x in enumerate(bundle.leaves) if walk.order.was_gathered(x))",
         "again = ()",
-        "test_passes.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
+        "test_passes_recompute.py::test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before",
     ),
     Mutant(
         "no_barriers_inside_of_loops",
