@@ -1,0 +1,26 @@
+"""States whose parameters have odd sizes, to export and to load."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jzero
+
+ODD = {"a": (17, 3), "b": (7,), "c": (9, 100), "d": (), "e": (16, 8)}
+
+
+def odd_state(seed=0, **options):
+    keys = jax.random.split(jax.random.key(seed), len(ODD))
+    params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, ODD.items(), strict=True)}
+    params["whole"] = jnp.arange(5) + seed
+    return jzero.TrainState.create(params=params, tx=optax.adam(1e-2)), {}
+
+
+def numbers(state):
+    """Returns whole parameters by name."""
+    return {leaf.path.replace("/", "."): np.asarray(jzero.get_full_param(state, leaf.path)) for leaf in leaves(state)}
+
+
+def leaves(state):
+    return jzero.plan_of(state).leaves
