@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,31 +15,8 @@ from jzero import _compat
 from jzero.engine.recompute import has_parts_to_recompute, recompute
 from jzero.jaxpr.repeats import keeps_heavy, split_into_parts
 from tests import models
-from tests.tiers import singles, slow
-
-LAYERS, WIDTH = 5, 32
-
-
-def layer(w, x):
-    return x + jnp.tanh(jnp.square(x @ w["up"]) - 1.0) @ w["down"]
-
-
-def make_params(layers=LAYERS):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) / 8).astype(np.float32)
-    blocks = [{"up": draw(WIDTH, 64), "down": draw(64, WIDTH)} for _ in range(layers)]
-    return {"first": draw(16, WIDTH), "blocks": blocks, "last": draw(WIDTH, 8)}
-
-
-def loss_fn(params, batch):
-    x = jnp.sin(batch @ params["first"])
-    for block in params["blocks"]:
-        x = layer(block, x)
-    return jnp.square(jax.nn.softmax(x @ params["last"])).mean()
-
-
-def make_batch():
-    return np.random.default_rng(1).normal(size=(24, 16)).astype(np.float32)
+from tests.block_models import LAYERS, WIDTH, layer, loss_fn, make_batch, make_params
+from tests.tiers import slow
 
 
 def parts(fn, *args):
@@ -295,112 +270,3 @@ def test_what_depends_on_the_batch_alone_needs_no_derivative(wrap):
     for old, x, g in zip(*map(jax.tree.leaves, (params, jzero.gather_params(new), want)), strict=True):
         # Sums over the batch in another order: float32's rounding, relative to the largest element.
         np.testing.assert_allclose(old - x, g, rtol=1e-4, atol=1e-5 * float(jnp.abs(g).max()) + 1e-7)
-
-
-def stack_loss(params, batch):
-    return jnp.square(jax.lax.scan(lambda x, w: (layer(w, x), None), batch, params)[0]).mean()
-
-
-def make_stack():
-    blocks = make_params()["blocks"]
-    return {name: np.stack([block[name] for block in blocks]) for name in ("up", "down")}
-
-
-def num_recomputed(loss_fn, params, batch, **options):
-    """How many activations a step computes again: each layer has one."""
-    step_options = {k: options.pop(k) for k in ("remat",) if k in options}
-    devices = options.pop("num_devices", 8)
-    config = jzero.ZeroConfig(**{"stage": 3, "persistence_threshold": 0, **options})
-    mesh = jzero.make_mesh(devices=jax.devices()[:devices])
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config, mesh=mesh)
-    step = jzero.make_train_step(loss_fn, **step_options)
-    return num_activations(_compat.open_jaxpr(step.trace(state, batch).jaxpr)[0]) - num_activations(
-        _compat.open_jaxpr(jax.make_jaxpr(loss_fn)(params, batch))[0]
-    )
-
-
-def num_activations(jaxpr):
-    own = sum(eqn.primitive.name == "tanh" for eqn in jaxpr.eqns)
-    return own + sum(num_activations(inner) for eqn in jaxpr.eqns for inner in _compat.contained_jaxprs(eqn))
-
-
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize(
-    ("options", "is_recomputed"),
-    [
-        ({}, True),
-        ({"remat": "cheap"}, True),
-        ({"remat": "as_written"}, False),
-        ({"remat": False}, False),
-        ({"reshard_after_forward": False}, False),
-        ({"stage": 2}, False),
-        ({"stage": 2, "remat": "cheap"}, True),
-        ({"num_devices": 1}, False),
-        ({"persistence_threshold": 10**6}, False),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("error", "ignore:The mesh has one device")
-def test_layers_are_recomputed_by_default_where_parameters_are_gathered_again(scan, options, is_recomputed):
-    loss, params = (stack_loss, make_stack()) if scan else (loss_fn, make_params())
-    batch = np.ones((24, WIDTH), np.float32) if scan else make_batch()
-    found = num_recomputed(loss, params, batch, **options)
-    assert (found > 0) == is_recomputed
-
-
-@singles(
-    cell=[({}, 3, True), ({"remat": "cheap"}, 3, False), ({"remat": "as_written"}, 3, False), ({}, 2, False)],
-    make=[jzero.make_train_step, jzero.value_and_grad],
-)
-def test_what_is_recomputed_by_default_is_told(make, cell):
-    options, stage, says_so = cell
-    state = jzero.TrainState.create(params=make_params(2), tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-    fn = make(loss_fn, **options)
-    assert fn.recomputation(state, make_batch()) == options.get("remat", "cheap" if says_so else "as_written")
-    notes = jzero.analyze(fn, state, make_batch()).notes
-    assert any('`remat="as_written"` keeps what the loss keeps' in note for note in notes) == says_so
-
-
-def test_gradients_outside_of_a_step_are_recomputed_alike():
-    state = jzero.TrainState.create(params=make_params(), tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    gradients = jzero.value_and_grad
-    fns = (gradients(loss_fn), gradients(loss_fn, remat="as_written"), jzero.make_eval_step(loss_fn))
-    jaxprs = [_compat.open_jaxpr(jax.make_jaxpr(fn)(state, make_batch()))[0] for fn in fns]
-    differentiated, as_written, evaluated = map(num_activations, jaxprs)
-    assert differentiated == 2 * LAYERS
-    assert as_written == evaluated == LAYERS
-
-
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-def test_what_prints_is_not_run_twice(scan, capfd):
-    """`jax.debug.print` in a layer: a recomputed one would say everything again."""
-
-    def noisy(w, x):
-        jax.debug.print("a layer: {}", x[0, 0])
-        return layer(w, x)
-
-    def loss(params, batch):
-        if scan:
-            return jnp.square(jax.lax.scan(lambda x, w: (noisy(w, x), None), batch, params)[0]).mean()
-        for block in params["blocks"]:
-            batch = noisy(block, batch)
-        return jnp.square(batch).mean()
-
-    params, batch = (make_stack() if scan else make_params()), np.ones((24, WIDTH), np.float32)
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(1.0)), config=config)
-    jax.block_until_ready(jzero.make_train_step(loss)(state, batch))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("a layer") == LAYERS * jax.device_count()
-
-
-def test_an_option_that_changes_nothing_says_so():
-    state = jzero.TrainState.create(params=make_params(1), tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
-    with pytest.warns(UserWarning, match="`remat='cheap'` changes nothing: the loss has no scan and no repeated block"):
-        jzero.make_train_step(loss_fn, remat="cheap").trace(state, make_batch())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        jzero.make_train_step(loss_fn).trace(state, make_batch())

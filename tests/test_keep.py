@@ -16,8 +16,8 @@ import pytest
 import jzero
 from jzero.analysis.sent import sent
 from tests import test_engine
+from tests.block_models import num_activations
 from tests.compiled import analyze
-from tests.test_blocks import num_activations
 from tests.tiers import singles
 
 LAYERS, WIDTH, ROWS = 5, 35, 48  # 8 devices cut no dimension evenly
