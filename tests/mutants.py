@@ -788,7 +788,7 @@ MUTANTS = [
         "layout/casts.py",
         "return lax.select(same, master, lax.convert_element_type(param, master.dtype))",
         "return master",
-        "test_precision.py::test_an_edit_by_replace_is_taken_over",
+        "test_precision_masters.py::test_an_edit_by_replace_is_taken_over",
         "[bf16-2]",
     ),
     Mutant(
@@ -796,7 +796,7 @@ MUTANTS = [
         "layout/casts.py",
         "(bits + noise) & jnp.uint32(0xFFFF0000)",
         "bits & jnp.uint32(0xFFFF0000)",
-        "test_precision.py::test_stochastic_rounding_is_fair_and_exact_where_it_can_be",
+        "test_precision_bytes.py::test_stochastic_rounding_is_fair_and_exact_where_it_can_be",
     ),
     Mutant(
         "scale_halves_late",

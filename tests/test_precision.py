@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 
 import jax
@@ -14,39 +13,9 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jzero
-from jzero.layout.casts import apply_edits, positions_of, round_stochastically
 from tests import models
+from tests.precision_states import BF16, ROWS, assert_same, host, make_config, mlp_state, train
 from tests.tiers import singles, slow, stages
-
-BF16 = jnp.bfloat16
-ROWS = 24
-LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
-
-
-def make_config(stage, precision="bf16", **options):
-    return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
-
-
-def mlp_state(config, tx=None, params=None, **options):
-    plain = TrainState.create(apply_fn=None, params=params or models.mlp_params(), tx=tx or optax.adamw(1e-2))
-    return jzero.shard_train_state(plain, config=config, **options)
-
-
-def train(state, num_steps=5, loss_fn=models.mlp_loss, **options):
-    step = jzero.make_train_step(loss_fn, **options)
-    losses = []
-    for _ in range(num_steps):
-        state, metrics = step(state, models.mlp_batch(ROWS))
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def host(tree):
-    return jax.tree.map(np.array, tree)
-
-
-def assert_same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, host(a), host(b))
 
 
 def largest(tree):
@@ -152,115 +121,6 @@ def test_the_gather_after_the_update_moves_16_bits(stage):
     large = [x for x in whole if x.count("x") == 2]  # matrices
     assert len(large) >= 3
     assert all(x.endswith("xbf16") for x in large), whole
-
-
-@singles(precision=["bf16", "fp16"], stage=[2, 3, 0])
-def test_an_edit_by_replace_is_taken_over(stage, precision):
-    """The element that was edited moves in the master; the others keep every bit of theirs."""
-    state, _ = train(mlp_state(make_config(stage, precision)))
-    before = host(jzero.gather_params(state, masters=True))
-    params = jax.tree.map(lambda x: x, state.params)
-    params["layer_1"]["kernel"] = params["layer_1"]["kernel"].at[3, 5].set(7.0)
-    zero = jax.tree.map(jnp.zeros_like, state.params)
-    sgd = mlp_state(make_config(stage, precision), tx=optax.sgd(1.0), params=before)
-    edited = sgd.replace(params={**sgd.params, "layer_1": params["layer_1"]})
-    after = host(jzero.gather_params(edited.apply_gradients(grads=zero), masters=True))
-    assert after["layer_1"]["kernel"][3, 5] == 7.0
-    after["layer_1"]["kernel"][3, 5] = before["layer_1"]["kernel"][3, 5]
-    assert_same(after, before)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_edit_is_told_from_the_rounding_of_any_number(dtype):
-    """A master keeps its bits beside its own rounding; any other parameter, infinite or tiny, replaces it."""
-    bits = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
-    special = np.array(
-        [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-40, 6e-8, 65519.0, 65520.0, 3.4e38, 1.00390625], np.float32
-    )
-    master = np.concatenate([bits.view(np.float32), special])
-    master = master[~np.isnan(master)]
-    with np.errstate(over="ignore"):
-        rounded = master.astype(jnp.dtype(dtype))
-    np.testing.assert_array_equal(np.asarray(apply_edits(master, rounded)).view(np.uint32), master.view(np.uint32))
-    other = np.roll(rounded, 1)
-    expected = np.where(other == rounded, master, other.astype(np.float32))
-    assert np.mean(other == rounded) < 0.4  # fp16 has no number for most of fp32's: those are infinite, or zero
-    np.testing.assert_array_equal(apply_edits(master, other), expected)
-
-
-@singles(stage=[2, 3, 0], sign=[1.0, -1.0])
-def test_masters_too_small_for_fp16_go_on(stage, sign):
-    """Their parameters are zeros of either sign, which no comparison may take for an edit."""
-    plain = jzero.TrainState.create(params={"w": jnp.zeros((16, 8))}, tx=optax.sgd(1.0))
-    state = jzero.shard_train_state(plain, config=make_config(stage, "fp16"))
-    step = jax.jit(lambda state: state.apply_gradients(grads={"w": jnp.full((16, 8), -sign * 1e-9)}))
-    for _ in range(10):
-        state = step(state)
-    np.testing.assert_allclose(jzero.gather_params(state, masters=True)["w"], sign * 1e-8, rtol=1e-5)
-
-
-@stages(2, of=(0, 2))
-def test_an_edit_is_seen_wherever_masters_are_read(stage):
-    state, _ = train(mlp_state(make_config(stage)), 2)
-    masters = host(jzero.gather_params(state, masters=True))
-    kernel = state.params["layer_1"]["kernel"].at[2, 2].set(5.0)
-    state = state.replace(params={**state.params, "layer_1": {**state.params["layer_1"], "kernel": kernel}})
-    masters["layer_1"]["kernel"][2, 2] = 5.0
-    assert_same(jzero.gather_params(state, masters=True), masters)
-    assert_same(jzero.unshard_train_state(state).params, masters)
-    assert_same(jzero.get_full_param(state, "layer_1/kernel"), masters["layer_1"]["kernel"])
-    assert_same(jzero.gather_params(jzero.update_params(state, lambda p: p), masters=True), masters)
-    for config in (make_config(3), make_config(stage)):
-        assert_same(jzero.gather_params(jzero.shard_train_state(state, config=config), masters=True), masters)
-
-
-@pytest.mark.parametrize("policy", [jzero.Precision(state_dtype="bfloat16"), "low"])
-def test_laid_out_anew_low_precision_goes_on_to_the_bit(policy):
-    """State dtypes, and the counter that drives stochastic rounding, survive another layout."""
-    policy = LOW if policy == "low" else policy
-    tx = optax.adam(1e-2)
-    state, _ = train(mlp_state(make_config(2, policy), tx=tx), 3)
-    moved = jzero.shard_train_state(state, config=make_config(3, policy), donate=False)
-    moved = jzero.shard_train_state(moved, config=make_config(2, policy))
-    assert jzero.plan_of(moved) == jzero.plan_of(state)
-    assert int(moved.opt_state.num_updates) == 3
-    on, _ = train(state, 2)
-    again, _ = train(moved, 2)
-    jax.tree.map(np.testing.assert_array_equal, host(on.params), host(again.params))
-    moments = jzero.unshard_train_state(again).opt_state[0].nu  # in the optimizer's own dtype
-    assert {x.dtype for x in jax.tree.leaves(moments)} == {jnp.dtype(jnp.float32)}
-
-
-@stages(1, 3)
-def test_update_params_writes_parameter_and_master(stage):
-    state, _ = train(mlp_state(make_config(stage)), 2)
-    before = host(jzero.gather_params(state, masters=True))
-    same = jzero.update_params(state, lambda p: p)
-    assert_same(before, jzero.gather_params(same, masters=True))  # nothing is rounded on the way
-    new = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x * 0.75, p), paths="layer_0/.*")
-    part = jax.tree.map(lambda x: x * np.float32(0.75), before["layer_0"])
-    assert_same(part, jzero.gather_params(new, masters=True)["layer_0"])
-    assert_same(jax.tree.map(lambda x: x.astype(BF16), part), jzero.natural_params(new)["layer_0"])
-    assert_same(before["layer_1"], jzero.gather_params(new, masters=True)["layer_1"])
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rule_keeps_a_leaf_in_fp32(stage):
-    rules = {".*/bias": jzero.LeafRule(compute_dtype="float32")}
-    seen = {}
-
-    def loss(params, batch):
-        seen.update(jax.tree.map(lambda x: x.dtype, params)["layer_0"])
-        return models.mlp_loss(params, batch)
-
-    state = mlp_state(make_config(stage, rules=rules))
-    state, _ = train(state, 1, loss)
-    assert seen == {"kernel": BF16, "bias": jnp.float32}
-    assert state.params["layer_0"]["bias"].dtype == jnp.float32
-    if stage == 1:
-        assert state.opt_state.masters["layer_0"]["bias"] is None  # it is its own master
-    _, grads = jzero.value_and_grad(models.mlp_loss)(state, models.mlp_batch(ROWS))
-    assert grads["layer_0"]["bias"].dtype == jnp.float32
 
 
 def test_integers_and_wide_floats():
@@ -432,123 +292,6 @@ def test_dtypes_may_be_given_as_dtypes():
     assert jzero.Precision(compute_dtype="float16", loss_scale=np.float32(8)).loss_scale == 8
 
 
-# Bytes.
-
-
-def large_state(layers=4, d=256, vocab=8192):
-    """Abstract; sizes as of a decoder, so that biases and norms weigh what they do in one."""
-    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)
-    block = {
-        "qkv": shape(d, 3 * d),
-        "out": shape(d, d),
-        "up": shape(d, 4 * d),
-        "down": shape(4 * d, d),
-        "norm": shape(d),
-    }
-    params = {"embed": shape(vocab, d), **{f"layer_{i}": block for i in range(layers)}}
-    return jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=optax.adamw(1e-3)), params)
-
-
-def psi(state):
-    return sum(x.size for x in jax.tree.leaves(state.params))
-
-
-@pytest.mark.parametrize("num_devices", [8, 64])
-def test_bytes_of_zeros_table(num_devices):
-    """16-bit parameters and gradients, fp32 master, momentum, variance: 2Ψ, 2Ψ, 12Ψ with ZeRO's divisions.
-
-    At stage 3 the masters are the parameters: 12Ψ/N for both, and 2Ψ/N of gradients.
-    """
-    state, n = large_state(), num_devices
-    mesh = jax.sharding.AbstractMesh((n,), ("data",))
-    size = psi(state)
-    wants = [(2, 2, 12), (2, 2, 12 / n), (2, 2 / n, 12 / n), (4 / n, 2 / n, 8 / n)]
-    for stage, want in enumerate(wants):
-        have = jzero.plan_train_state(state, config=make_config(stage), mesh=mesh).bytes_per_device
-        for term, bytes_per_param in zip(have, want, strict=True):
-            assert term == pytest.approx(bytes_per_param * size, rel=0.02)
-        assert have.total == pytest.approx(sum(want) * size, rel=0.02)
-
-
-def test_stage_3_holds_14_bytes_per_parameter_over_n():
-    """Under ZeRO's 16Ψ/N; DeepSpeed's stage 3 holds 18Ψ/N (its fp16 copy beside fp32 gradients)."""
-    state = large_state()
-    mesh = jax.sharding.AbstractMesh((8,), ("data",))
-    total = jzero.plan_train_state(state, config=make_config(3), mesh=mesh).bytes_per_device.total
-    assert total / (psi(state) / 8) == pytest.approx(14.0, rel=0.001)
-
-
-def test_gathered_bytes_count_16_bits():
-    state, mesh = large_state(), jax.sharding.AbstractMesh((8,), ("data",))
-    plan = jzero.plan_train_state(state, config=make_config(3), mesh=mesh)
-    assert plan.gathered_bytes == 2 * 2 * psi(state)
-
-
-# Less than fp32 between steps.
-
-
-def test_stochastic_rounding_is_fair_and_exact_where_it_can_be():
-    x = jnp.full((1 << 16,), 1.0 + 2.0**-9)  # a quarter of the way to the next bf16 above 1
-    rounded = round_stochastically(x, jax.random.key(0), positions_of(x.shape)).astype(jnp.float32)
-    assert set(np.unique(rounded)) == {1.0, 1.0 + 2.0**-7}
-    # Mean of 65536 draws of a coin with p = 1/4: standard error 1.3e-5.
-    assert abs(float(rounded.mean()) - (1 + 2.0**-9)) < 6e-5
-    special = jnp.array([0.0, -0.0, 1.0, -2.5, jnp.inf, -jnp.inf, 3.3895314e38])
-    at = positions_of(special.shape)
-    np.testing.assert_array_equal(np.asarray(round_stochastically(special, jax.random.key(1), at), np.float32), special)
-    assert np.isnan(round_stochastically(jnp.array([jnp.nan]), jax.random.key(1), at[:1])[0])
-
-
-@stages(2, 3, of=(0, 2, 3))
-def test_no_fp32_between_steps(stage):
-    state = mlp_state(make_config(stage, LOW), tx=optax.adam(1e-2))
-    floating = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
-    assert {x.dtype for x in floating} == {jnp.dtype(BF16)}
-    state, losses = train(state, 20)
-    _, want = train(mlp_state(make_config(stage), tx=optax.adam(1e-2)), 20)
-    assert losses[-1] == pytest.approx(want[-1], rel=0.05)
-    assert {x.dtype for x in jax.tree.leaves(state.opt_state.inner[0].nu)} == {jnp.dtype(BF16)}
-
-
-def test_small_updates_are_not_lost():
-    """Updates of a 2^-10 part of a weight vanish when rounded to nearest; stochastically they add up."""
-    params = {"w": jnp.ones((64, 64))}
-    loss = lambda p, batch: (p["w"].astype(jnp.float32) * batch.mean()).sum()
-    config = make_config(3, jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16"))
-    state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=optax.sgd(2.0**-10)), config=config)
-    step = jzero.make_train_step(loss)
-    for _ in range(64):
-        state, _ = step(state, jnp.ones((8,)))
-    mean = float(jnp.asarray(jzero.gather_params(state)["w"], jnp.float32).mean())
-    assert mean == pytest.approx(1 - 64 * 2.0**-10, abs=2e-3)
-
-
-def test_stochastic_rounding_does_not_depend_on_the_mesh():
-    runs = []
-    for n in (1, 2, 8):
-        mesh = jzero.make_mesh(devices=jax.devices()[:n])
-        params = {"w": jnp.linspace(0.5, 2, 48 * 16).reshape(48, 16)}
-        tx = optax.sgd(0.37)
-        config = make_config(3, jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16"))
-        with pytest.warns(match="one device") if n == 1 else contextlib.nullcontext():
-            state = jzero.shard_train_state(jzero.TrainState.create(params=params, tx=tx), config=config, mesh=mesh)
-        for _ in range(3):
-            grads = {"w": jnp.linspace(0, 1e-2, 48 * 16, dtype=BF16).reshape(48, 16)}
-            state = state.apply_gradients(grads=grads)
-        runs.append(host(jzero.gather_params(state)))
-    assert_same(runs[0], runs[1])
-    assert_same(runs[0], runs[2])
-
-
-def test_state_dtype_by_path():
-    rules = {"layer_0/kernel": jzero.LeafRule(state_dtype="bfloat16")}
-    state = mlp_state(make_config(2, rules=rules))
-    nu = state.opt_state.inner[0].nu
-    assert nu["layer_0"]["kernel"].dtype == BF16
-    assert nu["layer_1"]["kernel"].dtype == jnp.float32
-    train(state, 2)
-
-
 # NNX.
 
 
@@ -581,24 +324,3 @@ def test_nnx(stage, precision):
     after = jzero.gather_params((model, optimizer), masters=True)
     assert gap(before, after) > 0
     assert int(optimizer.step[...]) == 5
-
-
-@pytest.mark.parametrize(("dtype", "stage", "offload"), [("float8_e4m3fn", 1, "none"), ("float8_e5m2", 3, "host")])
-def test_parameters_of_8_bits_train_as_optax_trains_them(dtype, stage, offload):
-    """Gradients of 300 on each device: a sum of eight leaves the range of e4m3, 448, if it is taken in 8 bits."""
-    params = {"w": jnp.linspace(-1, 1, 16 * 13).reshape(16, 13).astype(dtype)}
-    loss_fn = lambda params, batch: 300 * (params["w"].astype(jnp.float32).sum() * batch.mean())
-    tx, batch = optax.sgd(1e-3, momentum=0.5), np.ones((16, 1), np.float32)
-    plain = jzero.TrainState.create(params=params, tx=tx)
-    config = make_config(stage, "fp32", offload=jzero.Offload(optimizer=offload))
-    state = jzero.shard_train_state(plain, config=config)
-    step = jzero.make_train_step(loss_fn, accumulate_steps=2 if offload == "none" else 1)
-    # Compilers for CPUs add 8-bit numbers in wider ones by themselves, so that results alone would not tell.
-    text = step.lower(state, batch).as_text()
-    reduced = re.findall(r'"?stablehlo\.reduce_scatter"?\(.*?-> tensor<([^>]*)>', text, flags=re.DOTALL)
-    assert [shape.rpartition("x")[2] for shape in reduced] == ["f32"]
-    for _ in range(2):
-        plain = plain.apply_gradients(grads=jax.grad(loss_fn)(plain.params, batch))
-        state, _ = step(state, batch)
-    assert state.params["w"].dtype == dtype
-    assert_same(jzero.unshard_train_state(state).params, plain.params)

@@ -1,0 +1,42 @@
+"""States in mixed precision, trained and compared."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import jzero
+from tests import models
+
+BF16 = jnp.bfloat16
+ROWS = 24
+LOW = jzero.Precision(compute_dtype="bfloat16", master_dtype="bfloat16", state_dtype="bfloat16")
+
+
+def make_config(stage, precision="bf16", **options):
+    return jzero.ZeroConfig(stage=stage, precision=precision, **{"persistence_threshold": 0, **options})
+
+
+def mlp_state(config, tx=None, params=None, **options):
+    plain = TrainState.create(apply_fn=None, params=params or models.mlp_params(), tx=tx or optax.adamw(1e-2))
+    return jzero.shard_train_state(plain, config=config, **options)
+
+
+def train(state, num_steps=5, loss_fn=models.mlp_loss, **options):
+    step = jzero.make_train_step(loss_fn, **options)
+    losses = []
+    for _ in range(num_steps):
+        state, metrics = step(state, models.mlp_batch(ROWS))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, host(a), host(b))
