@@ -1,9 +1,7 @@
 """Plans: what is cut at each stage, who owns an optimizer leaf, bytes per device, and what stays whole."""
 
 import dataclasses
-import functools
 import gc
-import math
 import weakref
 
 import jax
@@ -11,64 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jzero
 from jzero.plan.plan import ZeroPlan
-from jzero.plan.table import format_bytes
 from jzero.state import inspect
+from tests.plan_states import STAGES, abstract_mesh, abstract_state, gpt_shapes, plan_for
 
-STAGES = (0, 1, 2, 3)
 SIZES = (1, 2, 5, 7, 8, 64, 511, 512)
-
-
-def abstract_mesh(**sizes):
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def abstract_state(params, tx):
-    return jax.eval_shape(lambda p: jzero.TrainState.create(params=p, tx=tx), params)
-
-
-def plan_for(params, *, num_shards=8, tx=None, **config):
-    """The plan of an abstract state with these shapes: the mapping `{name: shape}` or any tree of abstract arrays."""
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x, jnp.float32) if isinstance(x, tuple) else x,
-        params,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    state = abstract_state(params, tx or optax.adam(1e-3))
-    return jzero.plan_train_state(state, config=jzero.ZeroConfig(**config), mesh=abstract_mesh(data=num_shards))
 
 
 def rows(tree):
     """Returns `{path: leaf}`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def device_bytes(tree):
-    """Bytes of the tree's arrays that live on the first device."""
-    first = jax.devices()[0]
-    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == first]
-    return sum(s.data.nbytes for s in shards)
-
-
-def gpt_shapes(*, scanned, d_model=256, num_layers=6, vocab_size=50257, seq_len=1024):
-    """The parameters of a GPT: each layer for itself, or all of them in one stack."""
-    d, hidden = d_model, 4 * d_model
-    layer = {
-        "attention_norm": {"scale": (d,), "bias": (d,)},
-        "qkv": {"kernel": (d, 3 * d), "bias": (3 * d,)},
-        "attention_out": {"kernel": (d, d), "bias": (d,)},
-        "mlp_norm": {"scale": (d,), "bias": (d,)},
-        "mlp_in": {"kernel": (d, hidden), "bias": (hidden,)},
-        "mlp_out": {"kernel": (hidden, d), "bias": (d,)},
-    }
-    stack = jax.tree.map(lambda s: (num_layers, *s), layer, is_leaf=lambda x: isinstance(x, tuple))
-    layers = {"blocks": stack} if scanned else {f"block_{i}": layer for i in range(num_layers)}
-    return {"embed": (vocab_size, d), "positions": (seq_len, d), **layers, "norm": {"scale": (d,), "bias": (d,)}}
 
 
 # What is cut.
@@ -172,195 +127,6 @@ def test_replica_axis_holds_copies():
     assert plan.params == {"w": P("data")}
     assert plan.num_shards == 4
     assert plan.bytes_per_device.params == 64 * 64 * 4 // 4
-
-
-# Who owns an optimizer leaf.
-
-# Equal and swapped shapes, which the rules below cut on different dimensions.
-PARAMS = {
-    "first": (64, 128),
-    "second": (64, 128),
-    "third": (128, 64),
-    "fourth": (128, 64),
-    "bias": (64,),
-    "odd": (37, 11),
-}
-RULES = {
-    "first": jzero.LeafRule(dim=0),
-    "second": jzero.LeafRule(dim=1),
-    "third": jzero.LeafRule(dim=1),
-    "fourth": jzero.LeafRule(dim=0),
-}
-MASK = {name: name != "second" for name in PARAMS}
-LABELS = {name: "a" if name in ("first", "third", "odd") else "b" for name in PARAMS}
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-3),
-    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=32),
-    "masked": lambda: optax.masked(optax.adam(1e-3), MASK),
-    "masked by function": lambda: optax.masked(optax.adam(1e-3), lambda p: {k: x.ndim > 1 for k, x in p.items()}),
-    "multi_transform": lambda: optax.multi_transform({"a": optax.adam(1e-3), "b": optax.sgd(0.1, 0.9)}, LABELS),
-    "multi_transform by function": lambda: optax.multi_transform(
-        {"a": optax.adam(1e-3), "b": optax.sgd(0.1, 0.9)},
-        lambda p: {k: "a" if x.ndim > 1 else "b" for k, x in p.items()},
-    ),
-    "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
-    "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9), optax.adam(1e-3)),
-    "lamb": lambda: optax.lamb(1e-3),
-    "by hand": lambda: optax.chain(momentum_that_looks_into_the_parameters(), optax.scale(-0.1)),
-    "lion": lambda: optax.lion(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-3),
-}
-
-
-def owner_by_name(path):
-    """The parameter that an optimizer leaf belongs to. All names here are unlike any of optax's own."""
-    names = [name for name in path.split("/") if name in PARAMS]
-    assert len(names) <= 1
-    return names[0] if names else None
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_leaf_is_cut_like_its_parameter(name, stage):
-    tx = OPTIMIZERS[name]()
-    plan = plan_for(PARAMS, num_shards=8, tx=tx, stage=stage, persistence_threshold=0, rules=RULES)
-    grads = {leaf.path: leaf.grad for leaf in plan.leaves}
-    owned = set()
-    for leaf in plan.opt_leaves:
-        owner = owner_by_name(leaf.path)
-        assert (None if leaf.owner is None else plan.leaves[leaf.owner].path) == owner, leaf.path
-        if owner is None:
-            assert leaf.cut is None, leaf.path
-        elif leaf.shape == PARAMS[owner]:
-            owned.add(owner)
-            assert leaf.spec == grads[owner].spec, leaf.path
-            assert leaf.stored_shape == grads[owner].stored_shape, leaf.path
-        else:  # such as adafactor's vectors
-            expected = next((d for d, size in enumerate(leaf.shape) if size % 8 == 0 and leaf.size >= 8), None)
-            assert leaf.cut is None if expected is None else leaf.cut.dim == expected, leaf.path
-            assert leaf.stored_shape == leaf.shape, "never padded"
-    assert owned, "some leaves have their parameter's shape"
-    assert grads["first"].spec != grads["second"].spec
-
-
-def momentum_that_looks_into_the_parameters(decay=0.9):
-    """Its `init` fails on what optax has for asking who owns what; then only key paths can tell."""
-
-    def init(params):
-        return {"mu": {name: jax.tree.map(jnp.zeros_like, value) for name, value in params.items()}}
-
-    def update(updates, state, params=None):
-        mu = jax.tree.map(lambda m, g: decay * m + g, state["mu"], updates)
-        return mu, {"mu": mu}
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_parameter_named_like_another_or_like_a_field_of_the_optimizer_is_not_confused(by_hand):
-    params = {"w": (64, 128), "mu": {"w": (128, 64)}, "nu": {"w": (64, 64), "mu": (96,)}, "count": (64,)}
-    tx = optax.chain(momentum_that_looks_into_the_parameters() if by_hand else optax.adam(1e-3))
-    plan = plan_for(params, num_shards=8, tx=tx, stage=3, persistence_threshold=0)
-    (state,) = plan.opt_state
-    assert (state["mu"] if by_hand else state[0].mu) == plan.params
-    if not by_hand:
-        assert state[0].nu == plan.params
-        assert state[0].count == P()
-
-
-def test_parameters_may_be_one_array():
-    plan = plan_for((64, 128), num_shards=8, stage=3, persistence_threshold=0)
-    assert plan.params == P(None, "data")
-    assert plan.opt_state[0].mu == plan.opt_state[0].nu == P(None, "data")
-
-
-# Bytes.
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bytes_per_device_are_those_of_the_live_buffers(name):
-    tx = OPTIMIZERS[name]()
-    params = {k: jnp.ones(shape) for k, shape in PARAMS.items()} | {"half": jnp.ones((24, 8), jnp.bfloat16)}
-    if name in ("masked", "multi_transform"):  # their masks name the parameters
-        del params["half"]
-    state = jzero.TrainState.create(params=params, tx=tx)
-    for stage in STAGES:
-        config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, rules=RULES)
-        plan = jzero.plan_train_state(state, config=config)
-        sharded = jzero.shard_train_state(state, config=config)
-        assert plan.bytes_per_device.params == device_bytes(sharded.params)
-        assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
-        assert plan.bytes_per_device.total == sum(plan.bytes_per_device)
-
-
-@pytest.mark.parametrize("devices", [1, 3, 5, 8])
-def test_bytes_are_those_of_the_live_buffers_on_any_number_of_devices(devices):
-    mesh = jzero.make_mesh(devices=jax.devices()[:devices])
-    params = {"odd": jnp.ones((37, 11)), "flat": jnp.ones((11, 9)), "w": jnp.ones((120, 7)), "tiny": jnp.ones(3)}
-    state = jzero.TrainState.create(params=params, tx=optax.adam(1e-3))
-    config = jzero.ZeroConfig(stage=3, persistence_threshold=0)
-    if devices == 1:
-        with pytest.warns(UserWarning, match="one device"):
-            sharded = jzero.shard_train_state(state, config=config, mesh=mesh)
-    else:
-        sharded = jzero.shard_train_state(state, config=config, mesh=mesh)
-    plan = jzero.plan_of(sharded)
-    assert plan.bytes_per_device.params == device_bytes(sharded.params)
-    assert plan.bytes_per_device.opt_state == device_bytes(sharded.opt_state)
-
-
-@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("num_shards", [8, 64])
-@pytest.mark.parametrize("stage", STAGES)
-def test_bytes_agree_with_the_arithmetic_of_zero(stage, num_shards, scanned):
-    plan = plan_for(gpt_shapes(scanned=scanned), num_shards=num_shards, stage=stage, persistence_threshold=0)
-    psi = sum(math.prod(leaf.param.shape) for leaf in plan.leaves)
-    assert psi > 10_000_000
-    expected = {
-        "params": 4 * psi / (num_shards if stage == 3 else 1),
-        "grads": 4 * psi / (num_shards if stage >= 2 else 1),
-        "opt_state": 8 * psi / (num_shards if stage >= 1 else 1),
-    }
-    assert plan.bytes_per_device._asdict() == pytest.approx(expected, rel=0.02)
-    assert plan.bytes_per_device.total == pytest.approx(sum(expected.values()), rel=0.02)
-    assert plan.replicated_bytes._asdict() == pytest.approx(
-        {"params": 4 * psi, "grads": 4 * psi, "opt_state": 8 * psi}, rel=1e-6
-    )
-
-
-def test_gathered_bytes_by_hand():
-    params = {"w": (512, 256), "v": (256, 64), "b": (512,)}
-    w, v, b = (4 * math.prod(shape) for shape in params.values())
-    gathered = {
-        0: 0,
-        1: w + v + b,  # once, after the update
-        2: w + v + b,
-        3: 2 * (w + v) + b,  # forward and backward; `b` stays whole between updates
-    }
-    for stage, expected in gathered.items():
-        assert plan_for(params, stage=stage, persistence_threshold=512).gathered_bytes == expected, stage
-    kept = plan_for(params, stage=3, persistence_threshold=512, reshard_after_forward=False)
-    assert kept.gathered_bytes == w + v + b
-    assert kept.traffic.bytes_gathered_in(micro_batches=3) == 3 * (w + v) + b
-    assert plan_for({"scalar": ()}, stage=3).gathered_bytes == 0, "what is not cut is never gathered"
-    assert plan_for({"odd": (129, 3)}, stage=3, persistence_threshold=0).gathered_bytes == 2 * 4 * 136 * 3
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_plans_of_whole_parameters_tell_what_stage_3_would_hold(stage, precision):
-    rules = {"kept": jzero.LeafRule(persistent=True), "shared": jzero.LeafRule(replicated=True)}
-    params = {"w": (512, 256), "odd": (129, 3), "b": (512,), "kept": (64, 64), "shared": (64, 64)}
-    make = functools.partial(plan_for, params, precision=precision, persistence_threshold=512, rules=rules)
-    other = make(stage=3, reshard_after_forward=False)
-    held = lambda plan: format_bytes(plan.bytes_per_device.params + plan.bytes_per_device.opt_state)
-    plan = make(stage=stage)
-    said = f"params and opt_state take {held(other)} then, not {held(plan)}"
-    assert (said in str(plan)) == (stage in (1, 2))
-    assert ("reshard_after_forward" in str(plan)) == (stage in (1, 2))
-    if stage in (1, 2):
-        assert plan.gathered_bytes == other.gathered_bytes
 
 
 # What stays whole.
@@ -475,47 +241,6 @@ def test_rule_for_a_scanned_dimension_is_obeyed():
     plan = plan_for({"stack": (16, 512, 8)}, stage=3, persistence_threshold=0, rules=rule)
     assert plan.params == {"stack": P("data")}
     assert plan.leaves[0].scan_dim == 1
-
-
-# Text.
-
-
-def test_text_shows_every_section(capsys):
-    params = {
-        "embed": (1000, 64),
-        "odd": (37, 129),
-        "flat": (11, 9),
-        "bias": (64,),
-        "stack": {"w": (6, 64, 64), "s": (6, 64)},
-    }
-    plan = plan_for(params, stage=3, persistence_threshold=64)
-    print(plan)  # noqa: T201  # this is how people read it
-    text = capsys.readouterr().out
-    lines = text.splitlines()
-    assert lines[0].startswith("ZeRO stage 3 over 'data' (N=8)")
-    assert "data=8" in lines[0]
-    for heading in ("bytes per device", "parameter", "whole on every device", "gathered per step"):
-        assert any(line.startswith(heading) for line in lines), heading
-    for term in ("params", "grads", "opt_state", "total", "this plan", "replicated"):
-        assert term in text
-    row = {line.split()[0]: line for line in lines if line}
-    assert "cut on dim 0" in row["embed"]
-    assert "(1000, 64)" in row["embed"]
-    assert "padded 129->136" in row["odd"]
-    assert "flattened, padded 99->104" in row["flat"]
-    assert "dim 0" in row["stack/w"].split("cut on dim")[-1], "the scanned dimension"
-    assert "whole" in row["bias"]
-    assert any(line.startswith("params") and "bias" in line and "(persistence_threshold)" in line for line in lines)
-    assert any(line.startswith("other") and "step" in line for line in lines)
-    assert f"{plan.gathered_bytes / 1024:.2f} KiB" in lines[-1]
-
-
-def test_text_counts_the_rows_that_it_hides():
-    plan = plan_for({f"w{i:02}": (64, 64) for i in range(50)}, stage=3, persistence_threshold=0)
-    assert "w49" not in str(plan)
-    assert "... 10 more (plan.table(max_rows=None))" in str(plan)
-    assert "w49" in plan.table(max_rows=None)
-    assert "more" not in plan.table(max_rows=None)
 
 
 # Plans are values.
