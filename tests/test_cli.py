@@ -27,7 +27,7 @@ from jzero.cli.commands import app
 from jzero.cli.disk_report import examine_disk
 from jzero.cli.terminal import messages
 from tests import cli_models
-from tests.test_estimator import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
+from tests.estimator_models import ZERO2_T5_3B_COLD, ZERO3_T5_3B_COLD
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAYERS, WIDTH, PSI = cli_models.LAYERS, cli_models.WIDTH, cli_models.PARAMS
