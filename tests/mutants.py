@@ -1145,7 +1145,7 @@ MUTANTS = [
         "monitor/sinks.py",
         "            while rest:",
         "            if rest:",
-        "test_monitor.py::test_a_full_disk_is_an_error_and_no_line_is_written_in_part",
+        "test_monitor_sinks.py::test_a_full_disk_is_an_error_and_no_line_is_written_in_part",
         "JsonLines",
     ),
     # DeepSpeed.

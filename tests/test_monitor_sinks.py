@@ -1,0 +1,235 @@
+"""Where a monitor writes: JSON lines, CSV, TensorBoard, a terminal."""
+
+import csv
+import io
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jzero
+from jzero.monitor import monitor as monitor_module
+from jzero.monitor import progress as progress_module
+from jzero.monitor import sinks as sinks_module
+from tests.monitor_runs import Clock, quiet
+
+
+def test_json_lines_read_back(tmp_path):
+    path = tmp_path / "new" / "log.jsonl"
+    before = time.time()
+    with quiet(sinks=[jzero.JsonLines(path)], every=2) as monitor:
+        assert not path.exists(), "made when there is something to write"
+        for loss in (0.1, float("nan"), float("-inf")):
+            monitor.log({"loss": jnp.float32(loss), "aux": {"n": jnp.int32(7)}})
+        assert len(path.read_text().splitlines()) == 2, "on disk at once"
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert [line["loss"] for line in lines] == [float(np.float32(0.1)), None, None]
+    assert [line.get("non_finite") for line in lines] == [None, {"loss": "nan"}, {"loss": "-inf"}]
+    assert [line["aux/n"] for line in lines] == [7, 7, 7]
+    assert all(before - 1 <= line["time"] <= time.time() + 1 for line in lines)
+    assert "perf/seconds_per_step" in lines[1]
+
+
+def test_json_lines_go_on_after_a_crash(tmp_path):
+    path = tmp_path / "log.jsonl"
+    script = (
+        "import os, runpy\n"
+        f"sink = runpy.run_path({sinks_module.__file__!r})['JsonLines']({str(path)!r})\n"
+        "for step in (1, 2):\n"
+        "    sink(step, {'loss': step / 4})\n"
+        "os._exit(3)  # as if killed: nothing is closed\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 3
+    whole = path.read_bytes()
+    assert [json.loads(line)["loss"] for line in whole.splitlines()] == [0.25, 0.5]
+
+    path.write_bytes(whole + b'{"step": 3, "lo')
+    sink = jzero.JsonLines(path)
+    with pytest.warns(UserWarning, match=r"log\.jsonl was cut off and is removed: b'\{\"step\": 3"):
+        sink(3, {"loss": 1.0})
+    sink.close()
+    assert path.read_bytes().startswith(whole)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+    path.write_bytes(whole.rstrip(b"\n"))  # whole, but for the end of the line
+    sink(3, {"loss": 1.0})
+    sink.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+FULL_DISK = """
+import json, resource, runpy, sys
+path, kind, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sink = runpy.run_path(sys.argv[4])[kind](path)
+sink(1, {"loss": 1.0})
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # as if so much fitted on the disk
+try:
+    for step in range(2, 1000):
+        sink(step, {"loss": 2.0})
+    sink.close()
+    print("nothing", "raised")
+except OSError as error:
+    print("raised", step)
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+sink(1000, {"loss": 3.0})
+sink.close()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Csv", "JsonLines", "TensorBoard"])
+def test_a_full_disk_is_an_error_and_no_line_is_written_in_part(kind, tmp_path):
+    size = 8192 + 17
+    arguments = [str(tmp_path / "log"), kind, str(size), sinks_module.__file__]
+    command = [sys.executable, "-W", "ignore", "-c", FULL_DISK, *arguments]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr
+    said, step = ran.stdout.split()
+    assert said == "raised"
+    if kind == "JsonLines":
+        steps = [json.loads(line)["step"] for line in (tmp_path / "log").read_text().splitlines()]
+        assert steps == [*range(1, int(step)), 1000], "what was there in part is removed once there is room"
+    if kind == "Csv":
+        with (tmp_path / "log").open(newline="") as file:
+            assert [int(row["step"]) for row in csv.DictReader(file)] == [*range(1, int(step)), 1000]
+
+
+def test_csv_read_back(tmp_path):
+    """By the standard library: columns come as values do; a resumed run appends, after a row that was cut off."""
+    path = tmp_path / "run" / "log.csv"
+    read = lambda: list(csv.DictReader(io.StringIO(path.read_text())))
+    with quiet(sinks=[jzero.Csv(path)], every=2) as monitor:
+        for loss in (1.5, float("nan"), 1.25):
+            monitor.log({"loss": jnp.float32(loss), 'a "name", odd': 3})
+        monitor.write({"eval": {"loss": float("-inf")}})
+    rows = read()
+    assert [(row["step"], row["loss"]) for row in rows] == [("1", "1.5"), ("2", "nan"), ("3", "1.25"), ("3", "")]
+    assert [row["eval/loss"] for row in rows] == ["", "", "", "-inf"]
+    assert {row['a "name", odd'] for row in rows[:3]} == {"3.0"}
+    assert float(rows[1]["perf/seconds_per_step"]) > 0
+    assert all(float(row["time"]) > 1.7e9 for row in rows)
+
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"4,17000")
+    with (
+        pytest.warns(UserWarning, match="cut off and is removed: b'4,17000'"),
+        quiet(sinks=[jzero.Csv(path)]) as monitor,
+    ):
+        monitor.log({"loss": 0.5})
+    assert path.read_bytes().startswith(whole)
+    assert [row["loss"] for row in read()] == ["1.5", "nan", "1.25", "", "0.5"]
+
+
+def test_csv_refuses_other_tables_and_its_own_names(tmp_path):
+    (tmp_path / "other.csv").write_text("name,age\nAda,36\n")
+    with pytest.raises(ValueError, match=r"other.csv is no table of a `Csv`: its first line is \['name', 'age'\]"):
+        jzero.Csv(tmp_path / "other.csv")(1, {"loss": 1.0})
+    with pytest.raises(ValueError, match=r"rename the values \['time'\]"):
+        jzero.Csv(tmp_path / "log.csv")(1, {"time": 1.0})
+    assert not (tmp_path / "log.csv").exists()
+
+
+def test_json_lines_keep_their_own_names(tmp_path):
+    sink = jzero.JsonLines(tmp_path / "log.jsonl")
+    for name in ("step", "time", "non_finite"):
+        with pytest.raises(ValueError, match=f"rename the values \\['{name}'\\]"):
+            sink(1, {name: 1.0, "loss": 1.0})
+    assert not sink.path.exists()
+
+
+def test_tensorboard_read_back(tmp_path):
+    """Against the protocol itself: records of length, checksum, message, checksum."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    with quiet(sinks=[jzero.TensorBoard(tmp_path / "run")], every=2, start_step=40) as monitor:
+        for loss in (0.5, float("nan"), 0.25):
+            monitor.log({"loss": jnp.float32(loss), "aux": {"x": 3}})
+    (path,) = (tmp_path / "run").iterdir()
+    data, found = io.BytesIO(path.read_bytes()), []
+    while header := data.read(12):
+        event = event_pb2.Event.FromString(data.read(int.from_bytes(header[:8], "little")))
+        data.read(4)
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    losses = [(step, value) for step, tag, value in found if tag == "loss"]
+    assert losses == [(41, 0.5), (42, pytest.approx(np.nan, nan_ok=True)), (43, 0.25)]
+    assert [(step, value) for step, tag, value in found if tag == "aux/x"] == [(41, 3), (42, 3), (43, 3)]
+    assert {tag for _, tag, _ in found} == {"loss", "aux/x", "perf/first_step_seconds", "perf/seconds_per_step"}
+
+
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("tensorboardX.summary", jzero.TensorBoard),
+        ("rich.console", lambda tmp: jzero.Monitor().__enter__()),
+    ],
+)
+def test_what_to_install_is_said(package, make, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'jzero\[monitor\]'"):
+        make(tmp_path)
+
+
+def test_optional_packages_are_imported_where_they_are_used_only():
+    folder = pathlib.Path(progress_module.__file__).parent
+    imports = re.findall(r"^ *(?:from|import) +([\w.]+)", "\n".join(x.read_text() for x in folder.glob("*.py")), re.M)
+    assert "jax" in imports
+    assert not [name for name in imports if name.split(".")[0] in ("rich", "tensorboardX", "google")]
+
+
+def test_lines_where_nobody_watches(capsys, monkeypatch):
+    clock = Clock(monkeypatch)
+    show = ("loss", "validation")
+    with jzero.Monitor(total_steps=6, every=2, tokens_per_step=3000, show=show) as monitor:
+        for step in range(1, 5):
+            clock.now += 0.25
+            monitor.log({"loss": 1 / step, "other": 3.0, "step_applied": np.bool_(step != 3)})
+        monitor.write({"validation": 1.23456})
+        monitor.write({"unseen": 1.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/6  loss 1  first step 500.0 ms  memory unknown",
+        "step 2/6  loss 0.5  250.0 ms/step  12,000 tokens/s  memory unknown",
+        "step 4/6  loss 0.25  125.0 ms/step  24,000 tokens/s  memory unknown  1 skipped",
+        "step 4/6  validation 1.235",
+    ]
+
+
+def test_bar_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(monitor_module, "peak_device_bytes", lambda: 3 * 2**30)
+    with jzero.Monitor(total_steps=50, every=2, start_step=40, show=("loss", "validation")) as monitor:
+        for _ in range(4):
+            monitor.log({"loss": 2.5})
+        monitor.write({"validation": 1.5})
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    last = text.strip().splitlines()[-1]
+    assert re.match(r"44/50 \S+ loss 2\.5  validation 1\.5  \S+ m?s/step  3\.00 GiB 0:00:\d\d", last), last
+    for thread in threading.enumerate():
+        if "rich" in type(thread).__module__:
+            thread.join(10)
+            assert not thread.is_alive(), "the bar was stopped"
+
+
+def test_no_output_without_progress(capsys):
+    with quiet(every=1) as monitor:
+        monitor.log({"loss": 1.0})
+        monitor.write({"x": 1.0})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_numbers_as_people_read_them():
+    values = {"perf/seconds_per_step": 1.5, "perf/peak_device_bytes": 3 * 2**20, "perf/skipped_steps": 0.0}
+    assert progress_module.describe(values, ()) == "1.50 s/step  3 MiB"
