@@ -1,0 +1,103 @@
+"""Wrong input of the command line is answered with a message."""
+
+import re
+import sys
+
+import pytest
+
+from jzero.analysis import topologies
+from tests.cli_runs import folder, message_of, run  # noqa: F401  # fixtures
+
+# Wrong input.
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("plan users", r"`module:function`.*got 'users'"),
+        ("plan :factory", r"`module:function`.*got ':factory'"),
+        ("plan nowhere:factory", r"Module 'nowhere' was not found.*current directory"),
+        ("plan users.inner:factory", r"'users\.inner'"),
+        ("plan needs_more:model", r"'needs_more' cannot be imported: No module named 'a_package_that_is_not_there'"),
+        ("plan no_python:model", r"'no_python' cannot be imported: SyntaxError"),
+        ("plan users:nothing", r"`users:nothing` must be a function that takes no arguments: 'users' has no such name"),
+        ("plan users:NOT_A_FUNCTION", r"takes no arguments: got int"),
+        ("plan users:takes_one", r"takes no arguments: missing a required argument: 'size'"),
+        ("plan users:raises", r"`users:raises` failed: KeyError: 'lost'"),
+        ("plan users:leaves", r"`users:leaves` failed: SystemExit: usage"),
+        ("plan users:two_values", r"must return `\(state, loss_fn, batch\)` or .*: got 2 values"),
+        ("plan users:no_tuple", r"got NoneType"),
+        ("plan users:no_loss", r"where `loss_fn` is a function: got str"),
+        ("plan users:no_state", r"got dict.*TrainState\.create"),
+        ("plan users:bad_maker", r"The state of `users:bad_maker` failed: ZeroDivisionError"),
+        ("plan users:bad_maker_arguments", r"of one argument, a PRNG key: too many"),
+        ("analyze users:uneven_batch", r"13"),
+        ("analyze users:factory --accumulate-steps 3", r"16"),
+        ("analyze users:factory --topology h300:8", r"'h300:8'.*GPUs: .*h200"),
+        ("analyze users:factory --topology h200:9", r"'h200:9'"),
+        ("analyze users:factory --topology h200:8 --cpu-devices 8", r"pass only one"),
+        ("analyze users:factory --cpu-devices 3", r"jax_num_cpu_devices"),
+        ("estimate", r"Pass one model.*got none"),
+        ("plan", r"Pass one model.*got none"),
+        ("fit users:factory --params 1e6", r"got MODULE:FUNCTION and --params"),
+        ("estimate --deepspeed users:factory --largest-layer 1e6", r"`--largest-layer` requires `--params`"),
+        ("estimate --params 1e9 --largest-layer 1e6", r"pass `--deepspeed`"),
+        ("estimate --deepspeed --params 1e6 --largest-layer 2e6", r"`--largest-layer` must not exceed `--params`"),
+        ("estimate --deepspeed --stage 0 --params 1e6", r"stages 1 to 3"),
+        ("estimate --deepspeed --params 1e6 --stage 1 --num-nodes 0", r"`--num-nodes`.*got 0"),
+    ],
+)
+@pytest.mark.parametrize("json_too", ["", " --json"])
+def test_wrong_input_is_answered_with_a_message(run, line, says, json_too):
+    found = message_of(run(line + json_too))
+    assert re.search(says, found, re.DOTALL), found
+    assert "`--traceback`" in found
+
+
+def test_an_error_of_a_users_loss_says_where(run, folder):
+    (folder / "its_loss_fails.py").write_text(
+        "import users\n\ndef model():\n    return users.factory()[0], lambda p, b: p['none'], users.factory()[2]\n"
+    )
+    found = message_of(run("analyze its_loss_fails:model"))
+    assert "jzero: KeyError in its_loss_fails.py, line 4, `return users.factory()[0]," in found
+    assert "`: 'none'.\n" in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "estimate --nothing",
+        "plan users:factory --stage 4",
+        "plan users:factory --precision f8",
+        "plan users:factory --devices 0",
+    ],
+)
+def test_wrong_options_are_usage_errors(run, line):
+    assert "Usage:" in message_of(run(line))
+
+
+def test_a_missing_extra_is_named(run, monkeypatch):
+    monkeypatch.setattr(topologies, "_is_installed", lambda package: False)
+    topologies._devices.cache_clear()
+    assert "pip install 'jzero[gpu]'" in message_of(run("analyze users:factory --topology h200:7"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("analyze users:nnx_pair --figure report.png")
+    assert result.exit_code == 2
+    assert "pip install 'jzero[examples]'" in result.stderr
+    assert "ZeRO stage 3" in result.stdout, "what was asked for beside it was printed before"
+
+
+def test_a_figure_that_cannot_be_written(run):
+    result = run("analyze users:nnx_pair --figure nowhere/report.png")
+    assert result.exit_code == 2
+    assert "No such file or directory: 'nowhere/report.png'" in result.stderr
+
+
+def test_traceback_is_there_for_those_who_ask(run):
+    asked = run("plan users:raises --traceback")
+    assert asked.exit_code == 2
+    assert 'raise KeyError("lost")' in asked.stderr
+    surprise = run("analyze users:bad_loss")
+    assert surprise.exit_code == 2
+    assert "KeyError in users.py, line" in surprise.stderr
+    assert "Traceback (most recent call last)" not in surprise.stderr
