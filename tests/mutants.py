@@ -599,7 +599,7 @@ MUTANTS = [
         "engine/gradients.py",
         "parts = num_batch_shards(plan.mesh, plan.config) * self.micro.steps",
         "parts = num_batch_shards(plan.mesh, plan.config)",
-        "test_engine.py::test_accumulated_micro_batches_equal_the_whole_batch",
+        "test_engine_loops.py::test_accumulated_micro_batches_equal_the_whole_batch",
         "[2]",
     ),
     Mutant(
@@ -614,7 +614,7 @@ MUTANTS = [
         "engine/gradients.py",
         "key = [jax.random.fold_in(k, index) for k in key]",
         "key = list(key)",
-        "test_engine.py::test_dropout_key_is_folded_with_the_device",
+        "test_engine_values.py::test_dropout_key_is_folded_with_the_device",
         "[1]",
     ),
     Mutant(
@@ -698,7 +698,7 @@ MUTANTS = [
         "update/transformation.py",
         "return _compat.when_added(update, lambda total: leaf.store(total.astype(leaf.dtype)))",
         "return update",
-        "test_engine.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
+        "test_engine_loops.py::test_two_updates_of_parameters_held_whole_keep_their_layout",
     ),
     Mutant(
         "padding_updated",

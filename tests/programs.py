@@ -21,21 +21,21 @@ import jax
 import optax
 
 import jzero
-from tests import models, test_engine
+from tests import engine_losses, models
 
 OPAQUE = (
-    test_engine.branches,
-    test_engine.while_loop,
-    test_engine.custom_rules,
-    test_engine.fori_indexing_the_stack,
-    test_engine.scan_carrying_weights,
-    test_engine.tied,
+    engine_losses.branches,
+    engine_losses.while_loop,
+    engine_losses.custom_rules,
+    engine_losses.fori_indexing_the_stack,
+    engine_losses.scan_carrying_weights,
+    engine_losses.tied,
 )
 SCANS = (
-    test_engine.scan_reversed_with_outputs,
-    test_engine.nested_jit,
-    test_engine.remat_with_policy,
-    test_engine.loop_after_layers_that_count,
+    engine_losses.scan_reversed_with_outputs,
+    engine_losses.nested_jit,
+    engine_losses.remat_with_policy,
+    engine_losses.loop_after_layers_that_count,
 )
 
 
@@ -74,7 +74,7 @@ def sum_of(*losses: Callable[..., Any]) -> Callable[[], Any]:
         return sum(fn(params, batch) for fn in losses)
 
     def make() -> Any:
-        return loss, jzero.TrainState.create(params=test_engine._params(), tx=optax.adam(1e-3)), test_engine._batch()
+        return loss, jzero.TrainState.create(params=engine_losses.params(), tx=optax.adam(1e-3)), engine_losses.batch()
 
     return make
 

@@ -15,7 +15,7 @@ import pytest
 
 import jzero
 from jzero.analysis.sent import sent
-from tests import test_engine
+from tests import engine_losses
 from tests.block_models import num_activations
 from tests.compiled import analyze
 from tests.tiers import singles
@@ -109,15 +109,17 @@ def test_numbers_are_those_of_plain_jax(keep, accumulate_steps, precision):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), moved, grads)
 
 
-@pytest.mark.parametrize("loss", [test_engine.scan, test_engine.remat, test_engine.tied, test_engine.nested_jit])
+@pytest.mark.parametrize(
+    "loss", [engine_losses.scan, engine_losses.remat, engine_losses.tied, engine_losses.nested_jit]
+)
 def test_losses_of_all_kinds_train_alike(loss):
-    state, batch = test_engine._sharded(3, 8), test_engine._batch()
-    want_loss, want = jax.value_and_grad(loss)(test_engine._params(), batch)
+    state, batch = engine_losses.sharded(3, 8), engine_losses.batch()
+    want_loss, want = jax.value_and_grad(loss)(engine_losses.params(), batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some have no blocks
         found, grads = jzero.value_and_grad(loss, remat=jzero.Keep(params="all", blocks=1))(state, batch)
     np.testing.assert_allclose(found, want_loss, rtol=2e-6)
-    new = jzero.gather_params(test_engine._updated(state, grads))
+    new = jzero.gather_params(engine_losses.updated(state, grads))
     moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), jzero.gather_params(state), new)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), moved, want)
 

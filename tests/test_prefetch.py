@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
-from tests import test_engine
+from tests import engine_losses
+from tests.engine_losses import LOSSES, D, branches
 from tests.prefetch_models import (
     AMPLE,
     carried_shapes,
@@ -21,29 +22,28 @@ from tests.prefetch_models import (
     stack_state,
     two_products,
 )
-from tests.test_engine import LOSSES, D, branches
 from tests.tiers import default_for, singles, slow
 
 OFTEN = {
-    test_engine.plain,
-    test_engine.scan_reversed_with_outputs,
-    test_engine.scan_with_constant_weights,
-    test_engine.scan_carrying_weights,
-    test_engine.python_loop_over_the_stack,
-    test_engine.nested_jit,
-    test_engine.tied,
-    test_engine.loop_after_layers_that_count,
-    test_engine.loops_after_whole_numbers,
+    engine_losses.plain,
+    engine_losses.scan_reversed_with_outputs,
+    engine_losses.scan_with_constant_weights,
+    engine_losses.scan_carrying_weights,
+    engine_losses.python_loop_over_the_stack,
+    engine_losses.nested_jit,
+    engine_losses.tied,
+    engine_losses.loop_after_layers_that_count,
+    engine_losses.loops_after_whole_numbers,
     branches,
 }
 
 
 @pytest.mark.parametrize("loss_fn", default_for(OFTEN, LOSSES), ids=lambda f: f.__name__)
 def test_gradients_equal_plain_jax(loss_fn):
-    batch = test_engine._batch()
+    batch = engine_losses.batch()
     if loss_fn is branches:
         batch["x"] = np.abs(batch["x"])
-    test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=AMPLE), loss_fn, batch)
+    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), loss_fn, batch)
 
 
 def scan_with_everything(p, batch):
@@ -60,14 +60,14 @@ def scan_with_everything(p, batch):
 
     rows = (p["stack"], jnp.arange(6), keys, jnp.linspace(0.5, 1.5, 6) * p["b"][:6])
     (h, count, total), (ys, numbers) = lax.scan(layer, (batch["x"], jnp.int32(1), jnp.float32(0)), rows)
-    return test_engine._out(p, h, batch) + ys.sum() * 1e-3 + total * count + numbers.sum()
+    return engine_losses.out(p, h, batch) + ys.sum() * 1e-3 + total * count + numbers.sum()
 
 
 def scan_casting_its_rows(p, batch):
     def layer(h, w):
         return jnp.tanh(h @ w["w"].astype(jnp.bfloat16).astype(jnp.float32) + w["b"][None]), None
 
-    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+    return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
 
 def scan_of_remat_with_policy(p, batch):
@@ -76,7 +76,7 @@ def scan_of_remat_with_policy(p, batch):
         inner = jax.checkpoint(lambda h: jnp.sin(h @ w["w"]), policy=jax.checkpoint_policies.dots_saveable)
         return jnp.tanh(inner(h) + w["b"][None]), None
 
-    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+    return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
 
 def scan_of_remat_with_keys(p, batch):
@@ -92,7 +92,7 @@ def scan_of_remat_with_keys(p, batch):
         return (dropped(h, w, jax.random.fold_in(key, i)) * 2.0, i + 1), None
 
     rows = (p["stack"], jax.random.split(jax.random.key(3), 6))
-    return test_engine._out(p, lax.scan(layer, (batch["x"], jnp.int32(0)), rows)[0][0], batch)
+    return engine_losses.out(p, lax.scan(layer, (batch["x"], jnp.int32(0)), rows)[0][0], batch)
 
 
 def scan_within_remat(p, batch):
@@ -100,12 +100,12 @@ def scan_within_remat(p, batch):
     def layers(h, stack):
         return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + w["b"][None]), None), h, stack)[0]
 
-    return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
+    return engine_losses.out(p, layers(batch["x"], p["stack"]), batch)
 
 
 def scan_of_a_call(p, batch):
-    layer = lambda h, w: (test_engine._inner(w["w"], w["b"], h), None)
-    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
+    layer = lambda h, w: (engine_losses.inner(w["w"], w["b"], h), None)
+    return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
 
 
 @singles(
@@ -120,26 +120,26 @@ def scan_of_a_call(p, batch):
     ],
 )
 def test_scans_of_all_kinds_equal_plain_jax(loss_fn, limit):
-    test_engine._assert_equal(test_engine._sharded(3, 8, prefetch_bytes=limit), loss_fn, test_engine._batch())
+    engine_losses.assert_equal(engine_losses.sharded(3, 8, prefetch_bytes=limit), loss_fn, engine_losses.batch())
 
 
 def scan_with_a_parameter_of_the_outside(p, batch):
     layer = lambda h, w: (jnp.tanh(h @ w["w"] + h @ p["w"]), None)
-    return test_engine._out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
+    return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"])[0], batch)
 
 
 def test_a_scan_that_uses_a_parameter_of_the_outside_gathers_ahead():
-    state, batch = test_engine._sharded(3, 8, prefetch_bytes=AMPLE), test_engine._batch()
-    test_engine._assert_equal(state, scan_with_a_parameter_of_the_outside, batch)
+    state, batch = engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), engine_losses.batch()
+    engine_losses.assert_equal(state, scan_with_a_parameter_of_the_outside, batch)
     loops = carried_shapes(jzero.value_and_grad(scan_with_a_parameter_of_the_outside), state, batch)
     assert [(D, D) in shapes for shapes in loops] == [True, True]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_where_nothing_is_gathered_nothing_changes(stage):
-    step = jzero.make_train_step(test_engine.scan)
+    step = jzero.make_train_step(engine_losses.scan)
     texts = [
-        step.lower(test_engine._sharded(stage, 8, **options), test_engine._batch()).as_text()
+        step.lower(engine_losses.sharded(stage, 8, **options), engine_losses.batch()).as_text()
         for options in ({}, {"prefetch_bytes": AMPLE})
     ]
     assert texts[0] == texts[1]
@@ -149,14 +149,14 @@ def num_elements(state):
     return sum(leaf.param.size for leaf in jzero.plan_of(state).leaves)
 
 
-@pytest.mark.parametrize("loss_fn", [two_products, test_engine.scan_of_remat], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", [two_products, engine_losses.scan_of_remat], ids=lambda f: f.__name__)
 def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept(loss_fn):
     """What one layer ahead may cost: that layer. Kept for the backward pass, the whole stack would show."""
     state = {limit: stack_state(limit, layers=24, width=64, inner=256) for limit in (None, AMPLE)}
     batch = jnp.ones((8, 64))
     if loss_fn is not two_products:
-        state = {limit: test_engine._sharded(3, 8, prefetch_bytes=limit) for limit in (None, AMPLE)}
-        batch = test_engine._batch()
+        state = {limit: engine_losses.sharded(3, 8, prefetch_bytes=limit) for limit in (None, AMPLE)}
+        batch = engine_losses.batch()
     step = jzero.make_train_step(loss_fn)
     reports = {limit: jzero.analyze(step, s, batch) for limit, s in state.items()}
     reports[AMPLE].verify()
@@ -174,7 +174,7 @@ def test_no_gather_more_than_of_the_last_turn_and_no_weights_kept(loss_fn):
 
 def test_a_gather_ahead_travels_in_the_dtype_that_the_layer_casts_to():
     lowered = jzero.make_train_step(scan_casting_its_rows).lower(
-        test_engine._sharded(3, 8, prefetch_bytes=AMPLE), test_engine._batch()
+        engine_losses.sharded(3, 8, prefetch_bytes=AMPLE), engine_losses.batch()
     )
     gathers = [line for line in lowered.as_text().splitlines() if "stablehlo.all_gather" in line]
     whole = f"tensor<{D}x{D}x"

@@ -16,7 +16,8 @@ from jax.interpreters import partial_eval as pe
 
 import jzero
 from jzero import _compat
-from tests import test_engine
+from tests import engine_losses
+from tests.engine_losses import D
 from tests.prefetch_models import (
     AMPLE,
     carried_shapes,
@@ -25,7 +26,6 @@ from tests.prefetch_models import (
     stack_state,
     two_products,
 )
-from tests.test_engine import D
 from tests.tiers import slow
 
 
@@ -89,15 +89,15 @@ def scan_within_remat_with_policy(p, batch):
     def layers(h, stack):
         return lax.scan(lambda h, w: (jnp.tanh(h @ w["w"] + w["b"][None]), None), h, stack)[0]
 
-    return test_engine._out(p, layers(batch["x"], p["stack"]), batch)
+    return engine_losses.out(p, layers(batch["x"], p["stack"]), batch)
 
 
 @pytest.mark.parametrize("limit", [AMPLE, 0, pytest.param(None, marks=pytest.mark.smoke)])
 def test_a_scan_inside_of_a_policy_gathers_ahead(limit, monkeypatch):
     """The policy sees whole parameters, and nothing of what loops carry for it."""
     on("gpu", monkeypatch)
-    state, batch = test_engine._sharded(3, 8, prefetch_bytes=limit), test_engine._batch()
-    test_engine._assert_equal(state, scan_within_remat_with_policy, batch)
+    state, batch = engine_losses.sharded(3, 8, prefetch_bytes=limit), engine_losses.batch()
+    engine_losses.assert_equal(state, scan_within_remat_with_policy, batch)
     loops = carried_shapes(jzero.value_and_grad(scan_within_remat_with_policy), state, batch)
     assert [(D, D) in shapes for shapes in (loops[0], loops[-1])] == [limit != 0] * 2
     assert len(loops) >= 2

@@ -1,0 +1,181 @@
+"""Loops of one's own: micro-batches, updates in one program, and batches that change."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+
+import jzero
+from tests import models
+from tests.engine_losses import D, _batch, _params, _sharded, scan_and_plain
+from tests.tiers import slow, stages
+
+
+@stages(2)
+def test_accumulated_micro_batches_equal_the_whole_batch(stage):
+    batch = _batch(rows=48)
+    once = jzero.make_train_step(scan_and_plain)
+    thrice = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
+    clipped = jzero.make_train_step(scan_and_plain, clip_norm=0.1)
+    fresh = lambda: jzero.shard_train_state(_sharded(stage, 8), config=jzero.plan_of(_sharded(stage, 8)).config)
+    a, b, c = (step(fresh(), batch) for step in (once, thrice, clipped))
+    np.testing.assert_allclose(a[1]["loss"], b[1]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a[1]["grad_norm"], b[1]["grad_norm"], rtol=2e-6)
+    pair = jzero.gather_params(b[0]), jzero.gather_params(c[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *pair)
+    reference = jax.grad(scan_and_plain)(_params(), batch)
+    scale = 0.1 / (optax.tree.norm(reference) + 1e-6)
+    want = jax.tree.map(lambda p, g: p - scale * g, _params(), reference)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), pair[0], want)
+
+
+@stages(1, 3)
+def test_plain_jit_step_with_apply_gradients(stage):
+    """The user's own loop: `jax.grad` on natural parameters and Flax's method under plain `jax.jit`.
+
+    Two updates in a row and two in a scan.
+    """
+    state = TrainState.create(apply_fn=None, params=models.mlp_params(), tx=optax.adamw(1e-2))
+    reference = state
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+
+    @jax.jit
+    def steps(state, batch):
+        def once(state, _):
+            grads = jax.grad(models.mlp_loss)(jzero.natural_params(state), batch)
+            return state.apply_gradients(grads=grads), None
+
+        state, _ = once(once(state, None)[0], None)
+        return jax.lax.scan(once, state, length=2)[0]
+
+    for seed in range(2):
+        batch = models.mlp_batch(8, seed)
+        state = steps(state, batch)
+        for _ in range(4):
+            grads = jax.grad(models.mlp_loss)(reference.params, batch)
+            reference = reference.apply_gradients(grads=grads)
+    assert steps._cache_size() == 1  # nothing recompiled: the state left `jit` with the types it came with
+    plan = jzero.plan_of(state)
+    want = jax.tree.map(lambda spec, plan=plan: NamedSharding(plan.mesh, spec), (plan.params, plan.opt_state))
+    for x, sharding in zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves(want), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    got = jzero.gather_params(state)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), got, reference.params)
+
+
+@stages(1, of=(1, 2))
+def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
+    """Were the sums not laid out that optax makes, the compiler would return parameters cut as their gradients are."""
+    plain = jzero.TrainState.create(params={"w": jnp.ones((D, D))}, tx=optax.adam(1e-2))
+    state = jzero.shard_train_state(plain, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ p["w"]).mean()
+
+    @jax.jit
+    def two_steps(state, x):
+        for _ in range(2):
+            state = state.apply_gradients(grads=jax.grad(loss)(state.params, x))
+        return state
+
+    assert two_steps(state, _batch()["x"]).params["w"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])
+def test_line_search_gets_natural_gradients_and_its_function(stage, jitted):
+    """`lbfgs` takes `grad=` (as `value_and_grad` returns it, padded) and a callable over whole parameters."""
+    batch, params, tx = models.mlp_batch(8), models.mlp_params(), optax.lbfgs()
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+
+    def step(state):
+        value, grad = jzero.value_and_grad(models.mlp_loss)(state, batch)
+        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
+        updates, opt_state = state.tx.update(grad, state.opt_state, state.params, **extra)
+        return state.replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    step = jax.jit(step) if jitted else step
+    opt_state = tx.init(params)
+    for _ in range(2):
+        value, grad = jax.value_and_grad(models.mlp_loss)(params, batch)
+        extra = {"value": value, "grad": grad, "value_fn": lambda p: models.mlp_loss(p, batch)}
+        updates, opt_state = tx.update(grad, opt_state, params, **extra)
+        params = optax.apply_updates(params, updates)
+        state = step(state)
+    got = jzero.gather_params(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, params)
+
+
+def test_one_use_of_a_computed_weight_gathers_and_reduces_once():
+    params = {"w": jnp.ones((24, 64))}
+    state = jzero.TrainState.create(params=params, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ (p["w"] * jax.nn.sigmoid(p["w"]) + p["w"] ** 2)).mean()
+    text = jzero.make_train_step(loss).lower(state, np.ones((8, 24), np.float32)).as_text()
+    assert text.count("stablehlo.all_gather") == 2  # forward and backward
+    assert text.count("stablehlo.reduce_scatter") == 1
+
+
+def test_optimizer_that_mixes_elements_takes_empty_leaves():
+    params = {"w": jnp.ones((24, 64)), "empty": jnp.zeros((0, 3))}
+    tx = optax.lbfgs(1e-2, linesearch=None)
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=3, persistence_threshold=0))
+    loss = lambda p, x: jnp.square(x @ p["w"] - 1).mean()
+    x = np.ones((8, 24), np.float32)
+    updates, _ = tx.update(jax.grad(loss)(params, x), tx.init(params), params)
+    got, _ = jzero.make_train_step(loss)(state, x)
+    np.testing.assert_allclose(jzero.gather_params(got)["w"], params["w"] + updates["w"], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["train", "gradients", "evaluate"])
+def test_each_call_takes_its_own_batch_whatever_the_last_one_was_like(kind):
+    """A batch that is like the last one is not looked at; one that differs in anything is."""
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.shard_train_state(state, stage=1)
+    plan = jzero.plan_of(state)
+    loss = lambda p, batch, rng=None: (batch["x"] @ p["w"]).mean() + batch.get("more", 0.0)
+    train, gradients, evaluate = jzero.make_train_step(loss), jzero.value_and_grad(loss), jzero.make_eval_step(loss)
+
+    def call(batch, **kwargs):
+        nonlocal state
+        if kind == "train":
+            state, metrics = train(state, batch, **kwargs)
+            return float(metrics["loss"])
+        return float(gradients(state, batch, **kwargs)[0] if kind == "gradients" else evaluate(state, batch, **kwargs))
+
+    numpy = lambda value, rows=16: {"x": np.full((rows, 8), value, np.float32)}
+    on_mesh = lambda *args: jax.device_put(numpy(*args), plan.batch_sharding)
+    elsewhere = lambda *args: jax.device_put(numpy(*args), jax.devices()[0])
+    for i, make in enumerate([on_mesh, on_mesh, numpy, on_mesh, elsewhere, on_mesh, numpy, numpy, on_mesh, on_mesh]):
+        assert call(make(i)) == i
+        assert call(make(-i, 8 * (1 + i % 3))) == -i
+    key = jax.random.key(0)
+    for rng in (None, key, key, jax.device_put(key, plan.whole_sharding), None):
+        assert call(on_mesh(2), rng=rng) == 2
+    for more in (1.0, 3.0):
+        assert call({**on_mesh(2), "more": jnp.float32(more)}) == 2 + more
+        assert call({**on_mesh(2), "more": jax.device_put(jnp.float32(more), plan.whole_sharding)}) == 2 + more
+    assert call(on_mesh(5)) == 5
+    assert call(elsewhere(7)) == 7
+    with pytest.raises(ValueError, match=r"must be divisible by 8"):
+        call(elsewhere(5, 12))
+    with pytest.raises(TypeError, match=r"x/0: float"):
+        call({"x": [1.0, 2.0]})
+    with pytest.raises(TypeError, match=r"x: float"):
+        call({"x": 1.0})
+    assert call(on_mesh(6)) == 6
+
+
+def test_a_batch_too_small_for_micro_batches_is_refused_after_one_that_fits():
+    state = jzero.TrainState.create(params={"w": jnp.eye(8)}, tx=optax.sgd(0.0))
+    state = jzero.shard_train_state(state, stage=1)
+    step = jzero.make_train_step(lambda p, x: (x @ p["w"]).mean(), accumulate_steps=2)
+    rows = lambda n: jax.device_put(np.ones((n, 8), np.float32), jzero.plan_of(state).batch_sharding)
+    for _ in range(2):
+        state, _ = step(state, rows(16))
+    with pytest.raises(ValueError, match=r"divisible by 16 .* x accumulate_steps=2"):
+        step(state, rows(8))

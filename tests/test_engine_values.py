@@ -1,0 +1,231 @@
+"""Beside gradients: keys, batch statistics, weights, auxiliary values and leaves of every kind."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jzero
+from tests.engine_losses import D, _batch, _gradients, _out, _params, _sharded
+from tests.tiers import stages
+
+
+def test_devices_may_take_different_branches():
+    """A collective inside a branch would hang; the predicate here differs between devices."""
+
+    def loss_fn(p, batch):
+        h = lax.cond(batch["flag"].sum() > 0, lambda x: jnp.tanh(x @ p["w"]), lambda x: x * p["b"][None], batch["x"])
+        return _out(p, h, batch)
+
+    def reference(p, batch):
+        flag = batch["flag"][:, None] > 0
+        return _out(p, jnp.where(flag, jnp.tanh(batch["x"] @ p["w"]), batch["x"] * p["b"][None]), batch)
+
+    batch = {**_batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
+    want_loss, want = jax.value_and_grad(reference)(_params(), batch)
+    loss, grads = _gradients(_sharded(3, 8), loss_fn, batch, check_rows=False)
+    np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
+
+
+@stages(1, 3)
+def test_integer_boolean_and_complex_leaves(stage):
+    rng = np.random.default_rng(0)
+    params = {
+        "w": jnp.asarray(rng.normal(size=(D, D)), jnp.float32),
+        "table": jnp.asarray(rng.integers(0, D, (16, 8)), jnp.int32),
+        "mask": jnp.asarray(rng.integers(0, 2, (D, 16)), bool),
+        "z": jnp.asarray(rng.normal(size=(D, 16)) + 1j * rng.normal(size=(D, 16)), jnp.complex64),
+    }
+
+    def loss_fn(p, batch):
+        h = batch["x"] @ p["w"][:, p["table"][3]]
+        z = (batch["x"] @ p["z"]) * p["mask"].astype(jnp.float32).mean(0)[None]
+        return jnp.square(h).mean() + jnp.square(jnp.abs(z)).mean()
+
+    trained = lambda p: jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), p)
+    frozen = lambda p: jax.tree.map(lambda x: not jnp.issubdtype(x.dtype, jnp.inexact), p)
+    tx = optax.chain(optax.masked(optax.sgd(1.0), trained), optax.masked(optax.set_to_zero(), frozen))
+    state = jzero.TrainState.create(params=params, tx=tx)
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    batch = _batch()
+    new, metrics = jzero.make_train_step(loss_fn)(state, batch)
+    inexact = {k: params[k] for k in ("w", "z")}
+    want_loss, want = jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch))(inexact)
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=2e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(want), rtol=2e-6)
+    got = jzero.gather_params(new)
+    for name in ("w", "z"):
+        np.testing.assert_allclose(got[name], params[name] - want[name], rtol=1e-4, atol=3e-6)
+    for name in ("table", "mask"):
+        assert (np.asarray(got[name]) == np.asarray(params[name])).all()
+
+
+class Dropout(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(32)(x))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_dropout_key_is_folded_with_the_device(stage):
+    model = Dropout()
+    x = np.ones((8, D), np.float32)
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    state = TrainState.create(apply_fn=model.apply, params=variables["params"], tx=optax.sgd(1.0))
+    state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+
+    def loss_fn(params, batch, rng):
+        out = model.apply({"params": params}, batch, rngs={"dropout": rng})
+        return jnp.square(out).mean(), jzero.PerExample(out)
+
+    (_, out), _ = jzero.value_and_grad(loss_fn, has_aux=True)(state, x, rng=jax.random.key(7))
+    masks = np.asarray(out) != 0
+    assert len({row.tobytes() for row in masks}) == 8
+    keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(8)]
+    want = [model.apply(variables, x[i : i + 1], rngs={"dropout": key})[0] for i, key in enumerate(keys)]
+    np.testing.assert_allclose(out, np.stack(want), rtol=1e-5)
+
+
+class BatchNormState(TrainState):
+    batch_stats: dict
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name, momentum=0.9)(nn.Dense(32)(x))
+        return nn.Dense(17)(nn.relu(x))
+
+
+@stages(3, of=(0, 2, 3))
+def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
+    plain_model, model = Normed(), Normed(axis_name="data")
+    batch = _batch()
+    variables = plain_model.init(jax.random.key(0), batch["x"])
+    tx = optax.sgd(0.1)
+    state = BatchNormState.create(apply_fn=None, tx=tx, **variables)
+    sharded = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
+    assert type(sharded) is BatchNormState
+
+    def loss_of(model):
+        def loss_fn(params, batch, *, batch_stats):
+            variables = {"params": params, "batch_stats": batch_stats}
+            out, new = model.apply(variables, batch["x"], mutable=["batch_stats"])
+            return jnp.square(out - batch["y"]).mean(), {"batch_stats": new["batch_stats"], "size": jnp.abs(out).mean()}
+
+        return loss_fn
+
+    step = jzero.make_train_step(loss_of(model), has_aux=True, mutable=("batch_stats",))
+    grad = jax.value_and_grad(loss_of(plain_model), has_aux=True)
+    for _ in range(3):
+        (loss, aux), grads = grad(state.params, batch, batch_stats=state.batch_stats)
+        state = state.apply_gradients(grads=grads, batch_stats=aux["batch_stats"])
+        sharded, metrics = step(sharded, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["aux"]["size"], aux["size"], rtol=1e-5)
+    assert set(metrics["aux"]) == {"size"}
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), sharded.batch_stats, state.batch_stats
+    )
+    got = jzero.gather_params(sharded)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, state.params)
+
+
+def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
+    batch = {**_batch(), "mask": (np.arange(24) % 7 < np.arange(24) // 4).astype(np.float32)}
+
+    def weighted(p, batch):
+        losses = jnp.square(jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]).mean(1)
+        return jzero.Weighted((losses * batch["mask"]).sum(), (batch["mask"] > 0).sum())  # an integer count will do
+
+    def reference(p, batch):
+        result = weighted(p, batch)
+        return result.sum / result.weight
+
+    want_loss, want = jax.value_and_grad(reference)(_params(), batch)
+    for stage in (1, 3):
+        loss, grads = _gradients(_sharded(stage, 8), weighted, batch)
+        np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
+    # Without any weight the step is skipped, and the state keeps its values to the bit.
+    nothing = {**batch, "mask": np.zeros(24, np.float32)}
+    state = jzero.shard_train_state(_sharded(3, 8), stage=3)
+    before = jax.tree.map(np.asarray, jzero.unshard_train_state(state))
+    state, metrics = jzero.make_train_step(weighted)(state, nothing)
+    assert not metrics["step_applied"]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, jzero.unshard_train_state(state)), before)
+
+
+def test_auxiliary_values_are_reduced_as_they_say():
+    def loss_fn(p, batch):
+        out = batch["x"] @ p["w"]
+        aux = {"mean": out.mean(), "count": jzero.Summed((out > 0).sum()), "rows": jzero.PerExample(out.sum(1))}
+        return jnp.square(out).mean(), aux
+
+    batch = _batch()
+    out = batch["x"] @ np.asarray(_params()["w"])
+    for steps in (1, 3):
+        step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=steps)
+        _, metrics = step(jzero.shard_train_state(_sharded(3, 8), stage=3), batch)
+        np.testing.assert_allclose(metrics["aux"]["mean"], out.mean(), rtol=1e-4, atol=1e-6)
+        assert int(metrics["aux"]["count"]) == int((out > 0).sum())
+        np.testing.assert_allclose(metrics["aux"]["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
+
+
+def test_narrow_auxiliary_values_do_not_overflow():
+    """Averages come back in their dtype, sums in one that holds them; a mark around a tree is one around each leaf."""
+
+    def loss_fn(p, batch):
+        means = {"f16": jnp.float16(20000), "bf16": jnp.bfloat16(3e38), "e4m3": jnp.float8_e4m3fn(288)}
+        sums = {"u8": jnp.uint8(200), "i8": [jnp.int8(-100)], "bool": jnp.bool_(True), "f16": jnp.float16(20000)}
+        aux = {"means": means, "sums": jzero.Summed(sums), "none": jzero.Summed(None)}
+        return jnp.square(batch["x"] @ p["w"]).mean(), aux
+
+    step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=3)
+    _, metrics = step(jzero.shard_train_state(_sharded(2, 8), stage=2), _batch())
+    aux = metrics["aux"]
+    assert {k: (str(x.dtype), float(x)) for k, x in aux["means"].items()} == {
+        "f16": ("float16", 20000),
+        "bf16": ("bfloat16", float(jnp.bfloat16(3e38))),
+        "e4m3": ("float8_e4m3fn", 288),
+    }
+    assert jax.tree.map(float, aux["sums"]) == {"u8": 24 * 200, "i8": [-2400], "bool": 24, "f16": 24 * 20000}
+    assert aux["none"] is None
+
+
+def test_the_key_of_a_loss_is_asked_for_and_refused_by_name():
+    state = jzero.TrainState.create(params={"w": jnp.ones((8, 8))}, tx=optax.sgd(0.1))
+    state = jzero.shard_train_state(state, stage=1)
+    batch, key = jnp.ones((8, 8)), jax.random.key(0)
+
+    def noisy(params, batch, rng):
+        return (batch @ params["w"] + jax.random.normal(rng, batch.shape)).mean()
+
+    def scaled(params, batch, scale=2.0):
+        return scale * (batch @ params["w"]).mean()
+
+    def silent(params, batch):
+        return (batch @ params["w"]).mean()
+
+    value_and_grad = jzero.value_and_grad(noisy)
+    assert value_and_grad(state, batch, rng=key)[0].shape == ()
+    with pytest.raises(
+        TypeError, match=r"The loss takes a third argument, 'rng': pass a key, `step\(state, batch, rng="
+    ):
+        value_and_grad(state, batch)
+    with pytest.raises(TypeError, match=r"A key was passed as `rng`, but the loss takes none"):
+        jzero.value_and_grad(silent)(state, batch, rng=key)
+    assert float(jzero.value_and_grad(scaled)(state, batch)[0]) == 16.0
+    wrapped = functools.wraps(silent)(lambda *args: silent(*args[:2]))  # takes more than it says
+    assert jzero.value_and_grad(wrapped)(state, batch, rng=key)[0].shape == ()
