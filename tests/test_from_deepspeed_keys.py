@@ -1,0 +1,248 @@
+"""What DeepSpeed's code says about single keys."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jzero
+from jzero.deepspeed.keys import KEYS
+from jzero.deepspeed.settings import OLD_NAMES
+from tests.deepspeed_configs import DATA, note, read, read_refused, verdicts
+
+# What DeepSpeed's code says about single keys
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        ({}, "persistence_threshold", 100_000),
+        ({"stage3_model_persistence_threshold": sys.maxsize}, "model_persistence_threshold", None),
+        ({"stage3_model_persistence_threshold": 5e6}, "model_persistence_threshold", 5_000_000),
+        ({"reduce_scatter": False}, "reduce_scatter", False),
+        ({"reduce_bucket_size": 1000}, "reduce_bucket_bytes", 4000),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_bytes", 1),  # each gradient alone, as DeepSpeed takes it
+        ({"mics_shard_size": -1}, "replica_axis", None),
+        ({"mics_shard_size": 2}, "replica_axis", "replica"),
+    ],
+)
+def test_fields_at_stage_3(config, field, value):
+    found, _ = read({"zero_optimization": {"stage": 3, **config}})
+    assert getattr(found, field) == value
+    assert type(getattr(found, field)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [
+        ({}, 4000),
+        ({"bf16": {"enabled": True}}, 2000),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4000),
+        ({"communication_data_type": "bf16"}, 2000),
+    ],
+)
+def test_buckets_are_in_bytes_of_what_is_sent(given, num_bytes):
+    config, _ = read({**given, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}})
+    assert config.reduce_bucket_bytes == num_bytes
+
+
+def test_mics_names_the_mesh_that_it_needs():
+    def zero(size):
+        return {"zero_optimization": {"stage": 3, "mics_shard_size": size}}
+
+    config, report = read(zero(2), num_devices=8)
+    advice = note(report, "zero_optimization.mics_shard_size")
+    assert "jzero.make_mesh(replica=4, data=2)" in advice
+    plan = jzero.plan_train_state(
+        jzero.TrainState.create(params={"w": jnp.ones((512, 512))}, tx=optax.adam(1e-3)),
+        config=config,
+        mesh=jzero.make_mesh(replica=4, data=2),
+    )
+    assert plan.num_shards == 2
+    assert read(zero(8), num_devices=8)[0].replica_axis is None
+    with pytest.raises(ValueError, match=r"`zero_optimization.mics_shard_size` \(3\) must divide"):
+        read(zero(3), num_devices=8)
+
+
+def test_hpz_names_the_mesh_that_it_needs():
+    def zero(size):
+        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}}
+
+    config, report = read(zero(4), num_devices=8)
+    assert (config.node_axis, config.secondary_params) == ("node", True)
+    assert "jzero.make_mesh(node=2, data=4)" in note(report, "zero_optimization.zero_hpz_partition_size")
+    assert [read(zero(size), num_devices=8)[0].node_axis for size in (0, 1, 8)] == [None] * 3
+    with pytest.raises(ValueError, match=r"`zero_optimization.zero_hpz_partition_size` \(3\) must divide"):
+        read(zero(3), num_devices=8)
+
+
+def test_hierarchical_gathers_of_mics_name_the_mesh():
+    zero = {"stage": 3, "mics_shard_size": 4, "mics_hierarchical_params_gather": True}
+    config, report = read({"zero_optimization": zero}, num_devices=8)
+    assert (config.replica_axis, config.node_axis) == ("replica", "node")
+    advice = note(report, "zero_optimization.mics_hierarchical_params_gather")
+    assert "jzero.make_mesh(replica=..., node=..., data=...)" in advice
+    config, report = read({"zero_optimization": {**zero, "mics_shard_size": -1}}, num_devices=8)
+    assert config.node_axis is None
+    assert verdicts(report)["zero_optimization.mics_hierarchical_params_gather"] == "ignored"
+
+
+def test_zeropp_becomes_integers():
+    keys = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+    zero = {"stage": 3, **dict.fromkeys(keys, True), "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    config, report = read({"zero_optimization": zero})
+    assert config.quantization == jzero.Quantization(gather="int8", reduce="int4", frozen="int8")
+    found = verdicts(report)
+    assert {found[f"zero_optimization.{key}"] for key in keys} == {"honoured"}
+    assert found["zero_optimization.zeropp_loco_param"] == "ignored"
+    assert "within a node are exact" in note(report, "zero_optimization.zero_quantized_gradients")
+
+
+@pytest.mark.parametrize(
+    ("stage", "block", "skips"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (3, {}, False),
+        (0, {}, False),
+        (2, {"check_grad_overflow": False}, False),
+        (3, {"check_grad_overflow": True}, True),
+    ],
+)
+def test_bf16_skips_where_deepspeed_does(stage, block, skips):
+    config, _ = read({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True, **block}})
+    assert config.policy.skip_nonfinite is skips
+
+
+def test_clipping_has_deepspeeds_default():
+    assert read({})[1].clip_norm == 1.0
+    assert verdicts(read({})[1])["gradient_clipping"] == "honoured"
+    assert read({"gradient_clipping": 0})[1].clip_norm is None
+    assert read({"gradient_clipping": 0.25})[1].step_arguments() == {"accumulate_steps": 1, "clip_norm": 0.25}
+
+
+@pytest.mark.parametrize(("config", "stage"), [(True, 1), (False, 0), ({}, 0), ({"stage": 2}, 2)])
+def test_stage(config, stage):
+    assert read({"zero_optimization": config})[0].stage == stage
+
+
+def test_nothing_is_partitioned_at_stage_0_without_the_block():
+    config, report = read({})
+    assert config == jzero.ZeroConfig(stage=0)
+    assert verdicts(report) == {"train_batch_size": "honoured", "gradient_clipping": "honoured"}
+
+
+def test_stage_0_has_nothing_to_offload_or_to_refuse():
+    zero = {
+        "stage": 0,
+        "offload_optimizer": {"device": "nvme"},
+        "cpu_offload_param": True,
+        "zenflow": {"topk_ratio": 1},
+    }
+    config, report = read({"zero_optimization": {**zero, "reduce_bucket_size": 10, "reduce_scatter": False}})
+    assert config == jzero.ZeroConfig(stage=0)
+    found = {key: verdict for key, verdict in verdicts(report).items() if key.startswith("zero_optimization")}
+    assert found.pop("zero_optimization.stage") == "honoured"
+    assert set(found.values()) == {"ignored"}
+
+
+NVME = {"device": "nvme", "nvme_path": "/local/scratch"}
+
+
+def test_zenflow_is_read_with_intervals_in_steps():
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    block = {"topk_ratio": 0.05, "select_interval": 10, "full_warm_up_rounds": 3, "overlap_step": True, "offload": True}
+    config, report = read({"zero_optimization": {**zero, "zenflow": {**block, "update_interval": "auto"}}})
+    flow = jzero.ZenFlow(topk_ratio=0.05, select_interval=12, warm_up_steps=4)
+    assert config.offload == jzero.Offload(optimizer="host", compute="host", zenflow=flow)
+    found = {key.removeprefix("zero_optimization.zenflow."): row for key, row in verdicts(report).items()}
+    assert {found[name] for name in ("topk_ratio", "select_interval", "full_warm_up_rounds")} == {"honoured"}
+    assert (found["offload"], found["update_interval"]) == ("ignored", "ignored")
+    assert "the next multiple of `update_interval`" in str(report)
+    assert not any("update_interval" in row for row in report.undecided)
+    with pytest.warns(UserWarning, match="does not honour `zero_optimization.zenflow.select_strategy`"):
+        config, report = read({"zero_optimization": {**zero, "zenflow": {"select_strategy": "epoch"}}})
+    assert config.offload.zenflow == jzero.ZenFlow(overlap=False), "DeepSpeed's default"
+    config, report = read({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})
+    assert config.offload == jzero.Offload()
+    assert verdicts(report)["zero_optimization.zenflow.topk_ratio"] == "ignored"
+
+
+@pytest.mark.parametrize("name", ["intra_op_parallelism", "thread_count"])
+def test_optimizer_state_goes_to_nvme(name):
+    zero = {"stage": 1, "offload_optimizer": {**NVME, "ratio": 0.5, "pipeline_read": True}, "sub_group_size": 10**9}
+    config, report = read({"zero_optimization": zero, "aio": {name: 3, "block_size": 2**20, "use_gds": True}})
+    offload = jzero.Offload(optimizer="disk", path="/local/scratch", ratio=0.5, disk_threads=3)
+    assert config == jzero.ZeroConfig(stage=1, offload=offload)
+    found = verdicts(report)
+    block = "zero_optimization.offload_optimizer."
+    assert [found[block + x] for x in ("device", "nvme_path", "ratio")] == ["honoured"] * 3
+    assert (found[f"aio.{name}"], found["aio.block_size"], found["aio.use_gds"]) == ("honoured", "ignored", "ignored")
+    assert found[f"{block}pipeline_read"] == found["zero_optimization.sub_group_size"] == "ignored"
+    assert "one request" in note(report, "zero_optimization.sub_group_size")
+
+
+def test_nvme_needs_a_folder():
+    with pytest.raises(ValueError, match=r"set `zero_optimization\.offload_optimizer\.nvme_path`"):
+        read({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}})
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_without_nvme_its_keys_are_ignored(device):
+    zero = {"stage": 2, "offload_optimizer": {**NVME, "device": device}}
+    config, report = read({"zero_optimization": zero, "aio": {"intra_op_parallelism": 4}})
+    assert config.offload.path is None
+    assert config.offload.optimizer == {"none": "none", "cpu": "host"}[device]
+    found = verdicts(report)
+    assert found["zero_optimization.offload_optimizer.nvme_path"] == found["aio.intra_op_parallelism"] == "ignored"
+
+
+def test_parameters_on_nvme_go_with_optimizer_state_there():
+    config, report = read({"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}})
+    assert config.offload == jzero.Offload(optimizer="disk", params="disk", path="/local/scratch")
+    assert not report.refused
+    config, report = read_refused({"zero_optimization": {"stage": 3, "offload_param": NVME}})
+    assert config.offload == jzero.Offload()
+    assert [row.key for row in report.refused] == ["zero_optimization.offload_param.device"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stage_3_keys_mean_nothing_before(stage):
+    quantized = {"zero_quantized_weights": True, "zero_hpz_partition_size": 8, "zero_quantized_gradients": True}
+    zero = {"stage": stage, "offload_param": {"device": "cpu"}, "mics_shard_size": 2, **quantized}
+    config, report = read({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 7}})
+    assert config == jzero.ZeroConfig(stage=stage)
+    assert set(list(verdicts(report).values())[2:-1]) == {"ignored"}
+
+
+def test_old_names_say_the_new_ones():
+    zero = {"stage": 3, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": True}
+    _, report = read({"zero_optimization": zero})
+    assert "`offload_optimizer.device`" in note(report, "zero_optimization.cpu_offload")
+    renamed = note(report, "zero_optimization.stage3_gather_fp16_weights_on_model_save")
+    assert renamed.startswith("now `gather_16bit_weights_on_model_save`: ")
+
+
+@pytest.mark.parametrize("value", [{"enabled": True}, {"params": {"a": 1}}, {"nested": {"x": {"enabled": True}}}])
+def test_blocks_are_refused_that_are_on(value):
+    assert verdicts(read_refused({"compression_training": value})[1])["compression_training"] == "refused"
+
+
+@pytest.mark.parametrize("value", [{}, {"enabled": False, "theta": 1}, {"nested": {"enabled": False}}, None])
+def test_blocks_are_ignored_that_are_off(value):
+    assert verdicts(read({"compression_training": value})[1])["compression_training"] == "ignored"
+
+
+def test_the_table_has_deepspeeds_keys_and_defaults():
+    """Those of the classes that DeepSpeed reads its strict blocks into, old and other names included."""
+    theirs = json.loads((DATA / "deepspeed_golden.json").read_text())["keys"]
+    assert len(theirs) > 70
+    blocks = {f"zero_optimization.{name}" for name in ("offload_param", "offload_optimizer", "zenflow")}
+    for path, default in theirs.items():
+        if path not in blocks:
+            key = KEYS[OLD_NAMES.get(path, path)]
+            assert default == key.default or path.endswith("leaf_module") or path in OLD_NAMES, path
