@@ -6,7 +6,6 @@ What it returns is printed as JSON on the last line. `train` is also run by the 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -24,14 +23,27 @@ import optax
 from jax.experimental import multihost_utils
 
 import jzero
-from jzero.arrays import processes as _processes
 from jzero.checkpoint import safetensors_files, sharing
 from jzero.disk.files import DiskError
 from jzero.state.disk import files_of
 from tests import models
+from tests.multiprocess_disagreements import disagree
+from tests.multiprocess_states import (
+    DEVICES_PER_PROCESS,
+    NUM_PROCESSES,
+    NUM_STEPS,
+    ROWS,
+    config,
+    digest,
+    loss_of,
+    make_state,
+    message,
+    noisy_loss,
+    train_from,
+    whole,
+    whole_values,
+)
 
-NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
-NUM_STEPS, ROWS = 5, 24
 SLOW_LINKS = {
     "node_axis": "node",
     "secondary_params": True,
@@ -63,119 +75,6 @@ def train() -> dict[str, Any]:
     _, results["between nodes"] = train_from(born, loss_of, accumulate_steps=3)
     assert state.params["layer_0"]["kernel"].sharding.memory_kind == "pinned_host"
     return results
-
-
-def disagree() -> dict[str, Any]:
-    """Has the second process disagree in one thing after the other; returns what each of the two is told.
-
-    Both must be told of it to go on with the next.
-    """
-    _processes.LINGER_S = 0.1  # the test waits for neither of them to die
-    second = jax.process_index()
-    attempts = {**states_that_differ(second), **steps_that_differ(second), **batches_that_differ(second)}
-    results: dict[str, Any] = {name: message(attempt) for name, attempt in attempts.items()}
-    evaluate = jzero.make_eval_step(small_loss)
-    state = small_state()
-    evaluate.lower(state, BATCH[: 8 * (1 + second)])  # runs nothing, so nothing is compared
-    regardless = jzero.make_train_step(small_loss, clip_norm=1.0 + second, check_processes=False)
-    losses = [evaluate(state, BATCH), regardless(small_state(), BATCH)[1]["loss"]]
-    results["losses"] = [float(x) for x in losses]
-    if second:
-        time.sleep(3)
-    else:
-        alone = jzero.make_eval_step(small_loss, check_processes=0.5)
-        results["is late"] = message(lambda: alone(state, BATCH[:16]))
-        results["has ended"] = message(lambda: evaluate(state, BATCH[:16]))
-    return results
-
-
-def states_that_differ(second: int) -> dict[str, Any]:
-    """Returns what makes states that are others in the second process."""
-
-    def born(key: Any = 0, **kwargs: Any) -> None:
-        jzero.init_train_state(lambda _: plain_state(**kwargs), jax.random.key(key), config=config(3))
-
-    def moments() -> None:
-        state = plain_state()
-        jzero.shard_train_state(state.replace(opt_state=jax.tree.map(lambda x: x + second, state.opt_state)), stage=1)
-
-    return {
-        "stage": lambda: jzero.shard_train_state(plain_state(), stage=2 + second),
-        "values": lambda: small_state(scale=1.0 + second, precision="bf16"),
-        "moments": moments,
-        "shapes": lambda: born(width=16 + second),
-        "key": lambda: born(second),
-        "initialiser": lambda: born(scale=3.0 + second),
-        "new value": lambda: jzero.set_full_param(small_state(), "head", value=np.full((8, 16), second)),
-    }
-
-
-def steps_that_differ(second: int) -> dict[str, Any]:
-    """Returns what runs other programs in the second process."""
-
-    def train(loss_fn: Any = small_loss, rate: float = 0.1, **kwargs: Any) -> None:
-        jzero.make_train_step(loss_fn, **kwargs)(small_state(rate=rate), BATCH)
-
-    def fails(params: Any, batch: Any) -> jax.Array:
-        if second:
-            raise ValueError("not today")
-        return small_loss(params, batch)
-
-    table = np.arange(48.0, dtype=np.float32) + second
-    make_other = jzero.make_eval_step if second else jzero.make_train_step
-    return {
-        "learning rate": lambda: train(rate=0.1 + second),
-        "clip_norm": lambda: train(clip_norm=1.0 + second),
-        "accumulate_steps": lambda: train(accumulate_steps=1 + second),
-        "constant": lambda: train(lambda params, batch: small_loss(params, batch) * jnp.asarray(table).sum()),
-        "limit": lambda: jzero.fill_memory(
-            jzero.make_train_step(small_loss), small_state(), BATCH, hbm_bytes=1e9 * (1 + second), confirm=False
-        ),
-        "elsewhere": lambda: make_other(small_loss)(small_state(), BATCH),
-        "failure": lambda: train(fails),
-    }
-
-
-def batches_that_differ(second: int) -> dict[str, Any]:
-    """Returns what gives steps other batches in the second process."""
-
-    def evaluate(batch: Any, **rng: Any) -> None:
-        first = lambda params, batch, *rng: small_loss(params, jax.tree.leaves(batch)[0])
-        jzero.make_eval_step(first)(small_state(), batch, **rng)
-
-    def later() -> None:
-        state, batch = small_state(), BATCH
-        step = jzero.make_train_step(small_loss)
-        for _ in range(3):
-            state, _ = step(state, batch)
-        step(state, batch[: 16 - 8 * second])
-
-    return {
-        "rows": lambda: jzero.value_and_grad(small_loss)(small_state(), BATCH[: 16 - 8 * second]),
-        "dtype": lambda: evaluate(BATCH.astype([np.float32, np.float16][second])),
-        "uneven": lambda: evaluate(BATCH[: 8 - second]),
-        "tree": lambda: evaluate({"x": BATCH, **({"y": BATCH} if second else {})}),
-        "scalar": lambda: evaluate({"x": BATCH, "y": np.float32(second)}),
-        "rng": lambda: evaluate(BATCH, rng=jax.random.key(second)),
-        "later": later,
-    }
-
-
-BATCH = np.ones((ROWS, 8), np.float32)
-
-
-def plain_state(*, width: int = 16, scale: float = 1.0, rate: float = 0.1) -> jzero.TrainState:
-    params = {"body": jnp.ones((8, 8)), "head": jnp.full((8, width), scale)}
-    return jzero.TrainState.create(params=params, tx=optax.sgd(rate, momentum=0.9))
-
-
-def small_state(*, precision: Any = "fp32", **kwargs: Any) -> Any:
-    chosen = dataclasses.replace(config(3), precision=precision)
-    return jzero.shard_train_state(plain_state(**kwargs), config=chosen)
-
-
-def small_loss(params: Any, batch: Any) -> jax.Array:
-    return jnp.square(batch @ params["body"] @ params["head"]).mean()
 
 
 class Position:
@@ -357,15 +256,6 @@ def failing(step: Any, state: Any, batch: Any, what: str) -> str:
     raise AssertionError("it did not fail")
 
 
-def message(attempt: Any) -> str:
-    """Returns what an attempt that must fail says."""
-    try:
-        attempt()
-    except (TypeError, ValueError, jzero.CheckpointError) as error:
-        return str(error)
-    raise AssertionError("it did not fail")
-
-
 def one_dies() -> None:
     """Saves twice; the second process is killed while the second checkpoint is written."""
     directory = pathlib.Path(sys.argv[4])
@@ -390,46 +280,6 @@ def preempted() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def whole(state: Any) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter."""
-    return {
-        leaf.path: hashlib.sha256(np.asarray(jzero.get_full_param(state, leaf.path)).tobytes()).hexdigest()
-        for leaf in jzero.plan_of(state).leaves
-    }
-
-
-def config(stage: int) -> jzero.ZeroConfig:
-    return jzero.ZeroConfig(stage=stage, persistence_threshold=50)
-
-
-def make_state(key: jax.Array) -> jzero.TrainState:
-    noise = jax.random.normal(key, (models.MLP_SIZES[0],)) / 10
-    params = {**models.mlp_params(), "shift": noise}  # sizes that eight does not divide
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    return jzero.TrainState.create(params=params, tx=tx)
-
-
-def loss_of(params: Any, batch: Any) -> jax.Array:
-    return models.mlp_loss(params, {**batch, "x": batch["x"] + params["shift"][None]})
-
-
-def noisy_loss(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
-    noise = jax.random.normal(rng, batch["x"].shape) / 10
-    return loss_of(params, {**batch, "x": batch["x"] + noise})
-
-
-def train_from(
-    state: Any, loss_fn: Any, *, accumulate_steps: int = 1, **rng: jax.Array
-) -> tuple[Any, dict[str, float]]:
-    """Returns the state after five steps, and the losses and gradient norms."""
-    step = jzero.make_train_step(loss_fn, accumulate_steps=accumulate_steps)
-    numbers = {}
-    for i in range(NUM_STEPS):
-        state, metrics = step(state, models.mlp_batch(ROWS, seed=i), **rng)
-        numbers |= {f"loss {i}": float(metrics["loss"]), f"norm {i}": float(metrics["grad_norm"])}
-    return state, numbers
-
-
 def overflows(stage: int) -> dict[str, float]:
     """Trains in fp16 with overflows in rows of the first process alone, then of the second."""
     poisoned = {1: 0, 3: ROWS - 1}
@@ -448,33 +298,6 @@ def overflows(stage: int) -> dict[str, float]:
         state, metrics = step(state, {**models.mlp_batch(ROWS, seed=i), "poison": poison})
         numbers |= {f"scale {i}": float(metrics["loss_scale"]), f"applied {i}": float(metrics["step_applied"])}
     return {**numbers, "steps": float(state.step)}
-
-
-def whole_values(state: Any) -> dict[str, float]:
-    """Returns what evaluation says, and digests of all that gathers a state."""
-    evaluate = jzero.make_eval_step(lambda params, batch: {"loss": loss_of(params, batch), "rows": count(batch)})
-    evaluated = evaluate(state, models.mlp_batch(ROWS, seed=99))
-    kernels = r"layer_\d/kernel"
-    halved = jzero.update_params(state, lambda p: jax.tree.map(lambda x: x / 2, p), paths=kernels)
-    doubled = jzero.set_full_param(state, "shift", value=2 * jzero.get_full_param(state, "shift"))
-    return {
-        **{name: float(x) for name, x in evaluated.items()},
-        **digest("doubled", jzero.get_full_param(doubled, "shift")),
-        **digest("moment", jzero.get_full_opt_state(doubled, "layer_0/kernel", name="nu")),
-        **digest("params", jzero.gather_params(state)),
-        **digest("halved", jzero.gather_params(halved, paths=kernels)),
-        **digest("moments", jzero.unshard_train_state(state).opt_state[1][0].mu),
-    }
-
-
-def count(batch: Any) -> jzero.Summed:
-    return jzero.Summed(jnp.ones(batch["x"].shape[0], jnp.int32).sum())
-
-
-def digest(name: str, tree: Any) -> dict[str, float]:
-    """Returns the norm of each (whole) leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {name + jax.tree_util.keystr(path): float(np.linalg.norm(np.asarray(x, np.float64))) for path, x in leaves}
 
 
 def watched() -> list[int]:

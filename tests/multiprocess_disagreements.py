@@ -1,0 +1,129 @@
+"""What one of two processes may do otherwise than the other: each must be told to both."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jzero
+from jzero.arrays import processes as _processes
+from tests.multiprocess_states import ROWS, config, message
+
+
+def disagree() -> dict[str, Any]:
+    """Has the second process disagree in one thing after the other; returns what each of the two is told.
+
+    Both must be told of it to go on with the next.
+    """
+    _processes.LINGER_S = 0.1  # the test waits for neither of them to die
+    second = jax.process_index()
+    attempts = {**states_that_differ(second), **steps_that_differ(second), **batches_that_differ(second)}
+    results: dict[str, Any] = {name: message(attempt) for name, attempt in attempts.items()}
+    evaluate = jzero.make_eval_step(small_loss)
+    state = small_state()
+    evaluate.lower(state, BATCH[: 8 * (1 + second)])  # runs nothing, so nothing is compared
+    regardless = jzero.make_train_step(small_loss, clip_norm=1.0 + second, check_processes=False)
+    losses = [evaluate(state, BATCH), regardless(small_state(), BATCH)[1]["loss"]]
+    results["losses"] = [float(x) for x in losses]
+    if second:
+        time.sleep(3)
+    else:
+        alone = jzero.make_eval_step(small_loss, check_processes=0.5)
+        results["is late"] = message(lambda: alone(state, BATCH[:16]))
+        results["has ended"] = message(lambda: evaluate(state, BATCH[:16]))
+    return results
+
+
+def states_that_differ(second: int) -> dict[str, Any]:
+    """Returns what makes states that are others in the second process."""
+
+    def born(key: Any = 0, **kwargs: Any) -> None:
+        jzero.init_train_state(lambda _: plain_state(**kwargs), jax.random.key(key), config=config(3))
+
+    def moments() -> None:
+        state = plain_state()
+        jzero.shard_train_state(state.replace(opt_state=jax.tree.map(lambda x: x + second, state.opt_state)), stage=1)
+
+    return {
+        "stage": lambda: jzero.shard_train_state(plain_state(), stage=2 + second),
+        "values": lambda: small_state(scale=1.0 + second, precision="bf16"),
+        "moments": moments,
+        "shapes": lambda: born(width=16 + second),
+        "key": lambda: born(second),
+        "initialiser": lambda: born(scale=3.0 + second),
+        "new value": lambda: jzero.set_full_param(small_state(), "head", value=np.full((8, 16), second)),
+    }
+
+
+def steps_that_differ(second: int) -> dict[str, Any]:
+    """Returns what runs other programs in the second process."""
+
+    def train(loss_fn: Any = small_loss, rate: float = 0.1, **kwargs: Any) -> None:
+        jzero.make_train_step(loss_fn, **kwargs)(small_state(rate=rate), BATCH)
+
+    def fails(params: Any, batch: Any) -> jax.Array:
+        if second:
+            raise ValueError("not today")
+        return small_loss(params, batch)
+
+    table = np.arange(48.0, dtype=np.float32) + second
+    make_other = jzero.make_eval_step if second else jzero.make_train_step
+    return {
+        "learning rate": lambda: train(rate=0.1 + second),
+        "clip_norm": lambda: train(clip_norm=1.0 + second),
+        "accumulate_steps": lambda: train(accumulate_steps=1 + second),
+        "constant": lambda: train(lambda params, batch: small_loss(params, batch) * jnp.asarray(table).sum()),
+        "limit": lambda: jzero.fill_memory(
+            jzero.make_train_step(small_loss), small_state(), BATCH, hbm_bytes=1e9 * (1 + second), confirm=False
+        ),
+        "elsewhere": lambda: make_other(small_loss)(small_state(), BATCH),
+        "failure": lambda: train(fails),
+    }
+
+
+def batches_that_differ(second: int) -> dict[str, Any]:
+    """Returns what gives steps other batches in the second process."""
+
+    def evaluate(batch: Any, **rng: Any) -> None:
+        first = lambda params, batch, *rng: small_loss(params, jax.tree.leaves(batch)[0])
+        jzero.make_eval_step(first)(small_state(), batch, **rng)
+
+    def later() -> None:
+        state, batch = small_state(), BATCH
+        step = jzero.make_train_step(small_loss)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        step(state, batch[: 16 - 8 * second])
+
+    return {
+        "rows": lambda: jzero.value_and_grad(small_loss)(small_state(), BATCH[: 16 - 8 * second]),
+        "dtype": lambda: evaluate(BATCH.astype([np.float32, np.float16][second])),
+        "uneven": lambda: evaluate(BATCH[: 8 - second]),
+        "tree": lambda: evaluate({"x": BATCH, **({"y": BATCH} if second else {})}),
+        "scalar": lambda: evaluate({"x": BATCH, "y": np.float32(second)}),
+        "rng": lambda: evaluate(BATCH, rng=jax.random.key(second)),
+        "later": later,
+    }
+
+
+BATCH = np.ones((ROWS, 8), np.float32)
+
+
+def plain_state(*, width: int = 16, scale: float = 1.0, rate: float = 0.1) -> jzero.TrainState:
+    params = {"body": jnp.ones((8, 8)), "head": jnp.full((8, width), scale)}
+    return jzero.TrainState.create(params=params, tx=optax.sgd(rate, momentum=0.9))
+
+
+def small_state(*, precision: Any = "fp32", **kwargs: Any) -> Any:
+    chosen = dataclasses.replace(config(3), precision=precision)
+    return jzero.shard_train_state(plain_state(**kwargs), config=chosen)
+
+
+def small_loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.square(batch @ params["body"] @ params["head"]).mean()
