@@ -15,7 +15,7 @@ import jzero
 D = 24
 
 
-def _params():
+def params():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(
         rng.normal(size=shape) / np.sqrt(shape[-2] if len(shape) > 1 else 1), jnp.float32
@@ -30,38 +30,38 @@ def _params():
     }
 
 
-def _batch(rows=24):
+def batch(rows=24):
     rng = np.random.default_rng(1)
     return {"x": rng.normal(size=(rows, D)).astype(np.float32), "y": rng.normal(size=(rows, 17)).astype(np.float32)}
 
 
-def _out(p, h, batch):
+def out(p, h, batch):
     return jnp.square(h @ p["v"] - batch["y"]).mean()
 
 
 def plain(p, batch):
-    return _out(p, jnp.tanh(batch["x"] @ p["w"] + p["b"][None]), batch)
+    return out(p, jnp.tanh(batch["x"] @ p["w"] + p["b"][None]), batch)
 
 
 def scan(p, batch):
     body = lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"][None]), None)
-    return _out(p, lax.scan(body, batch["x"], p["stack"])[0], batch)
+    return out(p, lax.scan(body, batch["x"], p["stack"])[0], batch)
 
 
 def scan_reversed_with_outputs(p, batch):
     body = lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"][None]), (layer["b"] * 2).sum())
     h, ys = lax.scan(body, batch["x"], p["stack"], reverse=True, unroll=2)
-    return _out(p, h, batch) + ys.sum()
+    return out(p, h, batch) + ys.sum()
 
 
 def scan_with_constant_weights(p, batch):
     body = lambda h, _: (jnp.tanh(h @ p["w"] + p["b"][None]), None)
-    return _out(p, lax.scan(body, batch["x"], None, length=3)[0], batch)
+    return out(p, lax.scan(body, batch["x"], None, length=3)[0], batch)
 
 
 def scan_carrying_weights(p, batch):
     body = lambda carry, _: ((jnp.tanh(carry[0] @ carry[1]), carry[1]), None)
-    return _out(p, lax.scan(body, (batch["x"], p["w"]), None, length=3)[0][0], batch)
+    return out(p, lax.scan(body, (batch["x"], p["w"]), None, length=3)[0][0], batch)
 
 
 def fori_indexing_the_stack(p, batch):
@@ -69,31 +69,31 @@ def fori_indexing_the_stack(p, batch):
         layer = jax.tree.map(lambda x: x[i], p["stack"])
         return jnp.tanh(h @ layer["w"] + layer["b"][None])
 
-    return _out(p, lax.fori_loop(0, 6, body, batch["x"]), batch)
+    return out(p, lax.fori_loop(0, 6, body, batch["x"]), batch)
 
 
 def python_loop_over_the_stack(p, batch):
     h = batch["x"]
     for i in range(6):
         h = jnp.tanh(h @ p["stack"]["w"][i] + p["stack"]["b"][i][None])
-    return _out(p, h, batch)
+    return out(p, h, batch)
 
 
 def remat(p, batch):
     block = jax.checkpoint(lambda w, b, h: jnp.tanh(h @ w + b[None]))
-    return _out(p, block(p["w"], p["b"], block(p["w"], p["b"], batch["x"])), batch)
+    return out(p, block(p["w"], p["b"], block(p["w"], p["b"], batch["x"])), batch)
 
 
 def remat_with_policy(p, batch):
     policy = jax.checkpoint_policies.everything_saveable
     block = jax.checkpoint(lambda w, b, h: jnp.sin(jnp.tanh(h @ w.T.reshape(D, D) + b[None])), policy=policy)
-    return _out(p, block(p["w"], p["b"], batch["x"]), batch)
+    return out(p, block(p["w"], p["b"], batch["x"]), batch)
 
 
 def scan_of_remat(p, batch):
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     body = jax.checkpoint(lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"][None]), None), policy=policy)
-    return _out(p, lax.scan(body, batch["x"], p["stack"])[0], batch)
+    return out(p, lax.scan(body, batch["x"], p["stack"])[0], batch)
 
 
 @jax.jit
@@ -104,7 +104,7 @@ def _inner(w, b, h):
 def nested_jit(p, batch):
     outer = jax.jit(lambda q, h: (_inner(q["w"], q["b"], h), q))
     h, q = outer(p, batch["x"])
-    return _out(q, _inner(q["w"], q["b"], h), batch)
+    return out(q, _inner(q["w"], q["b"], h), batch)
 
 
 def jit_casting_all_parameters(p, batch):
@@ -115,7 +115,7 @@ def jit_casting_all_parameters(p, batch):
 def branches(p, batch):
     h = lax.cond(batch["x"].sum() > 0, lambda q, x: x @ q["w"], lambda q, x: x * q["b"][None], p, batch["x"])
     h = lax.switch(jnp.int32(1), [lambda x: x, lambda x: x @ p["w"] + p["b"][None], jnp.sin], h)
-    return _out(p, jnp.tanh(h), batch)
+    return out(p, jnp.tanh(h), batch)
 
 
 def while_loop(p, batch):
@@ -124,11 +124,11 @@ def while_loop(p, batch):
 
 
 @jax.custom_vjp
-def _scaled(w, h):
+def scaled(w, h):
     return jnp.sin(h @ w)
 
 
-_scaled.defvjp(lambda w, h: (_scaled(w, h), (w, h)), lambda r, g: ((r[1].T @ g), 2 * (g @ r[0].T)))
+scaled.defvjp(lambda w, h: (scaled(w, h), (w, h)), lambda r, g: ((r[1].T @ g), 2 * (g @ r[0].T)))
 
 
 @jax.custom_jvp
@@ -140,8 +140,8 @@ cubed.defjvp(lambda primals, tangents: (cubed(*primals), 2 * primals[0] ** 2 * t
 
 
 def custom_rules(p, batch):
-    h = _scaled(p["w"], batch["x"] @ p["w"])  # a gradient that differs from autodiff's, on purpose
-    return _out(p, h + cubed(p["b"])[None], batch) + cubed(p["odd"]).sum()
+    h = scaled(p["w"], batch["x"] @ p["w"])  # a gradient that differs from autodiff's, on purpose
+    return out(p, h + cubed(p["b"])[None], batch) + cubed(p["odd"]).sum()
 
 
 def vmapped(p, batch):
@@ -156,7 +156,7 @@ def gradient_inside(p, batch):
 
 
 def tied(p, batch):
-    return _out(p, jnp.tanh(jnp.tanh(batch["x"] @ p["w"]) @ p["w"].T), batch)
+    return out(p, jnp.tanh(jnp.tanh(batch["x"] @ p["w"]) @ p["w"].T), batch)
 
 
 def weight_decay_over_all_leaves(p, batch):
@@ -165,12 +165,12 @@ def weight_decay_over_all_leaves(p, batch):
 
 def weight_norm(p, batch):
     w = p["w"] / jnp.sqrt(jnp.square(p["w"]).sum(0, keepdims=True) + 1e-6)
-    return _out(p, jnp.tanh(batch["x"] @ w), batch) + optax.tree.norm(p)
+    return out(p, jnp.tanh(batch["x"] @ w), batch) + optax.tree.norm(p)
 
 
 def mixed_parameters(p, batch):
     w = p["w"] + p["unused"] @ p["stack"]["w"][2] + jnp.concatenate([p["w"][:, 12:], p["w"][:, :12]], axis=1)
-    return _out(p, jnp.tanh(batch["x"] @ jnp.where(w > 0, w, 0.1 * w)), batch) + jnp.sort(p["odd"], axis=0)[3].sum()
+    return out(p, jnp.tanh(batch["x"] @ jnp.where(w > 0, w, 0.1 * w)), batch) + jnp.sort(p["odd"], axis=0)[3].sum()
 
 
 def reused_cheap_results(p, batch):
@@ -178,18 +178,18 @@ def reused_cheap_results(p, batch):
     w = p["w"]
     for _ in range(12):
         w = w - 0.1 * w * w
-    return _out(p, jnp.tanh(batch["x"] @ w), batch)
+    return out(p, jnp.tanh(batch["x"] @ w), batch)
 
 
 def recurrence_over_parameters(p, batch):
     combine = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])
     _, h = lax.associative_scan(combine, (jax.nn.sigmoid(p["w"]), 2 * jax.nn.sigmoid(p["w"])), axis=0)
-    return _out(p, jnp.tanh(batch["x"] @ h), batch)
+    return out(p, jnp.tanh(batch["x"] @ h), batch)
 
 
 def embedding_lookup(p, batch):
     rows = jnp.abs(batch["x"][:, :4] * 10).astype(jnp.int32) % D
-    return _out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
+    return out(p, jnp.take(p["w"], rows, axis=0).mean(1), batch)
 
 
 def loop_after_layers_that_count(p, batch):
@@ -207,7 +207,7 @@ def loop_after_layers_that_count(p, batch):
         ones = jnp.append(ones, one)
     h, count = carry
     count = lax.while_loop(lambda x: x < 50, lambda x: 2 * x, count + ones.sum())
-    return _out(p, h, batch) * count
+    return out(p, h, batch) * count
 
 
 def loops_after_whole_numbers(p, batch):
@@ -232,7 +232,7 @@ def loops_after_whole_numbers(p, batch):
     size = jnp.abs(lax.stop_gradient(p["w"]) - 1).sum()
     start = (size + count + counts.sum() + more.sum() + last + flag + rows[0], key)
     size, key = lax.while_loop(lambda x: x[0] < 1e4, lambda x: (2 * x[0], jax.random.split(x[1])[0]), start)
-    return _out(p, h, batch) * size * 1e-4 * jax.random.uniform(key)
+    return out(p, h, batch) * size * 1e-4 * jax.random.uniform(key)
 
 
 LOSSES = [
@@ -266,10 +266,10 @@ LOSSES = [
 
 
 @functools.cache
-def _sharded(stage, num_devices, **options):
+def sharded(stage, num_devices, **options):
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, **options)
     mesh = jzero.make_mesh(devices=jax.devices()[:num_devices])
-    state = jzero.TrainState.create(params=_params(), tx=optax.sgd(1.0))
+    state = jzero.TrainState.create(params=params(), tx=optax.sgd(1.0))
     return jzero.shard_train_state(state, config=config, mesh=mesh)
 
 
@@ -282,7 +282,7 @@ COUPLED = (branches, gradient_inside, loop_after_layers_that_count)
 """Losses that ask something of all rows of a device, with the same answer everywhere."""
 
 
-def _gradients(state, loss_fn, batch, *, check_rows=True):
+def gradients(state, loss_fn, batch, *, check_rows=True):
     """Loss and whole gradients: with plain SGD at rate 1 the update is the gradient."""
     check_rows = check_rows and loss_fn not in COUPLED
     loss, grads = jzero.value_and_grad(loss_fn, check_rows=check_rows)(state, batch)
@@ -295,8 +295,8 @@ def assert_equal(state, loss_fn, batch):
     # The update is read off a difference of parameters of order one: 3e-6 is some 25 ulp of that. Where the loss
     # casts its parameters to bf16, each device's gradient is rounded to 8 bits before the sum, as in DeepSpeed.
     rtol, atol = (2e-2, 2e-3) if loss_fn is jit_casting_all_parameters else (1e-4, 3e-6)
-    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(_params(), batch)
-    loss, grads = _gradients(state, loss_fn, batch)
+    want_loss, want = jax.jit(jax.value_and_grad(loss_fn))(params(), batch)
+    loss, grads = gradients(state, loss_fn, batch)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), grads, want)
 

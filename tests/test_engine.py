@@ -12,14 +12,11 @@ import pytest
 from jax import lax
 
 import jzero
+from tests import engine_losses
 from tests.engine_losses import (
     COUPLED,
     LOSSES,
     D,
-    _batch,
-    _out,
-    _params,
-    _sharded,
     assert_equal,
     branches,
     custom_rules,
@@ -38,16 +35,16 @@ def nested_scan(p, batch):
     body = lambda h, layer: (jnp.tanh(h @ layer["w"] + layer["b"][None]), None)
     outer = lambda h, group: (lax.scan(body, h, group)[0], None)
     with_warning = lax.scan(outer, batch["x"], grouped)[0]
-    return _out(p, with_warning, batch)
+    return engine_losses.out(p, with_warning, batch)
 
 
 # `branches` takes a branch by the local batch: at N=1 that is the whole batch, elsewhere the reference must agree.
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 def test_gradients_equal_plain_jax_at_stage_3(loss_fn):
-    batch = _batch()
+    batch = engine_losses.batch()
     if loss_fn is branches:
         batch["x"] = np.abs(batch["x"])
-    assert_equal(_sharded(3, 8), loss_fn, batch)
+    assert_equal(engine_losses.sharded(3, 8), loss_fn, batch)
 
 
 @pytest.mark.parametrize("prefetch_bytes", [None, 10**6])
@@ -62,11 +59,11 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
 
         carry, ys = lax.scan(layer, (batch["x"], batch["x"]), p["stack"])
         (h, x), y = jax.checkpoint(layer)(carry, {"w": p["w"], "b": p["b"]})
-        return _out(p, h, batch) + x.mean() + ys.sum() + y
+        return engine_losses.out(p, h, batch) + x.mean() + ys.sum() + y
 
-    state = _sharded(3, 8, prefetch_bytes=prefetch_bytes)
-    got = jax.jit(jax.grad(lambda batch: jzero.value_and_grad(loss_fn)(state, batch)[0]))(_batch())
-    want = jax.grad(loss_fn, argnums=1)(_params(), _batch())
+    state = engine_losses.sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    got = jax.jit(jax.grad(lambda batch: jzero.value_and_grad(loss_fn)(state, batch)[0]))(engine_losses.batch())
+    want = jax.grad(loss_fn, argnums=1)(engine_losses.params(), engine_losses.batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), got, want)
 
 
@@ -74,10 +71,10 @@ def test_the_loss_has_a_gradient_by_the_batch_too(prefetch_bytes, monkeypatch):
 @pytest.mark.parametrize("loss_fn", default_for([remat], LOSSES), ids=lambda f: f.__name__)
 def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
     """`jax.checking_leaks` finds what caches of jax would keep alive, and users' own leaks only if there are none."""
-    state = _sharded(3, 8, prefetch_bytes=prefetch_bytes)
+    state = engine_losses.sharded(3, 8, prefetch_bytes=prefetch_bytes)
     with jax.checking_leaks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        jax.make_jaxpr(jzero.value_and_grad(loss_fn, check_rows=loss_fn not in COUPLED))(state, _batch())
+        jax.make_jaxpr(jzero.value_and_grad(loss_fn, check_rows=loss_fn not in COUPLED))(state, engine_losses.batch())
 
 
 @singles(
@@ -86,9 +83,9 @@ def test_no_tracer_outlives_its_trace(loss_fn, prefetch_bytes):
     loss_fn=[scan, nested_jit, remat, branches, weight_decay_over_all_leaves],
 )
 def test_gradients_equal_plain_jax_at_every_stage(loss_fn, cell):
-    batch = _batch(rows=120)
+    batch = engine_losses.batch(rows=120)
     batch["x"] = np.abs(batch["x"])
-    assert_equal(_sharded(*cell), loss_fn, batch)
+    assert_equal(engine_losses.sharded(*cell), loss_fn, batch)
 
 
 @singles(
@@ -97,19 +94,19 @@ def test_gradients_equal_plain_jax_at_every_stage(loss_fn, cell):
     loss_fn=[scan, nested_jit, scan_with_constant_weights, custom_rules],
 )
 def test_options_do_not_change_numbers(loss_fn, options):
-    assert_equal(_sharded(3, 8, **options), loss_fn, _batch())
+    assert_equal(engine_losses.sharded(3, 8, **options), loss_fn, engine_losses.batch())
 
 
 def test_stack_cut_along_the_scan_is_warned_about():
     """A reshaped stack cannot be sliced on its shards: the numbers are right, and the user is told."""
     with pytest.warns(UserWarning, match="gathers the whole stack.*LeafRule\\(scan_dim=0\\)"):
-        assert_equal(_sharded(3, 8), nested_scan, _batch())
+        assert_equal(engine_losses.sharded(3, 8), nested_scan, engine_losses.batch())
 
 
 @stages(3, of=(1, 3))
 def test_parameters_sharded_over_a_model_axis_keep_it(stage):
     mesh = jzero.make_mesh(data=4, model=2)
-    params = _params()
+    params = engine_losses.params()
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
     params["w"] = jax.device_put(params["w"], spec)
     state = jzero.TrainState.create(params=params, tx=optax.adam(1e-2))
@@ -118,10 +115,10 @@ def test_parameters_sharded_over_a_model_axis_keep_it(stage):
     plan = jzero.plan_of(state)
     assert plan.opt_state[0].mu["w"] == jax.sharding.PartitionSpec("data", "model")
     assert state.opt_state[0].mu["w"].addressable_shards[0].data.shape == (D // 4, D // 2)
-    reference = jzero.TrainState.create(params=_params(), tx=optax.adam(1e-2))
-    grads = jax.grad(scan_and_plain)(reference.params, _batch())
+    reference = jzero.TrainState.create(params=engine_losses.params(), tx=optax.adam(1e-2))
+    grads = jax.grad(scan_and_plain)(reference.params, engine_losses.batch())
     reference = reference.apply_gradients(grads=grads)
-    state, _ = jzero.make_train_step(scan_and_plain)(state, _batch())
+    state, _ = jzero.make_train_step(scan_and_plain)(state, engine_losses.batch())
     got = jzero.gather_params(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, reference.params)
     assert state.params["w"].sharding.spec == plan.params["w"]
@@ -131,5 +128,5 @@ def test_parameters_sharded_over_a_model_axis_keep_it(stage):
 def test_hybrid_sharding_replicates_the_shards(stage):
     mesh = jzero.make_mesh(replica=2, data=4)
     config = jzero.ZeroConfig(stage=stage, persistence_threshold=0, replica_axis="replica")
-    state = jzero.TrainState.create(params=_params(), tx=optax.sgd(1.0))
-    assert_equal(jzero.shard_train_state(state, config=config, mesh=mesh), scan_and_plain, _batch())
+    state = jzero.TrainState.create(params=engine_losses.params(), tx=optax.sgd(1.0))
+    assert_equal(jzero.shard_train_state(state, config=config, mesh=mesh), scan_and_plain, engine_losses.batch())

@@ -11,26 +11,28 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import jzero
-from tests import models
-from tests.engine_losses import D, _batch, _params, _sharded, scan_and_plain
+from tests import engine_losses, models
+from tests.engine_losses import D, scan_and_plain
 from tests.tiers import slow, stages
 
 
 @stages(2)
 def test_accumulated_micro_batches_equal_the_whole_batch(stage):
-    batch = _batch(rows=48)
+    batch = engine_losses.batch(rows=48)
     once = jzero.make_train_step(scan_and_plain)
     thrice = jzero.make_train_step(scan_and_plain, accumulate_steps=3, clip_norm=0.1)
     clipped = jzero.make_train_step(scan_and_plain, clip_norm=0.1)
-    fresh = lambda: jzero.shard_train_state(_sharded(stage, 8), config=jzero.plan_of(_sharded(stage, 8)).config)
+    fresh = lambda: jzero.shard_train_state(
+        engine_losses.sharded(stage, 8), config=jzero.plan_of(engine_losses.sharded(stage, 8)).config
+    )
     a, b, c = (step(fresh(), batch) for step in (once, thrice, clipped))
     np.testing.assert_allclose(a[1]["loss"], b[1]["loss"], rtol=1e-6)
     np.testing.assert_allclose(a[1]["grad_norm"], b[1]["grad_norm"], rtol=2e-6)
     pair = jzero.gather_params(b[0]), jzero.gather_params(c[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), *pair)
-    reference = jax.grad(scan_and_plain)(_params(), batch)
+    reference = jax.grad(scan_and_plain)(engine_losses.params(), batch)
     scale = 0.1 / (optax.tree.norm(reference) + 1e-6)
-    want = jax.tree.map(lambda p, g: p - scale * g, _params(), reference)
+    want = jax.tree.map(lambda p, g: p - scale * g, engine_losses.params(), reference)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-6), pair[0], want)
 
 
@@ -81,7 +83,7 @@ def test_two_updates_of_parameters_held_whole_keep_their_layout(stage):
             state = state.apply_gradients(grads=jax.grad(loss)(state.params, x))
         return state
 
-    assert two_steps(state, _batch()["x"]).params["w"].sharding.is_fully_replicated
+    assert two_steps(state, engine_losses.batch()["x"]).params["w"].sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(("stage", "jitted"), [(3, True), slow(1, True), slow(1, False), slow(3, False)])

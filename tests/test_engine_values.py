@@ -14,7 +14,8 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import jzero
-from tests.engine_losses import D, _batch, _gradients, _out, _params, _sharded
+from tests import engine_losses
+from tests.engine_losses import D
 from tests.tiers import stages
 
 
@@ -23,15 +24,15 @@ def test_devices_may_take_different_branches():
 
     def loss_fn(p, batch):
         h = lax.cond(batch["flag"].sum() > 0, lambda x: jnp.tanh(x @ p["w"]), lambda x: x * p["b"][None], batch["x"])
-        return _out(p, h, batch)
+        return engine_losses.out(p, h, batch)
 
     def reference(p, batch):
         flag = batch["flag"][:, None] > 0
-        return _out(p, jnp.where(flag, jnp.tanh(batch["x"] @ p["w"]), batch["x"] * p["b"][None]), batch)
+        return engine_losses.out(p, jnp.where(flag, jnp.tanh(batch["x"] @ p["w"]), batch["x"] * p["b"][None]), batch)
 
-    batch = {**_batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
-    want_loss, want = jax.value_and_grad(reference)(_params(), batch)
-    loss, grads = _gradients(_sharded(3, 8), loss_fn, batch, check_rows=False)
+    batch = {**engine_losses.batch(), "flag": np.repeat(np.arange(8) % 2, 3).astype(np.float32)}
+    want_loss, want = jax.value_and_grad(reference)(engine_losses.params(), batch)
+    loss, grads = engine_losses.gradients(engine_losses.sharded(3, 8), loss_fn, batch, check_rows=False)
     np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
 
@@ -56,7 +57,7 @@ def test_integer_boolean_and_complex_leaves(stage):
     tx = optax.chain(optax.masked(optax.sgd(1.0), trained), optax.masked(optax.set_to_zero(), frozen))
     state = jzero.TrainState.create(params=params, tx=tx)
     state = jzero.shard_train_state(state, config=jzero.ZeroConfig(stage=stage, persistence_threshold=0))
-    batch = _batch()
+    batch = engine_losses.batch()
     new, metrics = jzero.make_train_step(loss_fn)(state, batch)
     inexact = {k: params[k] for k in ("w", "z")}
     want_loss, want = jax.value_and_grad(lambda q: loss_fn({**params, **q}, batch))(inexact)
@@ -111,7 +112,7 @@ class Normed(nn.Module):
 @stages(3, of=(0, 2, 3))
 def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
     plain_model, model = Normed(), Normed(axis_name="data")
-    batch = _batch()
+    batch = engine_losses.batch()
     variables = plain_model.init(jax.random.key(0), batch["x"])
     tx = optax.sgd(0.1)
     state = BatchNormState.create(apply_fn=None, tx=tx, **variables)
@@ -143,7 +144,7 @@ def test_batch_norm_over_the_zero_axis_equals_the_whole_batch(stage):
 
 
 def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
-    batch = {**_batch(), "mask": (np.arange(24) % 7 < np.arange(24) // 4).astype(np.float32)}
+    batch = {**engine_losses.batch(), "mask": (np.arange(24) % 7 < np.arange(24) // 4).astype(np.float32)}
 
     def weighted(p, batch):
         losses = jnp.square(jnp.tanh(batch["x"] @ p["w"]) @ p["v"] - batch["y"]).mean(1)
@@ -153,14 +154,14 @@ def test_weighted_loss_is_the_mean_over_tokens_not_over_devices():
         result = weighted(p, batch)
         return result.sum / result.weight
 
-    want_loss, want = jax.value_and_grad(reference)(_params(), batch)
+    want_loss, want = jax.value_and_grad(reference)(engine_losses.params(), batch)
     for stage in (1, 3):
-        loss, grads = _gradients(_sharded(stage, 8), weighted, batch)
+        loss, grads = engine_losses.gradients(engine_losses.sharded(stage, 8), weighted, batch)
         np.testing.assert_allclose(loss, want_loss, rtol=2e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=3e-6), grads, want)
     # Without any weight the step is skipped, and the state keeps its values to the bit.
     nothing = {**batch, "mask": np.zeros(24, np.float32)}
-    state = jzero.shard_train_state(_sharded(3, 8), stage=3)
+    state = jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3)
     before = jax.tree.map(np.asarray, jzero.unshard_train_state(state))
     state, metrics = jzero.make_train_step(weighted)(state, nothing)
     assert not metrics["step_applied"]
@@ -173,11 +174,11 @@ def test_auxiliary_values_are_reduced_as_they_say():
         aux = {"mean": out.mean(), "count": jzero.Summed((out > 0).sum()), "rows": jzero.PerExample(out.sum(1))}
         return jnp.square(out).mean(), aux
 
-    batch = _batch()
-    out = batch["x"] @ np.asarray(_params()["w"])
+    batch = engine_losses.batch()
+    out = batch["x"] @ np.asarray(engine_losses.params()["w"])
     for steps in (1, 3):
         step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=steps)
-        _, metrics = step(jzero.shard_train_state(_sharded(3, 8), stage=3), batch)
+        _, metrics = step(jzero.shard_train_state(engine_losses.sharded(3, 8), stage=3), batch)
         np.testing.assert_allclose(metrics["aux"]["mean"], out.mean(), rtol=1e-4, atol=1e-6)
         assert int(metrics["aux"]["count"]) == int((out > 0).sum())
         np.testing.assert_allclose(metrics["aux"]["rows"], out.sum(1), rtol=1e-4, atol=1e-5)
@@ -193,7 +194,7 @@ def test_narrow_auxiliary_values_do_not_overflow():
         return jnp.square(batch["x"] @ p["w"]).mean(), aux
 
     step = jzero.make_train_step(loss_fn, has_aux=True, accumulate_steps=3)
-    _, metrics = step(jzero.shard_train_state(_sharded(2, 8), stage=2), _batch())
+    _, metrics = step(jzero.shard_train_state(engine_losses.sharded(2, 8), stage=2), engine_losses.batch())
     aux = metrics["aux"]
     assert {k: (str(x.dtype), float(x)) for k, x in aux["means"].items()} == {
         "f16": ("float16", 20000),

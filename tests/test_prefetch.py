@@ -104,7 +104,7 @@ def scan_within_remat(p, batch):
 
 
 def scan_of_a_call(p, batch):
-    layer = lambda h, w: (engine_losses.inner(w["w"], w["b"], h), None)
+    layer = lambda h, w: (engine_losses._inner(w["w"], w["b"], h), None)
     return engine_losses.out(p, lax.scan(layer, batch["x"], p["stack"], reverse=True)[0], batch)
 
 
