@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "predivide_dropped",
-        "layout/comm.py",
+        "layout/sums.py",
         "return x if self.predivide == 1 else x / self.predivide",
         "return x",
         "test_loss_scale.py::test_sums_over_devices_do_not_overflow",
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "threshold_excluded",
-        "plan/planner.py",
+        "plan/param_leaves.py",
         "size > config.persistence_threshold:",
         "size >= config.persistence_threshold:",
         "test_plan.py::test_persistence_threshold_counts_elements_and_includes_the_limit",
@@ -1103,7 +1103,7 @@ MUTANTS = [
     ),
     Mutant(
         "averages_in_extra_stay_whole",
-        "plan/planner.py",
+        "plan/param_leaves.py",
         "return bool(leaves) and treedef == params_treedef",
         "return False and treedef == params_treedef",
         "test_extra.py::test_losses_and_loops_change_it",

@@ -20,8 +20,9 @@ from jzero.engine.recompute import recompute
 from jzero.engine.reduce_early import reduce_early
 from jzero.engine.roles import Role
 from jzero.engine.trace import LossInputs, trace_loss
-from jzero.layout.comm import Direct, Sums
+from jzero.layout.comm import Direct
 from jzero.layout.cut import Cut
+from jzero.layout.sums import Sums
 from tests.passes_losses import BATCH, WIDTH, matrix, names, sharded, unrolled
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jzero.layout.comm import Comm, Sums, own_part, sum_along
+from jzero.layout.comm import Comm, own_part
 from jzero.layout.cut import Cut
 from jzero.layout.leaves import StateLeaf
+from jzero.layout.sums import Sums, sum_along
 from jzero.plan.plan import ZeroPlan
 
 

@@ -36,7 +36,7 @@ from jzero.engine.outputs import Weighted
 from jzero.engine.recompute import AxisEnv
 from jzero.engine.trace import TracedLoss
 from jzero.jaxpr.interpret import evaluate
-from jzero.layout.comm import Sums
+from jzero.layout.sums import Sums
 
 Note = Callable[[bool], None]
 
@@ -87,7 +87,7 @@ def differentiate(
     Example:
       >>> from jzero.engine.differentiate import differentiate
       >>> from jzero.engine.trace import TracedLoss
-      >>> from jzero.layout.comm import Sums
+      >>> from jzero.layout.sums import Sums
       >>> jaxpr = jax.make_jaxpr(lambda w, x: (x @ w).sum())(jnp.ones((8, 4)), jnp.ones((2, 8)))
       >>> traced = TracedLoss(jaxpr, (jax.ShapeDtypeStruct((), jnp.float32), {}), (1, 0, 1, 0), [], "as_written")
       >>> joint = differentiate(traced, [0], sums=Sums(("data",)), steps=1, loss_scale=[], axis_env=[])

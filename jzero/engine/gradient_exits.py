@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from jzero import _compat
 from jzero._types import DType
-from jzero.layout.comm import Comm, Sums
+from jzero.layout.comm import Comm
 from jzero.layout.cut import Cut
+from jzero.layout.sums import Sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,11 +35,11 @@ from jzero.engine.rules import start_walk
 from jzero.engine.trace import LossInputs, TracedLoss, axis_env, carried_leaves
 from jzero.engine.waits import wait_for_gradients
 from jzero.layout.casts import round_without_derivative
-from jzero.layout.comm import Sums
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes, num_batch_shards
 from jzero.layout.placement import memory_of
 from jzero.layout.platform import platform_facts
+from jzero.layout.sums import Sums
 from jzero.plan.plan import ZeroPlan
 from jzero.plan.ways import Way
 

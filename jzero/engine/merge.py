@@ -29,10 +29,10 @@ from jzero.arrays.collectives import from_first, gather_rows, own_shard, sum_ove
 from jzero.engine.outputs import average, sum_dtype
 from jzero.engine.trace import TracedLoss, Written
 from jzero.jaxpr.rows import RowFacts
-from jzero.layout.comm import Sums
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import batch_axes
 from jzero.layout.placement import overwrite
+from jzero.layout.sums import Sums
 from jzero.plan.plan import ZeroPlan
 
 

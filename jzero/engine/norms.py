@@ -15,9 +15,9 @@ from jax import lax
 
 from jzero.arrays.chunks import Chunk, for_each_chunk, read_chunk, split
 from jzero.config.precision import scale_by, wide_dtype
-from jzero.layout.comm import sum_along
 from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
+from jzero.layout.sums import sum_along
 from jzero.plan.plan import ZeroPlan
 
 

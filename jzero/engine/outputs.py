@@ -18,7 +18,7 @@ from jzero._text import path_str
 from jzero._types import DType, PyTree
 from jzero.arrays.collectives import mean, sum_over
 from jzero.config.precision import wide_dtype, widen
-from jzero.layout.comm import Sums
+from jzero.layout.sums import Sums
 
 
 @jax.tree_util.register_dataclass

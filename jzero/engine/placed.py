@@ -37,9 +37,10 @@ from jzero.arrays.collectives import gather_param, reduce_shard
 from jzero.arrays.python_calls import call_python
 from jzero.disk.rows import take_row
 from jzero.layout.casts import round_without_derivative
-from jzero.layout.comm import Comm, Hop, Sums
+from jzero.layout.comm import Comm, Hop
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
+from jzero.layout.sums import Sums
 
 How: TypeAlias = Literal["barrier", "light", "select"]
 

@@ -62,7 +62,8 @@ def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: Cache | None 
     Example:
       >>> from jzero.engine.gradient_exits import Reduction
       >>> from jzero.engine.reduce_early import reduce_early
-      >>> from jzero.layout.comm import Direct, Sums
+      >>> from jzero.layout.comm import Direct
+      >>> from jzero.layout.sums import Sums
       >>> from jzero.layout.cut import Cut
       >>> loss = lambda w, x: (x @ w.astype(jnp.bfloat16)).sum()
       >>> joint = jax.make_jaxpr(jax.grad(loss))(jnp.ones((64, 8)), jnp.ones((2, 64), jnp.bfloat16))

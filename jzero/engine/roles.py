@@ -26,8 +26,9 @@ from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
 from jzero.engine.lazy import Lazy, Leaf, make_lazy
 from jzero.engine.placed import reduce_p
 from jzero.layout.casts import round_without_derivative
-from jzero.layout.comm import Comm, Levels, Sums
+from jzero.layout.comm import Comm, Levels
 from jzero.layout.leaves import LeafPlan
+from jzero.layout.sums import Sums
 from jzero.plan.ways import Way
 
 

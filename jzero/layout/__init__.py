@@ -1,7 +1,7 @@
 """How one leaf of a state is stored, and how it travels.
 
 Read `mesh` (axes, memories), `platform` (what compilers do differently), `cut` (over devices, with padding), `blocks`
-(as integers), `parts` (beside other mesh axes), `comm` (how shards travel), `on_disk`, `padded` and `records` (what is
-not an array of its natural shape, or none), `placement` (arrays in memories), `leaves` (all of that for one leaf, and
-the way there and back), `casts` and `misfits` (dtypes).
+(as integers), `parts` (beside other mesh axes), `comm` and `sums` (how shards travel), `on_disk`, `padded` and
+`records` (what is not an array of its natural shape, or none), `placement` (arrays in memories), `leaves` (all of that
+for one leaf, and the way there and back), `casts` and `misfits` (dtypes).
 """

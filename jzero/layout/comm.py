@@ -8,7 +8,7 @@ is hashable, so it is a parameter of the equations `zero_gather` and `zero_reduc
     TwoHop(Direct("data"), Direct("node"), 2)   between nodes first, then within a node; sums the other way
     Replicated(Direct("data"), "copy", 2)       the same in each of two groups of devices, whose sums are added
 
-How sums are made, in which dtype and divided by what, is a `Sums`, and the same for every `Comm`.
+In which dtype sums are made, and divided by what, is a `Sums`, and the same for every `Comm`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jzero.config.precision import cast_dtype, is_float8
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.blocks import pack, packed_size, unpack
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import AnyMesh
 from jzero.layout.parts import apply_to_parts
+from jzero.layout.sums import sum_along
 
 PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 """How often devices send an array, but for their own part, by HLO's name of the collective."""
@@ -344,44 +344,6 @@ class Replicated:
         return (*self.inner.reduce_hops(cut, dtype), *([over_groups] if self.num_replicas > 1 else []))
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """How values of all devices with a part of the batch are summed.
-
-    Attributes:
-      axes: The mesh axes over which the batch is split.
-      dtype: The dtype of sums of gradients; `None`: their own.
-      predivide: The divisor of gradients before they are summed, so that sums over many devices fit into fp16.
-      widens_bf16: Whether bf16 is summed as fp32, because the backend cannot sum bf16.
-    """
-
-    axes: tuple[str, ...]
-    dtype: Any = None
-    predivide: int = 1
-    widens_bf16: bool = False
-
-    def __str__(self) -> str:
-        dtype = "" if self.dtype is None else jnp.dtype(self.dtype).name
-        return dtype + ("" if self.predivide == 1 else f"/{self.predivide}") or "own"
-
-    def dtype_of(self, dtype: Any) -> Any:
-        """Returns the dtype in which gradients of a dtype are summed."""
-        dtype = cast_dtype(dtype, self.dtype)
-        return jnp.float32 if self._widens(dtype) else dtype
-
-    def prepare(self, x: jax.Array) -> jax.Array:
-        """Returns a gradient as it is summed."""
-        x = self.widen(x.astype(cast_dtype(x.dtype, self.dtype)))
-        return x if self.predivide == 1 else x / self.predivide
-
-    def widen(self, x: jax.Array) -> jax.Array:
-        """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
-        return x.astype(jnp.float32) if self._widens(x.dtype) else x
-
-    def _widens(self, dtype: Any) -> bool:
-        return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
-
-
 def comm_of(config: ZeroConfig, mesh: AnyMesh, rounds: str = "none") -> Comm:
     """Returns how parameters and gradients travel, if `rounds` is the kind of blocks that gradients travel in."""
     within = Direct(config.axis, config.reduce_scatter)
@@ -405,9 +367,3 @@ def own_part(stored: jax.Array, cut: Cut, comm: Comm) -> jax.Array:
     """Returns this device's shard of a stored array that all devices hold. [..., P] -> [..., P/N]."""
     size = cut.stored_size // cut.num_shards
     return lax.dynamic_slice_in_dim(stored, shard_index(comm) * size, size, axis=cut.dim)
-
-
-def sum_along(x: Any, *axes: str) -> Any:
-    """Sums arrays along mesh axes, except those with one device, where XLA for CPUs would copy all arrays."""
-    shared = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
-    return lax.psum(x, shared) if shared else x
