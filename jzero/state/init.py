@@ -94,7 +94,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
         )
     check("key", key, KEYS)
     config = resolve_config(stage, config)
-    mesh = resolve_mesh(mesh, config, None)
+    mesh = resolve_mesh(mesh, config)
 
     def describe(lowered: Any) -> dict[str, str]:
         programs, _, plan = lowered

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -64,10 +65,7 @@ def plan_train_state(
       >>> jzero.plan_train_state(plain_state, stage=1, mesh=mesh).num_shards
       512
     """
-    config = resolve_config(stage, config, state)
-    natural, tx, _ = _natural_state(adapt(state).state)
-    mesh = resolve_mesh(mesh, config, state)
-    return make_plan(*restrict(natural, tx, trainable), config, mesh)
+    return _request(adapt(state).state, stage, config, mesh, trainable).make_plan()
 
 
 def shard_train_state(  # noqa: PLR0913  # what to place, how and where
@@ -116,31 +114,21 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     References:
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
-    config = resolve_config(stage, config, state)
     check("donate", donate, FLAG)
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
-    natural, tx, old = _natural_state(adapted.state)
-    mesh = resolve_mesh(mesh, config, state)
-    natural, new_tx = restrict(natural, tx, trainable)
+    request = _request(adapted.state, stage, config, mesh, trainable)
     wait_s = check_wait(check_processes)
-    plan = agree(
-        "shard_train_state",
-        mesh,
-        lambda: make_plan(natural, new_tx, config, mesh),
-        lambda plan: {"the training state": describe_plan(plan)},
-        wait_s=wait_s,
-    )
-    if old is not None:
+    compare = functools.partial(agree, "shard_train_state", request.mesh, wait_s=wait_s)
+    plan = compare(request.make_plan, lambda plan: {"the training state": describe_plan(plan)})
+    if request.old is not None:
         adapted = adapt(apply_pending(state, donate=donate))
     values: list[str] = []
-    placed = agree(
-        "shard_train_state",
-        mesh,
-        lambda: _place(adapted.state, old, plan, new_tx, donate=donate, values=None if wait_s is None else values),
+    look = None if wait_s is None else values
+    placed = compare(
+        lambda: _place(adapted.state, request.old, plan, request.tx, donate=donate, values=look),
         lambda _: {"the initial values": "\n".join(values)},
-        wait_s=wait_s,
     )
     return adapted.rebuild(placed)
 
@@ -214,20 +202,50 @@ def abstract_train_state(
       >>> like.params["w"].sharding.shard_shape(like.params["w"].shape)
       (64, 512)
     """
-    config = resolve_config(stage, config, state)
     adapted = adapt(state)
-    natural, tx, _ = _natural_state(adapted.state)
-    mesh = resolve_mesh(mesh, config, state)
-    natural, tx = restrict(natural, tx, trainable)
-    plan = make_plan(natural, tx, config, mesh)
+    request = _request(adapted.state, stage, config, mesh, trainable)
+    plan = request.make_plan()
 
     def shape(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct | OnDisk:
         if leaf.in_records:
             return OnDisk(leaf.path, leaf.stored_shape, leaf.dtype)
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stored_dtype, sharding=leaf.sharding)
 
-    stored = stored_state(natural, plan)
-    return adapted.rebuild(map_state(shape, plan, stored, tx=ZeroTransformation(tx, plan), with_disk=True))
+    stored = stored_state(request.natural, plan)
+    return adapted.rebuild(map_state(shape, plan, stored, tx=ZeroTransformation(request.tx, plan), with_disk=True))
+
+
+class _Request(NamedTuple):
+    """What to lay out, and how.
+
+    Attributes:
+      natural: The state to plan for, with natural shapes.
+      tx: Its optimizer, not wrapped, restricted to the trained parameters.
+      config: What to partition.
+      mesh: The devices.
+      old: The plan of a state that was sharded before.
+    """
+
+    natural: Any
+    tx: Any
+    config: ZeroConfig
+    mesh: Any
+    old: ZeroPlan | None
+
+    def make_plan(self) -> ZeroPlan:
+        """Returns the plan."""
+        return make_plan(self.natural, self.tx, self.config, self.mesh)
+
+
+def _request(
+    train_state: Any, stage: int | None, config: ZeroConfig | None, mesh: Any, trainable: PyTree | str | None
+) -> _Request:
+    """Returns what the arguments of a call ask for; what they leave open stays as it was before."""
+    old = plan_if_sharded(train_state)
+    config = resolve_config(stage, config, old)
+    mesh = resolve_mesh(mesh, config, old)
+    natural = _natural_state(train_state, old)
+    return _Request(*restrict(natural, natural.tx, trainable), config, mesh, old)
 
 
 def restrict(state: Any, tx: Any, trainable: PyTree | str | None) -> tuple[Any, Any]:
@@ -258,13 +276,12 @@ def _known_shape(x: Any, leaf: StateLeaf) -> Any:
     return dataclasses.replace(x, files=ChangedFiles(x.files, leaf.box)) if is_there else x
 
 
-def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = None) -> ZeroConfig:
-    """Returns the configuration given by `stage=` or `config=`, or else that of an already sharded state."""
+def resolve_config(stage: int | None, config: ZeroConfig | None, old: ZeroPlan | None = None) -> ZeroConfig:
+    """Returns the configuration by `stage=` or `config=`, or else that of an already sharded state."""
     if config is None:
         if stage is None:
-            plan = None if state is None else plan_if_sharded(adapt(state).state)
-            if plan is not None:
-                return plan.config
+            if old is not None:
+                return old.config
             raise ValueError("Say what to partition: pass `stage=` (0, 1, 2 or 3) or `config=jzero.ZeroConfig(...)`.")
         return ZeroConfig(stage=stage)  # type: ignore[arg-type]  # checked by ZeroConfig
     if not isinstance(config, ZeroConfig):
@@ -274,13 +291,12 @@ def resolve_config(stage: int | None, config: ZeroConfig | None, state: Any = No
     return config
 
 
-def resolve_mesh(mesh: Any, config: ZeroConfig, state: Any) -> Any:
-    """Returns the given mesh, or that of an already sharded state, or one of all devices."""
+def resolve_mesh(mesh: Any, config: ZeroConfig, old: ZeroPlan | None = None) -> Any:
+    """Returns the mesh, or that of an already sharded state, or one of all devices."""
     if mesh is not None:
         return mesh
-    plan = None if state is None else plan_if_sharded(adapt(state).state)
-    if plan is not None:
-        return plan.mesh
+    if old is not None:
+        return old.mesh
     for field, what in (("replica_axis", "replicas"), ("node_axis", "nodes")):
         if (name := getattr(config, field)) is not None:
             sizes = ", ".join(f"{axis}=..." for axis in batch_axes(config))
@@ -315,15 +331,14 @@ def _natural_shape(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _natural_state(train_state: Any) -> tuple[Any, Any, ZeroPlan | None]:
-    """Returns the state to plan for (abstract, natural shapes, if sharded before), its plain tx and its old plan."""
-    stored = plan_if_sharded(train_state)
-    if stored is None:
-        return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded), train_state.tx, None
-    train_state, old = plain_state(train_state, stored), stored.plain
+def _natural_state(train_state: Any, old: ZeroPlan | None) -> Any:
+    """Returns the state to plan for: abstract, in natural shapes, with its own optimizer, if it was sharded before."""
+    if old is None:
+        return jax.tree.map(_natural_shape, train_state, is_leaf=is_padded)
+    plain = plain_state(train_state, old)
 
     def abstract(x: Any, leaf: StateLeaf) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(old.mesh, leaf.base) if any(leaf.base) else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.update_dtype or leaf.dtype, sharding=sharding)
 
-    return map_state(abstract, old, train_state, with_disk=True), train_state.tx.inner, stored
+    return map_state(abstract, old.plain, plain, tx=plain.tx.inner, with_disk=True)
