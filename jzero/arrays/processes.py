@@ -112,8 +112,14 @@ def agree(
     return made
 
 
-def succeed_together(attempt: Callable[[], T]) -> T:
-    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it."""
+def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> T:
+    """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it.
+
+    Args:
+      attempt: Is called once.
+      kinds: What processes raise that did not fail themselves: the first of these types that covers all failures, else
+        the last. A process whose failure would be of an earlier type raises it, too: what all do next depends on it.
+    """
     if jax.process_count() == 1:
         return attempt()
     error: BaseException | None = None
@@ -124,11 +130,23 @@ def succeed_together(attempt: Callable[[], T]) -> T:
     failed = np.asarray(multihost_utils.process_allgather(np.array(error is not None))).reshape(-1)
     if not failed.any():
         return result
-    told = gather_texts("" if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
+    last = len(kinds) - 1
+    own = next((i for i, kind in enumerate(kinds[:-1]) if isinstance(error, kind)), last)
+    told = gather_json(None if error is None else [own, f"{type(error).__name__}: {error}"])
+    failures = {i: failure for i, failure in enumerate(told) if failure is not None}
+    joint = max(number for number, _ in failures.values())
+    if error is not None and own == joint:
         raise error
-    lines = [f"process {i}: {text[:MAX_COLUMNS]}" for i, text in enumerate(told) if text]
-    raise RuntimeError("Other processes failed, so this one does not go on either:\n" + "\n".join(lines[:3]))
+    raise kinds[joint](_others_failed([f"process {i}: {text}" for i, (_, text) in failures.items()])) from error
+
+
+def _others_failed(failures: Sequence[str]) -> str:
+    return "Other processes failed, so this one stops, too:\n" + "\n".join(x[:MAX_COLUMNS] for x in failures[:3])
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Returns the values, data for JSON, of all processes; each process must call it."""
+    return [value] if jax.process_count() == 1 else [json.loads(text) for text in gather_texts(json.dumps(value))]
 
 
 def gather_texts(text: str) -> list[str]:
@@ -299,7 +317,7 @@ def _say_ended(client: Any, process: int, pid: int) -> None:
 
 def _describe_failed(words: Mapping[int, _Word]) -> ValueError:
     failed = [f"  process {i}: {word.failure} (in {word.where})" for i, word in words.items() if word.failure]
-    return ValueError("Other processes failed, so this one does not go on either:\n" + "\n".join(failed[:3]))
+    return ValueError(_others_failed(failed))
 
 
 def _describe_elsewhere(words: Mapping[int, _Word]) -> ValueError:

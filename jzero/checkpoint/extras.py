@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import base64
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from jzero.arrays.processes import gather_texts
+from jzero.arrays.processes import succeed_together
 from jzero.checkpoint.damage import CheckpointError, DamageError
 from jzero.checkpoint.orbax_io import can_store
+
+T = TypeVar("T")
 
 ARRAY, KEY, BYTES = "__array__", "__prng_key__", "__bytes__"
 
@@ -96,13 +97,6 @@ def iterator_position(iterator: Any) -> Any:
     return encoded
 
 
-def positions_of_all(position: Any) -> list[Any]:
-    """Returns the positions of all processes; each process must call it."""
-    if jax.process_count() == 1:
-        return [position]
-    return [json.loads(text) for text in gather_texts(json.dumps(position))]
-
-
 def iterator_mover(iterator: Any, positions: Sequence[Any]) -> Callable[[], None]:
     """Returns a function that moves a data iterator to its saved position.
 
@@ -132,24 +126,9 @@ def _method(iterator: Any, *names: str) -> Any:
     )
 
 
-def everywhere(attempt: Callable[[], Any]) -> Any:
+def everywhere(attempt: Callable[[], T]) -> T:
     """Returns the result of `attempt`; if it fails in any process, raises in all. Each process must call it.
 
     All processes raise a `DamageError`, or none does: what they do next must be the same.
     """
-    if jax.process_count() == 1:
-        return attempt()
-    result, error = None, None
-    try:
-        result = attempt()
-    except Exception as e:
-        error = e
-    found = None if error is None else [isinstance(error, DamageError), str(error) or type(error).__name__]
-    failed = {i: told for i, text in enumerate(gather_texts(json.dumps(found))) if (told := json.loads(text))}
-    if not failed:
-        return result
-    kind = DamageError if all(is_damage for is_damage, _ in failed.values()) else CheckpointError
-    if error is not None and isinstance(error, DamageError) == (kind is DamageError):
-        raise error
-    lines = [f"process {i}: {text}" for i, (_, text) in failed.items()]
-    raise kind("Other processes failed, so this one does not go on either:\n" + "\n".join(lines[:3])) from error
+    return succeed_together(attempt, (DamageError, CheckpointError))

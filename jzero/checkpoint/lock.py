@@ -25,7 +25,8 @@ _HOLDERS: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDic
 class DirectoryLock:
     """A lock that the operating system releases when the process ends, however it ends.
 
-    Within one process the holder gives way: a new manager, as notebooks make them, takes over from the old one.
+    Within one process the holder gives way: a new manager, as notebooks make them, takes over from the old one. The
+    package `filelock` takes the same lock of the system, but can neither give way nor say who holds it.
 
     Args:
       directory: The directory to lock.

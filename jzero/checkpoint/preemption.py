@@ -17,7 +17,8 @@ class PreemptionNotice:
     """Catches the first SIGTERM, so that a checkpoint can be saved before the process ends; a second one ends it.
 
     With several processes, only some may get the signal, at different steps. JAX's own service, which
-    `jax.distributed.initialize` starts, then catches it and chooses a step for all.
+    `jax.distributed.initialize` starts, then catches it and chooses a step for all. Orbax's
+    `PreemptionCheckpointingPolicy` asks only that service, so a single process would not notice the signal.
     """
 
     def __init__(self) -> None:

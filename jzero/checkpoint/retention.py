@@ -1,4 +1,4 @@
-"""Decides which checkpoints are kept."""
+"""Decides which checkpoints are kept, by policies of Orbax and one of its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Retention:
 
 @dataclasses.dataclass(frozen=True)
 class _Best:
-    """Orbax's `BestN` for one metric among several: checkpoints without it stay, whatever other metrics they have."""
+    """Ranks by one metric of several: `BestN` of Orbax drops checkpoints that have only others, and here they stay."""
 
     retention: Retention
     num: int

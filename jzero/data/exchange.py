@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
-from jzero.arrays.processes import gather_texts
+from jzero.arrays.processes import gather_json, succeed_together
 
 
 def exchange(attempt: Callable[[], Any]) -> list[Any]:
@@ -17,21 +14,7 @@ def exchange(attempt: Callable[[], Any]) -> list[Any]:
     Args:
       attempt: Returns data for JSON.
     """
-    if jax.process_count() == 1:
-        return [attempt()]
-    result, failure = None, None
-    try:
-        result = attempt()
-    except Exception as error:
-        failure = error
-    told = gather_texts(json.dumps({"result": result, "error": failure and f"{type(failure).__name__}: {failure}"}))
-    if failure is not None:
-        raise failure
-    answers = [json.loads(text) for text in told]
-    failed = [f"  process {i}: {answer['error']}" for i, answer in enumerate(answers) if answer["error"]]
-    if failed:
-        raise ValueError("Other processes failed, so this one does not go on either:\n" + "\n".join(failed[:3]))
-    return [answer["result"] for answer in answers]
+    return gather_json(succeed_together(attempt, (ValueError,)))
 
 
 def check_agreement(descriptions: list[Mapping[str, Any]]) -> None:
