@@ -177,7 +177,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:
-            near = difflib.get_close_matches(name, _HOME, n=1)
+            near = [x for x in _HOME if x.startswith(name)] or difflib.get_close_matches(name, _HOME, n=1)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

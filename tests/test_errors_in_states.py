@@ -94,6 +94,42 @@ def test_abstract_leaves_cannot_be_placed():
         jax.jit(lambda s: jzero.shard_train_state(s, stage=3).params)(plain_state())
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        jzero.gather_params,
+        jzero.unshard_train_state,
+        jzero.offload_train_state,
+        lambda state: jzero.save_checkpoint("nowhere", state),
+        lambda state: jzero.make_train_step(loss_fn)(state, BATCH),
+        lambda state: jzero.make_eval_step(loss_fn)(state, BATCH),
+    ],
+    ids="gather unshard offload save train eval".split(),
+)
+def test_abstract_states_have_no_values_to_work_on(call):
+    with raises(TypeError, "shapes but no values", "jzero.init_train_state", "restore_checkpoint"):
+        call(jzero.abstract_train_state(plain_state(), stage=3))
+
+
+def test_abstract_meshes_hold_no_arrays():
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    with raises(TypeError, "no devices", "jzero.make_mesh()"):
+        jzero.shard_train_state(plain_state(), stage=3, mesh=mesh)
+    with raises(TypeError, "no devices", "jzero.make_mesh()"):
+        jzero.init_train_state(lambda key: plain_state(), jax.random.key(0), stage=3, mesh=mesh)
+
+
+def test_fields_of_the_configuration_are_sent_where_they_go():
+    with raises(TypeError, "`config=jzero.ZeroConfig(stage=..., precision='bf16')` to `shard_train_state`"):
+        jzero.shard_train_state(plain_state(), stage=3, precision="bf16")
+    with raises(TypeError, "`config=jzero.ZeroConfig(stage=..., offload=...)` to `shard_train_state`"):
+        jzero.make_train_step(loss_fn, offload=jzero.Offload(optimizer="host"))
+    with raises(TypeError, "passed by name, `config=...`"):
+        jzero.shard_train_state(plain_state(), jzero.ZeroConfig(stage=3))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'precisoin'"):
+        jzero.shard_train_state(plain_state(), stage=3, precisoin="bf16")
+
+
 @pytest.mark.parametrize("state", [{"w": np.ones(3)}, (1, 2), None], ids=["dict", "tuple", "None"])
 def test_other_objects_are_no_states(state):
     with raises(TypeError, type(state).__name__, "jzero.TrainState.create(params=..., tx=...)"):

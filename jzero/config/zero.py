@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from jzero.config.offload import Offload, num_bytes
 from jzero.config.precision import DTYPE, STATE_DTYPE, DtypeName, Precision, resolve_precision
@@ -278,6 +279,35 @@ class ZeroConfig:
             if re.fullmatch(pattern, path):
                 return rule
         return _NO_RULE
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def refers_to_config(takes: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Lets a function say where a field of `ZeroConfig` goes that it is called with.
+
+    Args:
+      takes: The function that takes a configuration: itself, or the one that makes its state.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        fields = {f.name for f in dataclasses.fields(ZeroConfig)} - set(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in fields.intersection(kwargs):
+                value = repr(kwargs[name])
+                raise TypeError(
+                    f"`{name}` is a field of the configuration: pass "
+                    f"`config=jzero.ZeroConfig(stage=..., {name}={value if len(value) < 30 else '...'})` to `{takes}`."
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def may_prefetch(config: ZeroConfig) -> bool:

@@ -23,7 +23,7 @@ from jzero.arrays.fingerprints import describe_inputs, describe_plan, describe_p
 from jzero.arrays.processes import PROGRAM, agree, check_wait
 from jzero.config.precision import is_key
 from jzero.config.settings import KEYS, check
-from jzero.config.zero import ZeroConfig
+from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.placement import make_strongly_typed, place_array
 from jzero.plan.plan import ZeroPlan
@@ -33,13 +33,14 @@ from jzero.plan.trainable import restrict_opt_state
 from jzero.state.adapter import StateAdapter, adapt
 from jzero.state.disk import check_update, open_files
 from jzero.state.initializers import one_leaf_at_a_time
-from jzero.state.shard import resolve_config, resolve_mesh, restrict
+from jzero.state.shard import check_has_devices, resolve_config, resolve_mesh, restrict
 from jzero.state.train_state import map_state, stored_state
 from jzero.update.transformation import ZeroTransformation
 
 State = Any
 
 
+@refers_to_config("init_train_state")
 def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
     make_state: Callable[[jax.Array], State],
     key: jax.Array,
@@ -93,6 +94,7 @@ def init_train_state(  # noqa: PLR0913  # those of `shard_train_state`
             f"{type(make_state).__name__}. A state that is there already goes to `shard_train_state`."
         )
     check("key", key, KEYS)
+    check_has_devices(mesh)
     config = resolve_config(stage, config)
     mesh = resolve_mesh(mesh, config)
 

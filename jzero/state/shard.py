@@ -8,13 +8,13 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jzero._text import path_str
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree, check_wait
 from jzero.config.settings import FLAG, check
-from jzero.config.zero import ZeroConfig
+from jzero.config.zero import ZeroConfig, refers_to_config
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.mesh import AnyMesh, axes_of_config, batch_axes, make_mesh
 from jzero.layout.on_disk import ChangedFiles, OnDisk
@@ -34,6 +34,7 @@ PyTree = Any
 State = Any
 
 
+@refers_to_config("plan_train_state")
 def plan_train_state(
     state: State,
     stage: int | None = None,
@@ -68,6 +69,7 @@ def plan_train_state(
     return _request(adapt(state).state, stage, config, mesh, trainable).make_plan()
 
 
+@refers_to_config("shard_train_state")
 def shard_train_state(  # noqa: PLR0913  # what to place, how and where
     state: State,
     stage: int | None = None,
@@ -115,6 +117,7 @@ def shard_train_state(  # noqa: PLR0913  # what to place, how and where
       Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
     """
     check("donate", donate, FLAG)
+    check_has_devices(mesh)
     adapted = adapt(state)
     _check_concrete(adapted.state)
     check_alive(adapted.state)
@@ -171,6 +174,7 @@ def _place(
     return placed
 
 
+@refers_to_config("abstract_train_state")
 def abstract_train_state(
     state: State,
     *,
@@ -278,6 +282,8 @@ def _known_shape(x: Any, leaf: StateLeaf) -> Any:
 
 def resolve_config(stage: int | None, config: ZeroConfig | None, old: ZeroPlan | None = None) -> ZeroConfig:
     """Returns the configuration by `stage=` or `config=`, or else that of an already sharded state."""
+    if isinstance(stage, ZeroConfig):
+        raise TypeError("A configuration is passed by name, `config=...`: got a `ZeroConfig` as `stage`.")
     if config is None:
         if stage is None:
             if old is not None:
@@ -306,6 +312,15 @@ def resolve_mesh(mesh: Any, config: ZeroConfig, old: ZeroPlan | None = None) -> 
             )
     axes: dict[str, Any] = {**axes_of_config(config)}
     return make_mesh(**axes)
+
+
+def check_has_devices(mesh: Any) -> None:
+    """Raises if a mesh is abstract."""
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            "An `AbstractMesh` has no devices to place arrays on: pass a mesh of devices, such as `jzero.make_mesh()`. "
+            "`plan_train_state` and `abstract_train_state` take either, since they place nothing."
+        )
 
 
 def _check_concrete(train_state: Any) -> None:

@@ -99,10 +99,17 @@ def _add_update(param: Any, update: Any) -> Any:
 
 
 def check_alive(tree: Any) -> None:
-    """Raises if arrays were consumed by an earlier step; jaxlib 0.10 may crash on such arrays."""
+    """Raises if leaves are shapes, or arrays that an earlier step consumed, on which jaxlib 0.10 may crash."""
     leaves = jax.tree.leaves(tree)
     # Each call of a step runs this: there are fewer types than leaves, and a list is twice as fast as a generator.
-    concrete = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}  # not tracers
+    kinds = set(map(type, leaves))
+    concrete = {kind for kind in kinds if issubclass(kind, jax.Array)}  # not tracers
+    if jax.ShapeDtypeStruct in kinds:
+        raise TypeError(
+            "This state has shapes but no values, as `abstract_train_state` and `jax.eval_shape` return it. Shard a "
+            "state with values, make one with `jzero.init_train_state`, or restore a checkpoint into it: "
+            "`state = jzero.restore_checkpoint(path, state)`."
+        )
     if any([x.is_deleted() for x in leaves if type(x) in concrete]):  # noqa: C419
         raise RuntimeError(
             "This state was consumed: its arrays were deleted when an earlier step reused their memory. Go on with the "

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jzero.config.settings import check, number, one_of, optional
+from jzero.config.zero import refers_to_config
 from jzero.engine.gradients import LossResult, MicroBatches, evaluate, loss_and_grads
 from jzero.engine.outputs import PerExample, Summed, Weighted
 from jzero.engine.recompute import Remat
@@ -153,6 +154,7 @@ class EvalStep(Step):
         return jax.tree.map(_as_mean, metrics, is_leaf=_is_marked)
 
 
+@refers_to_config("shard_train_state")
 def value_and_grad(  # noqa: PLR0913  # the options of a step
     loss_fn: Loss,
     has_aux: bool = False,
@@ -234,6 +236,7 @@ def value_and_grad(  # noqa: PLR0913  # the options of a step
     )
 
 
+@refers_to_config("shard_train_state")
 def make_train_step(  # noqa: PLR0913  # the options of a step
     loss_fn: Loss,
     has_aux: bool = False,
@@ -306,6 +309,7 @@ def make_train_step(  # noqa: PLR0913  # the options of a step
     )
 
 
+@refers_to_config("shard_train_state")
 def make_eval_step(
     metric_fn: Loss,
     *,
