@@ -130,7 +130,7 @@ def train(
     if manager is not None and manager.latest_step() is not None:
         state = manager.restore(state, data_iterator=data, donate=True)
         done = manager.latest_step()
-        print(f"going on from step {done}")
+        print(f"resuming from step {done}")
     print("compiling the first step", flush=True)
     with make_monitor(history, args, start_step=done) as monitor:
         for index in range(done + 1, args.steps + 1):

@@ -83,7 +83,7 @@ def test_a_bad_line_is_named_or_skipped(line, tmp_path):
 def test_chats_need_a_template_that_writes_them_one_way(tmp_path):
     with pytest.raises(ValueError, match=r"data\.jsonl:1: The tokenizer has no chat template"):
         read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(template=False))
-    with pytest.raises(ValueError, match=r"writes message 1 in another way when the chat goes on.*\{% generation %\}"):
+    with pytest.raises(ValueError, match=r"writes message 1 differently when more messages follow.*\{% generation %\}"):
         read(tmp_path, {"messages": CHAT}, tokenizer=ByteTokenizer(drops_old=True))
     (example,), _ = read(tmp_path, {"messages": CHAT[:2]}, tokenizer=ByteTokenizer(drops_old=True))
     assert example.learned.sum() == 3

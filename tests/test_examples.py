@@ -70,7 +70,7 @@ def test_example_learns_and_shows_what_zero_saves(framework, layers, tmp_path):
     if (framework, layers) == ("linen", "--scan"):
         shutil.rmtree(tmp_path / "checkpoints" / "20")  # as if it had been stopped after step 10
         again = run_train_gpt(*options, "--stage=1", out=tmp_path)
-        assert "going on from step 10" in again
+        assert "resuming from step 10" in again
         assert validation_losses(again)[0] == pytest.approx(trained, abs=0.0015), "as if it had not"
         assert logged_steps(log)[21:] == [*range(11, 21), "validation"]
 

@@ -96,7 +96,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
     again = start("killed")
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0
-    assert re.search(r"going on from step (15|20|25|30|35|40|45|50|55)\n", output)
+    assert re.search(r"resuming from step (15|20|25|30|35|40|45|50|55)\n", output)
     files = sorted(file.name for file in (tmp_path / "whole_out").glob("*.safetensors"))
     assert files
     for file in files:

@@ -40,7 +40,7 @@ def test_the_loss_falls_and_is_logged(folder, monkeypatch, capsys):
     assert len(rows) == 1 + 12 + 1, "a row of names, of each step, of the evaluation"
     assert losses[11] < losses[0] - 1
     assert float(rows[-1].split(",")[rows[0].split(",").index("held_out")]) < losses[0] - 1
-    assert "no peak is known of 'cpu' devices" in capsys.readouterr().out
+    assert "no published peak for 'cpu' devices" in capsys.readouterr().out
     assert (folder / "run" / "12").is_dir(), "the last step, whatever the interval"
 
 

@@ -21,12 +21,12 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class BadLineError(ValueError):
-    """A line that is no example; the message names file and line."""
+    """A line that is not an example; the message names file and line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """Tokens, int32 [n], and which of them are learned, bool [n]: never the first, before which there is nothing."""
+    """Tokens, int32 [n], and which of them are learned, bool [n]: never the first, since nothing precedes it."""
 
     tokens: np.ndarray
     learned: np.ndarray
@@ -34,7 +34,7 @@ class Example:
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the lines: examples, of which some were cut; without anything to learn; bad."""
+    """The lines by outcome: examples, of which some were cut; without anything to learn; bad."""
 
     examples: int = 0
     cut: int = 0
@@ -135,7 +135,7 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
     def render(messages: Sequence[Any], **options: bool) -> Mapping[str, Any]:
         try:
             return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except Exception as error:  # a template raises whatever it likes
+        except Exception as error:  # a template may raise anything
             raise BadLineError(f"The chat template refuses this: {error}.") from error
 
     if MARK.search(tokenizer.get_chat_template()):
@@ -149,8 +149,8 @@ def _chat(messages: Any, tokenizer: Any) -> tuple[list[int], list[bool]]:
             end = list(render(messages[: number + 1])["input_ids"])
             if whole[: len(end)] != end or end[: len(start)] != start:
                 raise BadLineError(
-                    f"The chat template writes message {number} in another way when the chat goes on, so its tokens "
-                    "cannot be told: put {% generation %} around what the template writes for the assistant."
+                    f"The chat template writes message {number} differently when more messages follow, so its tokens "
+                    "cannot be located: put {% generation %} around what the template writes for the assistant."
                 )
             learned[len(start) : len(end)] = [True] * (len(end) - len(start))
     return whole, learned

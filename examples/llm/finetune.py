@@ -1,10 +1,10 @@
 """Fine-tunes a published model on chats: all of its parameters, or adapters beside a base in 16, 8 or 4 bits.
 
     python examples/llm/finetune.py --model Llama-3.1-8B --data chats.jsonl --seq 4096 --batch 16 \
-        --lora-rank 8 --quantize int8 --checkpoints run1 --out tuned  # again: goes on where it was
+        --lora-rank 8 --quantize int8 --checkpoints run1 --out tuned  # run it again to resume
 
-The folder of the model, as Hugging Face publishes it, is read in shards, so that no process ever holds all of it. At
-the end the folder `--out` has the tuned model, or the adapters for PEFT.
+Reads the model's folder, as Hugging Face publishes it, in shards, so no process ever holds all of it. At the end the
+folder `--out` has the tuned model, or the adapters for PEFT.
 """
 
 import argparse

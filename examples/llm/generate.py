@@ -4,7 +4,7 @@
 
 Weights are read in shards, so that no process ever holds all of them, and then laid out for generation: whole on every
 device, each of which continues its own prompts; or divided between some devices, which continue the same prompts
-together. Unless you choose, the program divides them by as little as fits, and says so.
+together. Unless you choose, the program divides them as little as it can, and prints the layout.
 """
 
 import argparse

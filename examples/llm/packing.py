@@ -1,6 +1,6 @@
 """Examples of different lengths in rows of one length, for `jzero.data.make_loader`.
 
-The loader knows their order and its place in it, so a run that goes on sees the rows that it would have seen.
+The loader saves its position in their order, so a resumed run sees the rows that it would have seen.
 """
 
 import functools
@@ -39,7 +39,7 @@ class PackedRows(Sequence[dict[str, np.ndarray]]):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest of all rows, by which the loader tells a saved position of other data."""
+        """A digest of all rows, by which the loader detects a position that was saved for other data."""
         digest = hashlib.sha256(str(self.row_tokens).encode())
         for row in self._rows:
             for example in row:

@@ -3,8 +3,8 @@
     python examples/llm/pretrain.py --config Llama-3.1-8B --data tokens/*.bin --seq 4096 --batch 64 --checkpoints run2
 
 A file holds nothing but tokens, one after another, as numbers of `--token-dtype`. It is mapped, not read: each process
-touches only the rows of its own devices. At each logged step the program tells which share of the devices' peak it
-computes at: the products of forward and backward pass, without what is computed again, per second of wall time.
+touches only the rows of its own devices. At each logged step the program prints its share of the devices' peak, MFU:
+the products of forward and backward pass, without recomputation, per second of wall time.
 """
 
 import argparse
@@ -84,21 +84,21 @@ def load_data(paths: Any, model: Decoder, args: argparse.Namespace) -> jzero.dat
 
 
 def flops_per_token(model: Decoder, seq: int) -> float:
-    """Returns the operations of forward and backward pass: of kernels, and of the tokens that a token sees."""
+    """Returns the operations of forward and backward pass: of kernels, and of the tokens that a token attends to."""
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
     config, kernels = model.config, 0
     for path, x in jax.tree_util.tree_leaves_with_path(shapes):
         kernels += x.size if path[-1].key == "kernel" or (config.tied and path[-1].key == "embedding") else 0
-    seen = sum(min(seq / 2, window or seq) for window in config.windows)  # tokens, summed over layers
-    scores = 2 * seen * config.num_heads * config.head_dim  # multiplied with queries, then with values
+    attended = sum(min(seq / 2, window or seq) for window in config.windows)  # tokens, summed over layers
+    scores = 2 * attended * config.num_heads * config.head_dim  # multiplied with queries, then with values
     return 6 * (kernels + scores)
 
 
 def peak_share(model: Decoder, args: argparse.Namespace) -> Callable[[int, Mapping[str, float]], None]:
-    """Returns a sink that prints the speed of a step, and which share of the devices' published peak it is."""
+    """Returns a sink that prints the speed of a step, and its share of the devices' published peak."""
     machine, kind = this_machine(jax.devices()), jax.devices()[0].device_kind
     if machine is None:
-        say(f"no peak is known of {kind!r} devices, so the share of it is not told")
+        say(f"no published peak for {kind!r} devices, so MFU is not shown")
         return lambda step, values: None
     name = {"bf16": "bf16", "fp32": "tf32" if machine.kind == "gpu" else "bf16"}[args.precision]
     peak, flops = machine.flops[name] * jax.device_count(), flops_per_token(model, args.seq)

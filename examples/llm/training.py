@@ -116,7 +116,7 @@ def train(  # noqa: PLR0913  # what a loop has
     look: Callable[[Any], Mapping[str, float]],
     sinks: Sequence[Callable[..., Any]] = (),
 ) -> Any:
-    """Returns the state after `args.steps` steps, going on from the newest checkpoint if there is one.
+    """Returns the state after `args.steps` steps; resumes from the newest checkpoint if there is one.
 
     Args:
       state: A state of the right layout, whose values do not matter.
@@ -136,7 +136,7 @@ def train(  # noqa: PLR0913  # what a loop has
         if manager is not None and manager.latest_step() is not None:
             state = manager.restore(state, data_iterator=batches, donate=True)
             saved = manager.restore_extra()
-            say(f"going on from step {saved['step']}")
+            say(f"resuming from step {saved['step']}")
         else:
             state = begin(state)
         tracker = make_tracker(args, saved.get("run"))
@@ -163,7 +163,7 @@ def train(  # noqa: PLR0913  # what a loop has
 
 
 def make_tracker(args: argparse.Namespace, run_id: str | None) -> Any:
-    """Returns the sink of `--log`, which goes on with a run if it has an id; `None` without."""
+    """Returns the sink of `--log`, which continues the run of `run_id`, if given; `None` without `--log`."""
     if args.log is None:
         return None
     kind, _, name = args.log.partition(":")
