@@ -80,7 +80,7 @@ def main() -> None:
     make_state = framework.make_state_fn(model_config(args), make_optimizer(args))
     loss_fn = framework.make_loss_fn(model_config(args))
 
-    print("creating the sharded state", flush=True)
+    print(f"creating the state at stage {args.stage}", flush=True)
     state = jzero.init_train_state(make_state, jax.random.key(args.seed), config=config, mesh=mesh)
     print(jzero.plan_of(state))
     with checkpoint_manager(args) as manager:
