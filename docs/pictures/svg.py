@@ -75,7 +75,9 @@ class Canvas:
         kind: str = "label",
         anchor: str = "start",
     ) -> None:
-        """Writes a line; `y` is its base line."""
+        """Writes a line, unless it is empty; `y` is its base line."""
+        if text == "":
+            return
         tag = _tag("text", kind, x=x, y=y, text_anchor=anchor)
         self.parts.append(f"{tag}>{html.escape(str(text))}</text>")
 
