@@ -6,43 +6,43 @@ import functools
 
 import pytest
 
-from tests import mutants
+from tests.mutants import MUTANTS, runs
 
 
 @functools.cache
 def functions_of(file):
     """The names of the functions that a test file defines."""
-    return {x.name for x in ast.parse((mutants.ROOT / "tests" / file).read_text()).body if hasattr(x, "name")}
+    return {x.name for x in ast.parse((runs.ROOT / "tests" / file).read_text()).body if hasattr(x, "name")}
 
 
 def test_every_fault_can_be_applied():
-    """Code that moves takes its faults along: their texts are in `tests/mutants.py`."""
-    found = {x.name: (x.file, mutants.occurrences(x)) for x in mutants.MUTANTS}
+    """Code that moves takes its faults along: their texts are in `tests/mutants/`."""
+    found = {x.name: (x.file, runs.occurrences(x)) for x in MUTANTS}
     assert {name: where for name, where in found.items() if where[1] != 1} == {}
-    changed = [(x.file, x.old, x.new) for x in mutants.MUTANTS]
+    changed = [(x.file, x.old, x.new) for x in MUTANTS]
     assert len(set(changed)) == len(changed)
-    assert all(x.old != x.new for x in mutants.MUTANTS)
+    assert all(x.old != x.new for x in MUTANTS)
 
 
 def test_every_fault_has_a_name_of_its_own_and_a_test_that_is_there():
-    twice = [name for name, count in collections.Counter(x.name for x in mutants.MUTANTS).items() if count > 1]
+    twice = [name for name, count in collections.Counter(x.name for x in MUTANTS).items() if count > 1]
     assert twice == []
-    tests = {x.test: x.test.split("::") for x in mutants.MUTANTS}
+    tests = {x.test: x.test.split("::") for x in MUTANTS}
     assert [test for test, (file, function) in tests.items() if function not in functions_of(file)] == []
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    return mutants.copied(tmp_path_factory.mktemp("copy"))
+    return runs.copied(tmp_path_factory.mktemp("copy"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_without_faults_their_tests_pass(copy):
-    assert mutants.failures_without_faults(mutants.MUTANTS, copy) == ""
+    assert runs.failures_without_faults(MUTANTS, copy) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda x: x.name)
 def test_every_fault_is_killed(mutant, copy):
-    assert mutants.outcome(mutant, copy) == "killed"
+    assert runs.outcome(mutant, copy) == "killed"

@@ -1,0 +1,12 @@
+"""Faults of one line, each with the test that must fail: whether the suite, or a smaller one, still sees them.
+
+    python -m tests.mutants                  # all, on a copy of the repository, one after another
+    python -m tests.mutants frozen_zero_is_positive data_order_ignores_epoch
+
+A fault is killed if pytest says that tests failed, not if it cannot collect them; without any fault, which is tried
+first, they must all pass. `tests/test_mutants.py` keeps the table true, and with `-m slow` runs all of it.
+"""
+
+from tests.mutants import engine, front, layout, steps, storage, waiting
+
+MUTANTS = [x for room in (layout, engine, waiting, steps, storage, front) for x in room.MUTANTS]

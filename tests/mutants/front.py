@@ -1,0 +1,120 @@
+"""Faults of data, published models, settings, estimates, the monitor and DeepSpeed configurations."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    # Data.
+    Mutant(
+        "data_order_ignores_epoch",
+        "data/order.py",
+        "return _permute(place, self.num_examples, (self.seed, epoch))",
+        "return _permute(place, self.num_examples, (self.seed, 0))",
+        "test_data_order.py::test_orders_differ_by_epoch_and_seed_and_are_not_shared",
+    ),
+    Mutant(
+        "padding_has_weight",
+        "data/pipeline.py",
+        "np.array(real, np.float32)]",
+        "np.ones(len(real), np.float32)]",
+        "test_data_loader.py::test_training_on_a_padded_remainder_equals_optax_on_the_examples",
+        "[1]",
+    ),
+    Mutant(
+        "empty_batch_at_the_end",
+        "data/position.py",
+        "if self.drop_remainder else -(-num_examples // self.batch_size)",
+        "if self.drop_remainder else num_examples // self.batch_size + 1",
+        "test_data_order.py::test_schedule_is_that_of_brute_force",
+    ),
+    # Published models, adapters, memory.
+    Mutant(
+        "sections_of_tensors_start_at_0",
+        "checkpoint/pieces.py",
+        "slice(start, start + size)",
+        "slice(0, size)",
+        "test_mapping.py::test_sections_orders_shapes_and_stacks",
+    ),
+    Mutant(
+        "nf4_levels_are_even",
+        "layout/blocks.py",
+        '_levels(z) if kind == "nf4"',
+        'z.astype(jnp.float32) / 8 if kind == "nf4"',
+        "test_quantized_blocks.py::test_blocks_are_those_of_the_definition",
+    ),
+    Mutant(
+        "gathered_parameters_keep_their_dtype",
+        "state/layouts.py",
+        "cast_dtype(leaf.dtype, dtype)",
+        "leaf.dtype",
+        "test_gather.py::test_values_are_those_of_numpy",
+    ),
+    Mutant(
+        "averages_in_extra_stay_whole",
+        "plan/param_leaves.py",
+        "return bool(leaves) and treedef == params_treedef",
+        "return False and treedef == params_treedef",
+        "test_extra.py::test_losses_and_loops_change_it",
+    ),
+    Mutant(
+        "four_bits_count_a_byte",
+        "jaxpr/sizes.py",
+        "return -(-size * _bits(jnp.dtype(dtype)) // 8)",
+        "return size * int(jnp.dtype(dtype).itemsize)",
+        "test_four_bits.py::test_two_numbers_take_a_byte",
+    ),
+    Mutant(
+        "ledger_without_gradients",
+        "analysis/step_memory.py",
+        "BytesPerDevice(self.params, self.grads, self.opt_state)",
+        "BytesPerDevice(self.params, 0, self.opt_state)",
+        "test_memory_story.py::test_all_four_agree_on_the_states_to_the_byte",
+    ),
+    # Settings.
+    Mutant(
+        "topology_of_any_kind",
+        "analysis/machines.py",
+        'name.lower() if isinstance(name, str) else ""',
+        "name.lower()",
+        "test_settings.py::test_whatever_an_argument_of_choices_is_given_it_says_what_it_takes",
+    ),
+    # Fit.
+    Mutant(
+        "recomputation_compared_at_stage_0",
+        "analysis/search.py",
+        "placed = self.placed(self._config(self.stages[0], 1), 1)",
+        "placed = self.placed(self._config(0, 1), 1)",
+        "test_fit.py::test_what_the_configuration_excludes_is_not_searched",
+        "host",
+    ),
+    # The monitor.
+    Mutant(
+        "rest_of_a_line_not_written",
+        "monitor/sinks.py",
+        "            while rest:",
+        "            if rest:",
+        "test_monitor_sinks.py::test_a_full_disk_is_an_error_and_no_line_is_written_in_part",
+        "JsonLines",
+    ),
+    # DeepSpeed.
+    Mutant(
+        "rate_one_step_early",
+        "deepspeed/schedules.py",
+        "return jnp.maximum(jnp.asarray(step) - 1, 0)",
+        "return jnp.maximum(jnp.asarray(step), 0)",
+        "test_deepspeed_optimizers.py::test_schedule_is_deepspeeds",
+    ),
+    Mutant(
+        "decay_is_never_decoupled",
+        "deepspeed/optimizers.py",
+        "steps = steps if decoupled else steps[::-1]",
+        "steps = steps[::-1]",
+        "test_deepspeed_optimizers.py::test_optimizer_is_deepspeeds",
+    ),
+    Mutant(
+        "micro_batch_of_all_devices",
+        "deepspeed/batch.py",
+        "micro = train // (accumulate * num_devices)",
+        "micro = train // accumulate",
+        "test_from_deepspeed.py::test_batch_sizes_are_deepspeeds",
+    ),
+]
