@@ -2,46 +2,19 @@
 
 import itertools
 import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 
-from tests import data_worker
+from tests import data_worker, real_processes
 
-ROOT = pathlib.Path(__file__).parents[1]
-TIME_LIMIT = 120  # seconds
 EXAMPLES = list(range(sum(data_worker.COUNTS)))
 
 
 def run_processes(scenario, num_processes, directory):
     """Runs a function of the worker in several processes; returns what each printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-W", "error", "-m", "tests.data_worker", scenario]
-    processes = [
-        subprocess.Popen(
-            [*command, str(index), str(num_processes), str(port), str(directory)],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(num_processes)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # no more than a formality, unless one of them hangs
-            process.wait()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+    arguments = lambda index, port: [scenario, index, num_processes, port, directory]
+    outputs = real_processes.run_processes("tests.data_worker", arguments, num_processes)
+    for status, _, errors in outputs:
+        assert status == 0, errors
+    return [json.loads(output.splitlines()[-1]) for _, output, _ in outputs]
 
 
 def together(batches_of_each):

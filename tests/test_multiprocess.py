@@ -2,12 +2,7 @@
 
 import hashlib
 import json
-import os
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -15,47 +10,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jzero
-from tests import multiprocess_worker
+from tests import multiprocess_worker, real_processes
 from tests.tiers import default_for
-
-ROOT = pathlib.Path(__file__).parents[1]
-TIME_LIMIT = 120  # seconds
 
 
 def run_processes(scenario, *arguments):
     """Runs a function of the worker in two processes; returns `(exit status, stdout, stderr)` of each."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "error",
-                "-m",
-                "tests.multiprocess_worker",
-                scenario,
-                str(index),
-                str(port),
-                *map(str, arguments),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(multiprocess_worker.NUM_PROCESSES)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIME_LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()  # no more than a formality, unless one of them hangs
-            process.wait()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+    return real_processes.run_processes(
+        "tests.multiprocess_worker",
+        lambda index, port: [scenario, index, port, *arguments],
+        multiprocess_worker.NUM_PROCESSES,
+    )
 
 
 def test_two_processes_train_like_one():
