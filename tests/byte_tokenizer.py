@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 USER, ASSISTANT, END = 256, 257, 258
 NUM_TOKENS = 259
 HEADS = {"user": USER, "assistant": ASSISTANT}
@@ -59,3 +61,18 @@ class ByteTokenizer:
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         assert skip_special_tokens
         return bytes(token for token in tokens if token < USER).decode(errors="replace")
+
+
+def tokenizer_of_transformers(chat_template: str) -> Any:
+    """Returns such a tokenizer by `transformers`, with this template; skips the test where that is not installed."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    special = ["</s>", "<|user|>", "<|assistant|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=NUM_TOKENS, special_tokens=special, initial_alphabet=alphabet)
+    made.train_from_iterator([], trainer)
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    wrapped.chat_template = chat_template
+    return wrapped

@@ -11,7 +11,7 @@ import pytest
 import jzero
 import jzero.data
 from tests import hf_models
-from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer
+from tests.byte_tokenizer import ASSISTANT, END, USER, ByteTokenizer, tokenizer_of_transformers
 from tests.example_runs import EXAMPLES
 
 sys.path.insert(0, str(EXAMPLES / "llm"))
@@ -164,19 +164,8 @@ TEMPLATE = f"{{% for m in messages %}}{ONE}{{% endfor %}}{{% if add_generation_p
 
 @pytest.mark.parametrize("marks", [False, True])
 def test_the_tokenizers_of_transformers_do_all_that(marks, tmp_path):
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    special = ["</s>", "<|user|>", "<|assistant|>"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
-    made.train_from_iterator([], trainer)
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
-    wrapped.chat_template = TEMPLATE
-    if not marks:
-        wrapped.chat_template = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    wrapped.save_pretrained(tmp_path / "model")
+    unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    tokenizer_of_transformers(TEMPLATE if marks else unmarked).save_pretrained(tmp_path / "model")
     tokenizer = chat_data.load_tokenizer(tmp_path / "model")
 
     (chat, prompt), _ = read(tmp_path, {"messages": CHAT}, {"prompt": "ab", "completion": "c"}, tokenizer=tokenizer)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 import jzero
 from tests import finetune_run, hf_models
-from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer
+from tests.byte_tokenizer import NUM_TOKENS, ByteTokenizer, tokenizer_of_transformers
 from tests.example_runs import ROOT, environment
 
 import generate  # isort: skip  # of the examples, which `finetune_run` puts on the path
@@ -110,22 +110,14 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
 def test_transformers_and_peft_continue_as_generate_does(tmp_path):
     """With a tokenizer of theirs, from its folder to theirs."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    torch, tokenizers = pytest.importorskip("torch"), pytest.importorskip("tokenizers")
+    torch = pytest.importorskip("torch")
     finetune_run.main(*options(tmp_path, "--steps=1"))  # writes the model and the chats
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    special = ["</s>", "<|user|>", "<|assistant|>"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
-    made.train_from_iterator([], trainer)
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
-    wrapped.chat_template = (
+    template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     model = tmp_path / "model"
-    wrapped.save_pretrained(model)
+    tokenizer_of_transformers(template).save_pretrained(model)
     tokenizer = finetune_run.finetune.load_tokenizer(model)
     shared = ("--lora-modules=q|k|up", f"--checkpoints={tmp_path / 'run'}")
     for more in ((f"--out={tmp_path / 'tuned'}", "--merge"), (f"--out={tmp_path / 'adapter'}",)):

@@ -6,24 +6,9 @@ import numpy as np
 import pytest
 
 import jzero.hf
+from tests.hf_models import SIZES, STRETCHED
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 36,
-    "intermediate_size": 56,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-}
-STRETCHED = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA = {"model_type": "llama", **SIZES}
 
 
 def read(folder, **fields):
