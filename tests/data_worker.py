@@ -144,7 +144,7 @@ def main() -> None:
         f"localhost:{port}",
         num_processes=int(num_processes),
         process_id=int(process),
-        initialization_timeout=60,
+        initialization_timeout=300,
         heartbeat_timeout_seconds=10,
     )
     run = {"train_first": train_first, "train_rest": train_rest}[scenario]

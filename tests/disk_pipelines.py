@@ -20,7 +20,7 @@ from jzero.disk.stores import RamStore
 ROOT = pathlib.Path(__file__).parents[1]
 SIZES = tuple(PAGE * pages for pages in (3, 1, 17, 256, 1, 64, 5, 1031, 2, 100, 7))
 FEW = SIZES[:4]
-WAIT = 20  # seconds, in place of for ever
+WAIT = 60  # seconds, in place of for ever
 MODULES = ("disk_pipelines", "test_disk_files", "test_disk_faults")
 
 

@@ -357,7 +357,7 @@ def main() -> None:
         f"localhost:{port}",
         num_processes=NUM_PROCESSES,
         process_id=int(process),
-        initialization_timeout=60,
+        initialization_timeout=300,
         heartbeat_timeout_seconds=10,
     )
     assert jax.local_device_count() == DEVICES_PER_PROCESS

@@ -265,7 +265,7 @@ def test_a_full_disk(tmp_path):
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert run.returncode == 0, run.stderr
@@ -284,7 +284,7 @@ def test_a_program_that_does_not_close_its_manager_completes_its_last_checkpoint
         "raise ValueError('mine')",
     ]
     run = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 1
     assert run.stderr.rstrip().endswith("ValueError: mine"), run.stderr
@@ -299,7 +299,7 @@ def test_notes_that_are_gone(state, two_steps):
 
 def run_python(*lines):
     return subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
 
 

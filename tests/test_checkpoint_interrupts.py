@@ -228,7 +228,7 @@ def work():
 manager.wait()
 worker = multiprocessing.get_context("fork").Process(target=work)
 worker.start()
-worker.join(20)
+worker.join(60)
 assert worker.exitcode == 0, worker.exitcode  # its end has run the hooks
 assert signal.getsignal(signal.SIGTERM) == ours
 print(manager.all_steps())
@@ -238,6 +238,6 @@ print(manager.all_steps())
 def test_a_forked_process_has_neither_handlers_nor_hooks(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
     ran = subprocess.run(
-        command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=False
+        command, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True, timeout=300, check=False
     )
     assert (ran.returncode, ran.stdout, "Error" in ran.stderr) == (0, "[0]\n", False), ran.stderr

@@ -293,7 +293,7 @@ def test_grain_is_imported_on_request_and_programs_end():
         env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "(8,)\n", "")

@@ -33,7 +33,7 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def failing(monkeypatch, call, store, *, slot, after, number=errno.EIO):

@@ -31,7 +31,7 @@ from tests.disk_pipelines import (  # noqa: F401  # fixtures
     wait_until,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(params=["direct", "cached", "named"])

@@ -60,7 +60,7 @@ def held(monkeypatch):
 
     def read(self, number, buffer):
         reads.append(number)
-        assert may_read.wait(60)
+        assert may_read.wait(300)
         real(self, number, buffer)
 
     monkeypatch.setattr(disk_saving.Snapshot, "read", read)
@@ -80,7 +80,7 @@ def test_one_step_runs_beside_a_save_and_the_next_waits(on_disk, like, tmp_path,
         second.join(2)
         assert not done, "it would overwrite what is not saved yet"
         held.set()
-        second.join(60)
+        second.join(300)
         manager.save(done[0])
         manager.wait()
         assert_same_bits(whole(manager.restore(like(), step=2)), at_save)

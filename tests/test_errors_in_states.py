@@ -202,7 +202,7 @@ def test_consumed_state_is_refused(num_devices):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     lines = finished.stdout.splitlines()

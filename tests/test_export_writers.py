@@ -54,13 +54,13 @@ def test_of_two_programs_that_export_to_one_path_one_is_told(max_bytes, tmp_path
     killed.communicate()
     first = start(1, max_bytes[0])
     assert first.stdout.readline() == "writing\n"
-    second, _ = start(2, max_bytes[1]).communicate(timeout=60)
+    second, _ = start(2, max_bytes[1]).communicate(timeout=300)
     assert re.match(rf"CheckpointError {path}/model.safetensors is not written: .* \(process {first.pid} on", second)
-    assert first.communicate("\n", timeout=60)[0] == "exported\n"
+    assert first.communicate("\n", timeout=300)[0] == "exported\n"
     tensors, _ = safetensors_files.find_tensors(path)
     assert {float(x) for tensor in tensors.values() for x in tensor.read((slice(None),))} == {1.0}
     assert all(file.name.endswith((".safetensors", ".json")) for file in path.iterdir())
-    assert start(2, max_bytes[1]).communicate(timeout=60)[0].startswith("ValueError An export never replaces files")
+    assert start(2, max_bytes[1]).communicate(timeout=300)[0].startswith("ValueError An export never replaces files")
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(kind, tmp_path):
         assert killed.poll() is None
         time.sleep(0.01)
     killed.kill()
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=300)
     assert killed.returncode == -9, "not at its end"
     again = start("killed")
     output, _ = again.communicate(timeout=300)
