@@ -44,7 +44,7 @@ def check_update(tx: ZeroTransformation) -> None:
     grads = [Grad(shape(leaf.grad)) for leaf in plan.leaves]
     value = jax.ShapeDtypeStruct((), np.float32)
 
-    def operands(grads: list[Grad], opt_state: Any, params: Any, value: Any) -> Any:
+    def operands(grads: list[Grad[jax.Array]], opt_state: Any, params: Any, value: Any) -> Any:
         found = tx.visits(grads, opt_state, params, None, value, {})
         if plan.config.offload.zenflow is not None:
             check_adds_up(found)

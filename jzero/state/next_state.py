@@ -32,7 +32,7 @@ class StepGrads(NamedTuple):
       value: The loss, the mean over the global batch.
     """
 
-    grads: list[Grad]
+    grads: list[Grad[jax.Array]]
     applied: jax.Array | None
     weighs: jax.Array | None
     overflowed: jax.Array
@@ -41,7 +41,7 @@ class StepGrads(NamedTuple):
 
 def scaled_grads(
     plan: ZeroPlan, grads: Sequence[jax.Array], reduced: Sequence[jax.Array], factor: jax.Array, *clip: jax.Array
-) -> list[Grad]:
+) -> list[Grad[jax.Array]]:
     """Returns the gradients with their factors, which the update applies.
 
     Args:
@@ -114,7 +114,11 @@ def _to_stored(state: Any, plan: ZeroPlan) -> Any:
 
 
 def _update(
-    state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None, disk: FromDisk = NO_DISK
+    state: Any,
+    grads: list[Grad[jax.Array]],
+    applied: jax.Array | None,
+    value: jax.Array | None,
+    disk: FromDisk = NO_DISK,
 ) -> Any:
     """Returns the state after the optimizer's step; unchanged if `applied` is false."""
     if adapt(state).has_own_update:
@@ -140,7 +144,9 @@ def check_can_compute(state: Any) -> None:
         )
 
 
-def _update_by_itself(state: Any, grads: list[Grad], applied: jax.Array | None, value: jax.Array | None) -> Any:
+def _update_by_itself(
+    state: Any, grads: list[Grad[jax.Array]], applied: jax.Array | None, value: jax.Array | None
+) -> Any:
     """Calls the state's own `apply_gradients`, which relies only on optax's contract."""
     check_can_compute(state)
     tx, plan = state.tx, state.tx.plan

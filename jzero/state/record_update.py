@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,10 @@ class RecordUpdate:
           state: The state, detached.
           found: The gradients, which are to be applied.
         """
-        near = [g._replace(reduced=None) if i in self.plan.disk_fields else g for i, g in enumerate(found.grads)]
+        near = [
+            Grad(cast("jax.Array", None), g.factors) if i in self.plan.disk_fields else g
+            for i, g in enumerate(found.grads)
+        ]
         params = self.plan.flat_params(state.params)
         given = GivenArrays(
             {i: found.grads[i].reduced for i in self.plan.disk_fields}, {i: params[i] for i in self.plan.disk_fields}

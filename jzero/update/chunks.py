@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
-from jzero._types import DType
+from jzero._types import DType, PyTree
 from jzero.arrays.chunks import Chunk, Pieces, chunk_index, for_each_chunk, read_chunk, split, write_chunk
 from jzero.arrays.host_compute import compute_on_host
 from jzero.layout.casts import positions_of
@@ -37,6 +38,10 @@ from jzero.layout.placement import memory_of, on_device
 from jzero.layout.platform import platform_facts
 from jzero.plan.plan import ZeroPlan
 from jzero.update.split import REDUCTIONS
+
+ChunkFunction: TypeAlias = Callable[
+    [Sequence[jax.Array], Callable[[], jax.Array], Sequence[jax.Array]], list[jax.Array]
+]
 
 
 class Pass(NamedTuple):
@@ -52,10 +57,10 @@ class Pass(NamedTuple):
     """
 
     leaf: StateLeaf
-    fn: Callable[[Sequence[Any], Callable[[], jax.Array], Sequence[Any]], list[jax.Array]]
+    fn: ChunkFunction
     arrays: Sequence[jax.Array]
-    numbers: Sequence[Any] = ()
-    targets: Sequence[Any] = ()
+    numbers: Sequence[jax.Array] = ()
+    targets: Sequence[int | DType] = ()
 
 
 class Part(NamedTuple):
@@ -75,7 +80,7 @@ class Part(NamedTuple):
         natural = (*shape[: cut.dim], math.prod(shape[cut.dim :])) if cut is not None and cut.flat else shape
         return positions_of(natural, [self.along(d) for d in range(len(natural))])
 
-    def without_padding(self, x: jax.Array, value: Any) -> jax.Array:
+    def without_padding(self, x: jax.Array, value: ArrayLike) -> jax.Array:
         """Returns an array with a value in place of padding."""
         cut = self.leaf.cut
         if cut is None or not cut.is_padded:
@@ -87,16 +92,16 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
     """Returns the results of a pass as stored, with zeros as padding; call it inside `jit`."""
     held = {t: k for k, t in enumerate(x.targets) if isinstance(t, int)}  # array: the result that overwrites it
 
-    def compute(part: Part, here: Sequence[Any], numbers: Sequence[Any]) -> list[jax.Array]:
+    def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> list[jax.Array]:
         return [part.without_padding(y, 0) for y in x.fn(here, part.positions, numbers)]
 
-    def in_chunks(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
+    def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
         shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
         written = [arrays[t] for t in held]
         pieces = _split(plan, [y for y in written if memory_of(y) == "host"] or written or arrays)
         views = [y.reshape(pieces.view) for y in arrays]
 
-        def step(chunk: Chunk, results: list[Any]) -> list[Any]:
+        def step(chunk: Chunk, results: list[jax.Array]) -> list[jax.Array]:
             now = [results[held[k]] if k in held else view for k, view in enumerate(views)]
             here = [on_device(read_chunk(y, chunk, pieces)) for y in now]
             made = compute(_part(x.leaf, shape, first, chunk, pieces), here, numbers)
@@ -107,14 +112,16 @@ def run_pass(plan: ZeroPlan, x: Pass) -> list[jax.Array]:
         begin = [views[t] if isinstance(t, int) else jnp.zeros(pieces.view, t) for t in x.targets]
         return [y.reshape(shape) for y in for_each_chunk(step, begin, pieces)]
 
-    def on_cpu(arrays: list[Any], numbers: list[Any]) -> list[jax.Array]:
+    def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> list[jax.Array]:
         shape = arrays[0].shape
-        stays = [isinstance(t, int) and memory_of(arrays[t]) == "host" for t in x.targets]
+        on_host = [t for t in x.targets if isinstance(t, int) and memory_of(arrays[t]) == "host"]
+        stays = [t in on_host for t in x.targets]
 
-        def fn(first: Any, *inputs: Any) -> tuple[list[Any], list[Any]]:
+        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             made = compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
-            pairs = list(zip(made, x.targets, stays, strict=True))
-            return [y.astype(arrays[t].dtype) for y, t, s in pairs if s], [y for y, _, s in pairs if not s]
+            staying = [y for y, s in zip(made, stays, strict=True) if s]
+            rising = [y for y, s in zip(made, stays, strict=True) if not s]
+            return [y.astype(arrays[t].dtype) for y, t in zip(staying, on_host, strict=True)], rising
 
         there, here = map(iter, _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers)))
         return [next(there) if s else next(here) for s in stays]
@@ -134,10 +141,10 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
     """
     reduce, join, nothing = REDUCTIONS[how]
 
-    def compute(part: Part, here: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
+    def compute(part: Part, here: Sequence[jax.Array], numbers: Sequence[jax.Array]) -> jax.Array:
         return number_of_part(part, x.fn(here, part.positions, numbers), how, dtype)
 
-    def in_chunks(arrays: list[Any], numbers: list[Any]) -> jax.Array:
+    def in_chunks(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
         shape, first = arrays[0].shape, first_index(plan, x.leaf, arrays[0].shape)
         pieces = _split(plan, arrays)
         views = [y.reshape(pieces.view) for y in arrays]
@@ -149,10 +156,10 @@ def reduce_pass(plan: ZeroPlan, x: Pass, how: str, dtype: DType) -> jax.Array:
 
         return for_each_chunk(step, jnp.asarray(nothing, dtype), pieces)[None]
 
-    def on_cpu(arrays: list[Any], numbers: list[Any]) -> jax.Array:
+    def on_cpu(arrays: list[jax.Array], numbers: list[jax.Array]) -> jax.Array:
         shape = arrays[0].shape
 
-        def fn(first: Any, *inputs: Any) -> tuple[tuple[()], jax.Array]:
+        def fn(first: list[jax.Array], *inputs: Sequence[jax.Array]) -> tuple[tuple[()], jax.Array]:
             return (), compute(_part(x.leaf, shape, first, *_only_chunk(shape)), *inputs)
 
         return _on_cpu(plan, fn, (first_index(plan, x.leaf, shape), arrays, numbers))[1][None]
@@ -169,28 +176,28 @@ def number_of_part(part: Part, factors: Sequence[jax.Array], how: str, dtype: DT
     return reduce(part.without_padding(product, nothing)).astype(dtype)
 
 
-def _map(plan: ZeroPlan, x: Pass, local: Callable[..., Any], out_specs: Any) -> Any:
+def _map(plan: ZeroPlan, x: Pass, local: Callable[..., PyTree], out_specs: PyTree) -> PyTree:
     """Runs `local(arrays, numbers)` on each device's part of a pass."""
     specs = ([x.leaf.device_sharding.spec] * len(x.arrays), PartitionSpec())
     run = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     return run(list(x.arrays), list(x.numbers))
 
 
-def _split(plan: ZeroPlan, arrays: Sequence[Any]) -> Pieces:
+def _split(plan: ZeroPlan, arrays: Sequence[jax.Array]) -> Pieces:
     """Returns the pieces of arrays of one shape that are read together."""
     bytes_per_element = sum(x.dtype.itemsize for x in arrays)
     is_tiled = platform_facts(plan.mesh).is_tiled
     return split(arrays[0].shape, bytes_per_element, plan.config.offload.chunk_bytes, tiled=is_tiled)
 
 
-def first_index(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[Any]:
+def first_index(plan: ZeroPlan, leaf: StateLeaf, shape: tuple[int, ...]) -> list[jax.Array]:
     """Returns the index of the first element of this device's part along each dimension, inside of a `shard_map`."""
     spec = leaf.device_sharding.spec
     names = [tuple(jax.tree.leaves(x)) for x in (*spec, *[None] * (len(shape) - len(spec)))]
-    return [lax.axis_index(x) * n if x else np.int32(0) for x, n in zip(names, shape, strict=True)]
+    return [lax.axis_index(x) * n if x else cast("jax.Array", np.int32(0)) for x, n in zip(names, shape, strict=True)]
 
 
-def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[Any], chunk: Chunk, pieces: Pieces) -> Part:
+def _part(leaf: StateLeaf, shape: tuple[int, ...], first: Sequence[jax.Array], chunk: Chunk, pieces: Pieces) -> Part:
     """Returns a chunk of one device's part, whose first element has the index `first` along each dimension."""
     return Part(leaf, lambda dim: first[dim] + chunk_index(dim, shape, chunk, pieces))
 
@@ -200,7 +207,7 @@ def _only_chunk(shape: tuple[int, ...]) -> tuple[Chunk, Pieces]:
     return Chunk(0, shape[0], 0), Pieces(shape, 0, shape[0])
 
 
-def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[Any, Any]], args: Any) -> tuple[Any, Any]:
+def _on_cpu(plan: ZeroPlan, fn: Callable[..., tuple[PyTree, PyTree]], args: PyTree) -> tuple[PyTree, PyTree]:
     """Runs a function on the host's CPU; its first results stay there, its second ones go to the device."""
     kept = jax.memory.Space.Host if plan.names_host_memory else jax.memory.Space.Device
     return compute_on_host(fn, jax.tree.map(functools.partial(_to_cpu, plan), args), (kept, jax.memory.Space.Device))

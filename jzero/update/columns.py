@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,9 @@ from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.on_disk import OnDisk
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Part, first_index
+from jzero.update.fields import Input, Stored, grad_field, param_field
 from jzero.update.find_visits import targets_of, visit_of
-from jzero.update.run import Run
+from jzero.update.run import Run, Targets
 from jzero.update.whole import Before
 
 
@@ -50,14 +50,12 @@ class Columns:
         self.plan, self.chosen, self.near = plan, chosen, near
         self.new = {i: list(fields) for i, fields in near.items()}
 
-    def update(self, run: Run, i: int, given: Before, targets: Mapping[int, Any]) -> dict[int, Any]:
+    def update(self, run: Run, i: int, given: Before[Input], targets: Targets) -> dict[int, Stored]:
         """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
-        plan, leaf = self.plan, self.plan.leaves[i].grad
+        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(given, i)
         outs = run.split.jaxpr.outvars
         visit, operands = visit_of(run, i, [outs[k] for k in targets], targets_of(run, i, targets))
-        grads: Any = given.grads[i]
-        param: Any = given.params[i]
-        arrays = {"grads": [grads.reduced.array], "params": [param.array], "near": operands.near}
+        arrays = {"grads": [grad_field(given, i).stored], "params": [param.stored], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
         dim, spec_pair = leaf.column_dim, _specs(plan, leaf)
 
@@ -93,7 +91,7 @@ class Columns:
         mapped = jax.shard_map(
             local, mesh=plan.mesh, in_specs=specs, out_specs=([like] * len(self.near[i]), like), check_vma=False
         )
-        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param.array)
+        self.new[i], result = mapped(list(self.near[i]), self.chosen[i], parts, operands.numbers, param.stored)
         near = leaf.load(result)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 

@@ -22,7 +22,7 @@ DIFFERENT = (
 )
 
 
-def extra_args(tx: Any, value: jax.Array | None, grads: PyTree) -> dict[str, Any]:
+def extra_args(tx: Any, value: jax.Array | None, grads: PyTree) -> dict[str, PyTree]:
     """Returns the extra arguments that a train step hands to an optimizer; none if that takes none.
 
     Args:
@@ -58,7 +58,7 @@ def said_clearly() -> Iterator[None]:
         raise
 
 
-def check_grads(plan: ZeroPlan, grads: Any) -> None:
+def check_grads(plan: ZeroPlan, grads: PyTree) -> None:
     """Raises unless gradients have the structure of the parameters."""
     try:
         plan.params_treedef.flatten_up_to(grads)
@@ -69,7 +69,7 @@ def check_grads(plan: ZeroPlan, grads: Any) -> None:
         ) from error
 
 
-def check_params_stored(plan: ZeroPlan, params: Any) -> None:
+def check_params_stored(plan: ZeroPlan, params: PyTree) -> None:
     """Raises if parameters do not have the shape that the plan stores; optax could not add to them."""
     for i, x in enumerate([] if params is None else plan.flat_params(params)):
         leaf = plan.leaves[i].param

@@ -6,19 +6,26 @@ A field is an array of a parameter with state on the host or on disk; it stays a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jzero._types import PyTree
 from jzero.layout.leaves import StateLeaf
 from jzero.layout.on_disk import OnDisk
 from jzero.layout.placement import memory_of
 from jzero.plan.plan import ZeroPlan
-from jzero.update.whole import Before
+from jzero.update.whole import Before, Grad
 
 BY_PARAMETER = ("grads", "params", "masters", "positions")
 """The fields of `Before` with an entry per parameter."""
+
+
+Stored: TypeAlias = jax.Array
+"""An array as the plan stores it; in place of one on disk an `OnDisk`, which has its shape and dtype."""
+
+Input: TypeAlias = "jax.Array | Field"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +41,14 @@ class Field:
 
     number: int
     leaf: StateLeaf
-    array: Any
+    array: Stored | None
     given: str = ""
+
+    @property
+    def stored(self) -> Stored:
+        """The array as stored; positions have none."""
+        assert self.array is not None
+        return self.array
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -43,17 +56,30 @@ class Field:
         return jax.ShapeDtypeStruct(self.leaf.shape, jnp.uint32 if self.array is None else self.array.dtype)
 
 
+def grad_field(given: Before[Input], i: int) -> Field:
+    """Returns the gradient of a parameter with state on the host or on disk."""
+    grad = given.grads[i]
+    assert grad is not None
+    assert isinstance(grad.reduced, Field)
+    return grad.reduced
+
+
+def param_field(given: Before[Input], i: int) -> Field:
+    """Returns a parameter with state on the host or on disk."""
+    param = given.params[i]
+    assert isinstance(param, Field)
+    return param
+
+
 def far_params(plan: ZeroPlan) -> frozenset[int]:
     """Returns the parameters whose state is not all on the devices; a number is no array to stream."""
     return frozenset(i for i in plan.offloaded if plan.leaves[i].param.shape)
 
 
-def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before:
+def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -> Before[Input]:
     """Returns the inputs of an update: arrays in natural shape, and the fields of parameters with state elsewhere."""
 
-    def place(x: Any, i: int | None, leaf: StateLeaf, name: str = "") -> Any:
-        if x is None:
-            return None
+    def place(x: Stored, i: int | None, leaf: StateLeaf, name: str = "") -> Input:
         leaf.check_shape(x)
         if i not in far or leaf.shape != plan.leaves[i].param.shape:
             return leaf.load(x)
@@ -64,32 +90,36 @@ def placed_fields(plan: ZeroPlan, stored: Before, far: frozenset[int]) -> Before
         x = x if leaf.cut == grad.cut else leaf.load(x)
         return Field(i, grad, grad.store(x))
 
-    def of_param(i: int, x: Any, name: str = "") -> Any:
+    def of_param(i: int, x: Stored | None, name: str = "") -> Input | None:
         leaf = plan.leaves[i]
         is_given = leaf.param.cut == leaf.grad.cut
-        return (
-            None if i in plan.keys else place(x, i, leaf.grad if leaf.trained else leaf.param, name if is_given else "")
-        )
+        if x is None or i in plan.keys:
+            return None
+        return place(x, i, leaf.grad if leaf.trained else leaf.param, name if is_given else "")
 
     grads = [
-        None if g is None else g._replace(reduced=place(g.reduced, i, plan.leaves[i].grad, "grads"))
+        None if g is None else Grad(place(g.reduced, i, plan.leaves[i].grad, "grads"), g.factors)
         for i, g in enumerate(stored.grads)
     ]
     inner = [place(x, leaf.owner, leaf) for x, leaf in zip(stored.inner, plan.inner_leaves, strict=True)]
     rounds = stored.number is not None
-    return stored._replace(
-        grads=grads,
-        params=[of_param(i, x, "params") for i, x in enumerate(stored.params)],
-        masters=[of_param(i, x) for i, x in enumerate(stored.masters)],
-        inner=inner,
-        positions=[Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
+    return Before(
+        grads,
+        [of_param(i, x, "params") for i, x in enumerate(stored.params)],
+        [of_param(i, x) for i, x in enumerate(stored.masters)],
+        inner,
+        [Field(i, x.grad, None) if rounds and i in far else None for i, x in enumerate(plan.leaves)],
+        stored.number,
+        stored.applied,
+        stored.value,
+        stored.extra,
     )
 
 
-def owners_of_inputs(plan: ZeroPlan, given: Before) -> list[int | None]:
+def owners_of_inputs(plan: ZeroPlan, given: Before[Input]) -> list[int | None]:
     """Returns the parameter that each input belongs to."""
 
-    def marked(i: int | None, x: Any) -> Any:
+    def marked(i: int | None, x: PyTree) -> PyTree:
         return jax.tree.map(lambda _: -1 if i is None else i, x)
 
     marks = marked(None, given)._replace(

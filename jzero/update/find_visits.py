@@ -8,17 +8,19 @@ makes new records and parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import Var
 
 from jzero import _compat
+from jzero._compat import Atom
+from jzero._types import DType
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import mixes
 from jzero.layout.on_disk import OnDisk
-from jzero.update.fields import far_params, owners_of_inputs, placed_fields
-from jzero.update.run import Run, numbers_of, traced
+from jzero.update.fields import Stored, far_params, owners_of_inputs, placed_fields
+from jzero.update.run import Run, Targets, numbers_of, traced
 from jzero.update.split import Kind
 from jzero.update.visits import Source, SumTarget, Visit, VisitOperands
 from jzero.update.whole import Before, WholeUpdate
@@ -40,7 +42,7 @@ class NextPass(NamedTuple):
     needs_grads: bool
 
 
-def find_visits(update: WholeUpdate, stored: Before, sums: Mapping[int, jax.Array]) -> NextPass:
+def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, jax.Array]) -> NextPass:
     """Returns the next pass over records that an update needs; call it inside `jit`.
 
     Args:
@@ -91,9 +93,9 @@ def _check_elementwise(run: Run) -> None:
             )
 
 
-def _needs_grads(run: Run, wanted: Sequence[Any]) -> bool:
+def _needs_grads(run: Run, wanted: Sequence[Atom]) -> bool:
     """Whether results need gradients of parameters in records, other than by numbers over them."""
-    waiting, seen = [v for v in wanted if not _compat.is_literal(v)], set[Any]()
+    waiting, seen = [v for v in wanted if not _compat.is_literal(v)], set[Var]()
     while waiting:
         v = waiting.pop()
         field, i = run.fields.get(v), run.split.made_by.get(v)
@@ -105,12 +107,11 @@ def _needs_grads(run: Run, wanted: Sequence[Any]) -> bool:
     return False
 
 
-def targets_of(run: Run, i: int, targets: Mapping[int, Any]) -> list[Any]:
+def targets_of(run: Run, i: int, targets: Targets) -> list[int | DType | SumTarget]:
     """Returns the targets of a visit: fields on disk by number, and dtypes."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
-    dtypes = (x.dtype if hasattr(x, "aval") else x for x in targets.values())
     return [
-        place[x.path] if isinstance(x, OnDisk) else dtype for x, dtype in zip(targets.values(), dtypes, strict=True)
+        place[x.path] if isinstance(x, OnDisk) else x.dtype if isinstance(x, jax.Array) else x for x in targets.values()
     ]
 
 
@@ -133,7 +134,9 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
     return found
 
 
-def visit_of(run: Run, i: int, wanted: Sequence[Any], targets: Sequence[Any]) -> tuple[Visit, VisitOperands]:
+def visit_of(
+    run: Run, i: int, wanted: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
+) -> tuple[Visit, VisitOperands]:
     """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
     leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(wanted), VisitOperands([], [])

@@ -6,7 +6,7 @@ In: an equation and arrays in natural shape. Out: its results. Matrix work that 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Everywhere:
         self.plan = plan
         self._whole: IdDict[jax.Array, jax.Array] = IdDict()
 
-    def __call__(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def __call__(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
         """Returns the results of an equation."""
         if not mixes(eqn):
             return _compat.bind(eqn, inputs)
@@ -49,10 +49,10 @@ class Everywhere:
         )
         return list(fn(*map(self._gather, inputs)))
 
-    def _function(self, jaxpr: AnyJaxpr) -> Any:
+    def _function(self, jaxpr: AnyJaxpr) -> Callable[..., list[jax.Array]]:
         return lambda *inputs: evaluate(jaxpr, inputs, self)
 
-    def _gather(self, x: Any) -> Any:
+    def _gather(self, x: jax.Array) -> jax.Array:
         """Returns an array whole on every device; the same one for each use."""
         if not jnp.ndim(x):
             return x

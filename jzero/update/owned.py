@@ -27,7 +27,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jzero import _compat
+from jzero._types import DType, PyTree
 from jzero.jaxpr.interpret import evaluate
 from jzero.jaxpr.products import factorizes
 from jzero.layout.comm import shard_index
@@ -48,7 +49,8 @@ from jzero.update.slots import Buffers, exchanged, pack, rows_below, unpack, wid
 AT_ONCE = 2**24
 """Elements of equal matrices that a device computes at once."""
 
-Nested: TypeAlias = Any  # arrays by group, work and operand
+Nested: TypeAlias = Sequence[Sequence[Sequence[jax.Array]]]  # arrays by group, work and operand
+Rows: TypeAlias = Sequence[Sequence[jax.Array]]  # of the units of each group, by operand
 Slot: TypeAlias = Sequence[tuple[int, int] | None]  # for each device, group and number of its unit
 Slots: TypeAlias = Sequence[Slot]
 Unit: TypeAlias = Callable[..., list[jax.Array]]  # of operands, and of the number of a unit in its group
@@ -102,7 +104,7 @@ class _Group:
         parts = [jnp.split(x, ends[:-1]) for x in rows]
         return [list(map(whole, x, self.outputs)) for x in zip(*parts, strict=True)]
 
-    def unit(self, shared: Sequence[Sequence[Any]]) -> Callable[..., list[jax.Array]]:
+    def unit(self, shared: Sequence[Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
         """Returns the function of one unit: from operands, and its number in the group, to results.
 
         Args:
@@ -114,7 +116,7 @@ class _Group:
         same = [all(v is variables[0] for v in variables) for variables in columns]
         tables = [x[0] if s else jnp.stack(x) for x, s in zip(zip(*shared, strict=True), same, strict=True)]
 
-        def run(operands: Sequence[Any], number: Any) -> list[jax.Array]:
+        def run(operands: Sequence[jax.Array], number: jax.Array) -> list[jax.Array]:
             values = [x if s else x[jnp.asarray(work_of)[number]] for x, s in zip(tables, same, strict=True)]
             numbers = list(jnp.asarray(slices)[number])
             return evaluate(self.works[0].jaxpr, [*operands, *values, *numbers], _compat.bind)
@@ -122,7 +124,7 @@ class _Group:
         return run
 
 
-def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Any], jax.Array]) -> dict[Any, jax.Array]:
+def compute_owned(plan: ZeroPlan, works: Sequence[Work], read: Callable[[Var], jax.Array]) -> dict[Var, jax.Array]:
     """Computes independent matrix work, each matrix on one device; call it inside `jit`.
 
     Args:
@@ -183,7 +185,7 @@ def _exchange_and_compute(
     return [group.shards(list(map(jnp.concatenate, parts))) for group, parts in zip(groups, done, strict=True)]
 
 
-def _in_rounds(group: _Group, rows: list[jax.Array], unit: Unit, me: Any, swap: Swap) -> list[list[jax.Array]]:
+def _in_rounds(group: _Group, rows: list[jax.Array], unit: Unit, me: jax.Array, swap: Swap) -> list[list[jax.Array]]:
     """Computes the units that every device has equally many of. Returns parts of the rows of each result."""
     if not group.rounds:
         return [[] for _ in group.outputs]
@@ -210,7 +212,7 @@ def _in_rounds(group: _Group, rows: list[jax.Array], unit: Unit, me: Any, swap: 
     return [[leave(y, port)] for y, port in zip(outs, group.outputs, strict=True)]
 
 
-def _mapped(fn: Callable[[Any], Any], xs: Any, count: int, at_once: int) -> Any:
+def _mapped(fn: Callable[[PyTree], PyTree], xs: PyTree, count: int, at_once: int) -> PyTree:
     """Returns `fn` of each of `count` rows, so many at once."""
     if count == 1:
         return jax.tree.map(lambda y: y[None], fn(jax.tree.map(lambda x: x[0], xs)))
@@ -220,7 +222,7 @@ def _mapped(fn: Callable[[Any], Any], xs: Any, count: int, at_once: int) -> Any:
 
 
 def _in_slots(
-    groups: Sequence[_Group], slots: Slots, rows: Nested, units: Sequence[Unit], me: Any, swap: Swap
+    groups: Sequence[_Group], slots: Slots, rows: Rows, units: Sequence[Unit], me: jax.Array, swap: Swap
 ) -> dict[tuple[int, int], list[jax.Array]]:
     """Computes what is left: in each slot, a device computes one unit of some kind. Returns the rows of each unit."""
 
@@ -238,11 +240,11 @@ def _in_slots(
     return found
 
 
-def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Sequence[Unit], me: Any) -> Buffers:
+def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Sequence[Unit], me: jax.Array) -> Buffers:
     """Computes the unit that this device has in a slot. Returns what it sends to each other device."""
     kinds = sorted({x[0] for x in slot if x is not None})
 
-    def computed(g: int, buffers: Buffers, number: Any) -> Buffers:
+    def computed(g: int, buffers: Buffers, number: jax.Array) -> Buffers:
         ports = groups[g].outputs
         operands = list(map(_assembled, groups[g].inputs, unpack(buffers, _shards_of(groups[g].inputs))))
         return pack(list(map(_dissected, ports, units[g](operands, number))))
@@ -263,7 +265,7 @@ def _computed(groups: Sequence[_Group], slot: Slot, arrived: Buffers, units: Seq
     return made
 
 
-def _shards_of(ports: Sequence[Port]) -> list[tuple[tuple[int, ...], Any]]:
+def _shards_of(ports: Sequence[Port]) -> list[tuple[tuple[int, ...], DType]]:
     """Returns the shape and dtype of a shard of a unit of each operand or result."""
     return [(port.unit.shard_shape, port.dtype) for port in ports if port.unit is not None]
 

@@ -15,8 +15,8 @@ equal updates share a program, and each shape of records has its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,10 @@ from jzero.update.find_visits import NextPass
 from jzero.update.split import REDUCTIONS
 from jzero.update.visits import SumTarget, Visit, VisitOperands
 
+PartsOnHost: TypeAlias = Mapping[jax.Device, jax.Array | np.ndarray]
+RecordResults: TypeAlias = tuple[list[jax.Array], list[jax.Array], list[jax.Array]]
+"""The new fields, the results and the numbers of a record."""
+
 
 class GivenArrays(NamedTuple):
     """What visits read of a step, as stored: by parameter its reduced gradient, and itself.
@@ -41,7 +45,7 @@ class GivenArrays(NamedTuple):
     Gradients may be parts on the host, by device.
     """
 
-    grads: Mapping[int, Any]
+    grads: Mapping[int, jax.Array | PartsOnHost]
     params: Mapping[int, jax.Array]
 
 
@@ -55,9 +59,9 @@ class _Call(NamedTuple):
       sums: Its numbers over the records so far.
     """
 
-    near: list[Any]
+    near: list[jax.Array | np.ndarray]
     numbers: list[jax.Array]
-    parts: list[Any]
+    parts: list[jax.Array | np.ndarray]
     sums: list[jax.Array]
 
 
@@ -70,9 +74,9 @@ class Programs:
 
     def __init__(self, plan: ZeroPlan) -> None:
         self.plan = plan
-        self._made: dict[Any, Callable[..., Any]] = {}
+        self._made: dict[Hashable, Callable[..., RecordResults]] = {}
 
-    def compute(self, visit: Visit, level: int) -> Callable[..., Any]:
+    def compute(self, visit: Visit, level: int) -> Callable[..., RecordResults]:
         """Returns `_compute` for a visit; `level` is the number of the pass, whose structures it compares."""
         leaf = self.plan.leaves[visit.param].grad
         targets = tuple(x._replace(number=0) if isinstance(x, SumTarget) else x for x in visit.targets)
@@ -100,7 +104,7 @@ class RecordRun:
         self.visits = {visit.param: visit for visit in found.visits}
         self.compute = {visit.param: programs.compute(visit, level) for visit in found.visits}
         self.cpu = host_cpu() if self.plan.config.offload.compute == "host" else None
-        self.calls: dict[tuple[int, Any], _Call] = {}
+        self.calls: dict[tuple[int, jax.Device], _Call] = {}
         for visit, operands in zip(found.visits, found.operands, strict=True):
             self._prepare(visit, operands, given)
 
@@ -195,7 +199,7 @@ class RecordRun:
         return found
 
 
-def host_cpu() -> Any:
+def host_cpu() -> jax.Device:
     """Returns the host's CPU as a device of jax."""
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -256,12 +260,12 @@ def _paste(part: jax.Array, x: jax.Array, start: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(part, x, start)
 
 
-def _by_device(x: Any) -> Mapping[Any, Any]:
+def _by_device(x: jax.Array | PartsOnHost) -> PartsOnHost:
     """Returns the parts of an array by device; a dictionary is that already."""
     return x if isinstance(x, Mapping) else {shard.device: shard.data for shard in x.addressable_shards}
 
 
-def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[Any, jax.Array], how: str) -> jax.Array:
+def _over_devices(plan: ZeroPlan, leaf: StateLeaf, values: dict[jax.Device, jax.Array], how: str) -> jax.Array:
     """Returns one number over those of all devices, 0-d and on each of them.
 
     Args:

@@ -11,15 +11,16 @@ is elementwise in a parameter with state on disk is not computed here, but told 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jzero import _compat
 from jzero._compat import Atom
+from jzero._types import DType
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.identity import IdDict
 from jzero.jaxpr.products import mixes
@@ -31,15 +32,28 @@ from jzero.layout.placement import memory_of
 from jzero.plan.matrices import Matrices, find_matrices, warn_of_whole
 from jzero.plan.plan import ZeroPlan
 from jzero.update.chunks import Pass, reduce_pass, run_pass
-from jzero.update.fields import Field, far_params, owners_of_inputs, placed_fields
+from jzero.update.fields import (
+    Field,
+    Input,
+    Stored,
+    far_params,
+    grad_field,
+    owners_of_inputs,
+    param_field,
+    placed_fields,
+)
 from jzero.update.gathered import Everywhere
 from jzero.update.owned import compute_owned
 from jzero.update.split import Kernel, Kind, Split, kernel_of, split
 from jzero.update.visits import NO_DISK, FromDisk
 from jzero.update.whole import After, Before, WholeUpdate
 
+T = TypeVar("T")
+Targets: TypeAlias = Mapping[int, Stored | DType]
+"""What becomes of results, by their numbers: what they replace, or their dtype."""
 
-def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) -> After:
+
+def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_DISK) -> After[Stored]:
     """Returns the results of an update; call it inside `jit`. State on disk comes back as it is.
 
     Args:
@@ -50,7 +64,7 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     plan, far = update.plan, far_params(update.plan)
     given = placed_fields(plan, stored, far)
     if plan.num_shards == 1 and not far:
-        return update(given)
+        return update(cast("Before[jax.Array]", given))
     leaves, jaxpr, out = traced(update, given)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
     if not far and not has_matrices:  # already traced: call it
@@ -59,7 +73,7 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
     assert not run.pending
     numbers = numbers_of(out)
-    passed: dict[int, Any] = {}
+    passed: dict[int, Stored] = {}
     for i in sorted(far):
         targets = run.targets(i, given, numbers)
         if i in plan.disk_fields and disk.columns is not None and i in disk.columns.chosen:
@@ -73,13 +87,13 @@ def run_update(update: WholeUpdate, stored: Before, disk: FromDisk = NO_DISK) ->
     return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
 
 
-def numbers_of(out: After) -> After:
+def numbers_of(out: After[T]) -> After[int]:
     """Returns the number of each result of an update among all."""
-    numbers: After = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
+    numbers: After[int] = jax.tree.unflatten(jax.tree.structure(out), range(len(jax.tree.leaves(out))))
     return numbers
 
 
-def traced(update: WholeUpdate, given: Before) -> tuple[list[Any], Any, After]:
+def traced(update: WholeUpdate, given: Before[Input]) -> tuple[list[Input], ClosedJaxpr, After[jax.ShapeDtypeStruct]]:
     """Returns the inputs of an update in one list, its jaxpr, and the shapes of its results."""
     leaves, treedef = jax.tree.flatten(given)
     seen = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
@@ -103,18 +117,20 @@ class Run:
       pending: The equations that wait for such numbers.
     """
 
-    def __init__(self, plan: ZeroPlan, flat: Any, leaves: Sequence[Any], sums: Mapping[int, jax.Array]) -> None:
+    def __init__(
+        self, plan: ZeroPlan, flat: ClosedJaxpr, leaves: Sequence[Input], sums: Mapping[int, jax.Array]
+    ) -> None:
         jaxpr, consts = _compat.open_jaxpr(flat)
         pairs = list(zip(jaxpr.invars, leaves, strict=True))
         self.plan = plan
-        self.fields: dict[Any, Field] = {v: x for v, x in pairs if isinstance(x, Field)}
+        self.fields: dict[Var, Field] = {v: x for v, x in pairs if isinstance(x, Field)}
         self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
-        self.env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        self.env.update((v, x) for v, x in pairs if v not in self.fields)
-        self.given = frozenset[Any]()
-        self.whole: dict[Any, jax.Array] = {}
+        self.env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
+        self.env.update((v, x) for v, x in pairs if not isinstance(x, Field))
+        self.given = frozenset[Var]()
+        self.whole: dict[Var, jax.Array] = {}
         self.fetched: set[str] = set()
-        self.number_of, self.shared = Structures(), dict[int, Any]()
+        self.number_of, self.shared = Structures(), dict[int, Callable[..., list[jax.Array]]]()
         self.apply = Everywhere(plan)
         self.sums = dict(sums)
         self.record_sums = {i: k for k, i in enumerate(filter(self._sums_record, range(len(self.split.kinds))))}
@@ -182,11 +198,11 @@ class Run:
             return False
         return all(map(self.is_known, self.kernel([atom]).reads))
 
-    def kernel(self, wanted: Sequence[Any]) -> Kernel:
+    def kernel(self, wanted: Sequence[Atom]) -> Kernel:
         """Returns the elementwise function that computes some values from what is there."""
         return kernel_of(self.split, wanted, self.given)
 
-    def value(self, atom: Atom) -> Any:
+    def value(self, atom: Atom) -> jax.Array:
         """Returns a value on the devices, in natural shape."""
         if _compat.is_literal(atom):
             return _compat.value_of(atom)
@@ -223,7 +239,7 @@ class Run:
         found = self._pass(fields[0].number, eqn.invars)
         return [reduce_pass(self.plan, found, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
-    def targets(self, i: int, given: Before, numbers: After) -> dict[int, Any]:
+    def targets(self, i: int, given: Before[Input], numbers: After[int]) -> Targets:
         """Returns what becomes of the results of a parameter with state on the host or on disk.
 
         Returns:
@@ -233,20 +249,19 @@ class Run:
         pairs = [(numbers.masters[i], given.masters[i]), *zip(numbers.inner, given.inner, strict=True)]
         is_away = leaf.param.memory != "device"
         pairs += [(result, given.params[i])] if is_away else []
-        targets: dict[int, Any] = {
-            k: x.array for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
+        targets: dict[int, Stored | DType] = {
+            k: x.stored for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
         }
         if result is not None and not is_away:
             targets[result] = _compat.type_of(self.split.jaxpr.outvars[result]).dtype
         return targets
 
-    def update(self, i: int, given: Before, targets: Mapping[int, Any]) -> dict[int, jax.Array]:
+    def update(self, i: int, given: Before[Input], targets: Targets) -> dict[int, jax.Array]:
         """Returns the results of a parameter with state on the host, by their numbers among all results."""
         leaf, outs, overwritten = self.plan.leaves[i], self.split.jaxpr.outvars, dict(targets)
         near = [k for k, x in targets.items() if not hasattr(x, "aval")]
         for k in near:  # it overwrites the gradient if that is wide enough
-            grad: Any = given.grads[i]
-            array = grad.reduced.array
+            array = grad_field(given, i).stored
             if holds(array.dtype, targets[k]) and memory_of(array) == "device":
                 overwritten[k] = array
         if not targets:
@@ -255,21 +270,21 @@ class Run:
         new = dict(zip(targets, made, strict=True))
         return new | {k: leaf.grad.load(round_to(new[k], targets[k])) for k in near}
 
-    def from_disk(self, i: int, given: Before, targets: Mapping[int, Any], result: Any) -> dict[int, Any]:
+    def from_disk(self, i: int, given: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
-        leaf, old = self.plan.leaves[i], given.params[i]
-        near = old.array if result is None else result
+        leaf = self.plan.leaves[i]
+        near = param_field(given, i).stored if result is None else result
         near = near if memory_of(near) != "device" else leaf.grad.load(near)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
-    def stored(self, v: Var, leaf: StateLeaf) -> Any:
+    def stored(self, v: Var, leaf: StateLeaf) -> Stored | None:
         """Returns a variable that a kernel reads: an array laid out like `leaf`, or a number; `None` for positions."""
         if v in self.fields:
             return self.fields[v].array
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
-    def _pass(self, i: int, wanted: Sequence[Any], targets: Sequence[Any] = ()) -> Pass:
+    def _pass(self, i: int, wanted: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
         leaf, kernel = self.plan.leaves[i].grad, self.kernel(wanted)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
@@ -278,12 +293,14 @@ class Run:
         known = IdDict((x, None) for x in (*reads, *targets) if isinstance(x, jax.Array))
         arrays, numbers = ([x for x in known if bool(x.ndim) == has_dims] for has_dims in (True, False))
 
-        def on_chunks(chunks: Sequence[Any], positions: Any, some: Sequence[Any]) -> list[jax.Array]:
+        def on_chunks(
+            chunks: Sequence[jax.Array], positions: Callable[[], jax.Array], some: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             here = IdDict(zip((*arrays, *numbers), (*chunks, *some), strict=True))
             return fn([positions() if x is None else here[x] for x in reads], chunks[0].shape)
 
         place = IdDict((x, k) for k, x in enumerate(arrays))
-        return Pass(leaf, on_chunks, arrays, numbers, [place.get(x, x) for x in targets])
+        return Pass(leaf, on_chunks, arrays, numbers, [place[x] if isinstance(x, jax.Array) else x for x in targets])
 
     def warn(self) -> None:
         """Warns of state on the host that was needed whole."""

@@ -11,10 +11,12 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+
+from jzero._types import DType
 
 Buffers: TypeAlias = dict[str, jax.Array]
 
@@ -27,7 +29,7 @@ def pack(arrays: Sequence[jax.Array]) -> Buffers:
     return {dtype: jnp.concatenate(parts, 1) for dtype, parts in found.items()}
 
 
-def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], Any]]) -> list[jax.Array]:
+def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], DType]]) -> list[jax.Array]:
     """Returns the arrays that were packed, each with as many rows as the buffers; the rest of these is padding.
 
     Args:
@@ -44,7 +46,7 @@ def unpack(buffers: Buffers, shapes: Sequence[tuple[Sequence[int], Any]]) -> lis
     return found
 
 
-def widest(buffers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def widest(buffers: Sequence[Mapping[str, jax.Array | jax.ShapeDtypeStruct]]) -> dict[str, int]:
     """Returns for each dtype the width of the widest buffer."""
     found: dict[str, int] = collections.defaultdict(int)
     for dtype, x in itertools.chain.from_iterable(x.items() for x in buffers):

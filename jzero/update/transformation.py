@@ -33,10 +33,11 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.planner import own_opt_state
 from jzero.update.columns import with_others
 from jzero.update.extra_args import check_grads, check_params_stored
+from jzero.update.fields import Stored
 from jzero.update.find_visits import NextPass, find_visits
 from jzero.update.run import run_update
 from jzero.update.visits import NO_DISK, FromDisk
-from jzero.update.whole import NOTHING, After, Before, Grad, WholeUpdate, optimizer_view
+from jzero.update.whole import NOTHING, After, Before, Functions, Grad, WholeUpdate, optimizer_view
 
 NO_ELEMENTS = np.zeros((0,), np.float32)
 """Replaces a random key and its update, which optax cannot add."""
@@ -67,7 +68,9 @@ class ZeroTransformation:
         self._check_in_programs()
         return _init(self, params)
 
-    def update(self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any) -> Any:
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         """Applies the inner transformation.
 
         Args:
@@ -107,7 +110,7 @@ class ZeroTransformation:
 
     def apply(
         self,
-        grads: Sequence[Grad],
+        grads: Sequence[Grad[Stored]],
         state: PyTree,
         params: PyTree,
         applied: jax.Array | None = None,
@@ -137,7 +140,7 @@ class ZeroTransformation:
 
     def visits(
         self,
-        grads: Sequence[Grad],
+        grads: Sequence[Grad[Stored]],
         state: PyTree,
         params: PyTree,
         applied: jax.Array | None,
@@ -148,8 +151,13 @@ class ZeroTransformation:
         return find_visits(*self._of_step(grads, state, params, applied, value), sums)
 
     def _of_step(
-        self, grads: Sequence[Grad], state: PyTree, params: PyTree, applied: jax.Array | None, value: jax.Array | None
-    ) -> tuple[WholeUpdate, Before]:
+        self,
+        grads: Sequence[Grad[Stored]],
+        state: PyTree,
+        params: PyTree,
+        applied: jax.Array | None,
+        value: jax.Array | None,
+    ) -> tuple[WholeUpdate, Before[Stored]]:
         """Returns the update of a step, and its inputs."""
         plan, own = self.plan, _to_own_state(self.plan, state)
         trained = frozenset(i for i, leaf in enumerate(plan.leaves) if leaf.trained)
@@ -220,9 +228,9 @@ def _update(
     updates: PyTree,
     state: PyTree,
     params: PyTree | None,
-    arrays: dict[str, Any],
-    functions: tuple[tuple[str, Any], ...],
-) -> Any:
+    arrays: dict[str, PyTree],
+    functions: Functions,
+) -> tuple[PyTree, PyTree]:
     plan, own, applied = tx.plan, _to_own_state(tx.plan, state), tx.applied
     with jax.named_scope("zero_update"):
         grads = plan.flat_params(updates)
@@ -247,7 +255,9 @@ def _update(
 _update_jit = jax.jit(_update, static_argnums=(0, 5))
 
 
-def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad], params: list[Any], **of_step: Any) -> Before:
+def _before(
+    plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad[Stored]], params: list[jax.Array | None], **of_step: Any
+) -> Before[Stored]:
     """Returns the inputs of an update."""
     nothing = [None] * len(plan.leaves)
     trained = [g if leaf.trained else None for g, leaf in zip(grads, plan.leaves, strict=True)]
@@ -257,13 +267,14 @@ def _before(plan: ZeroPlan, own: ZeroOptState, grads: Sequence[Grad], params: li
 
 
 def _results(
-    plan: ZeroPlan, own: ZeroOptState, after: After, applied: jax.Array | None
-) -> tuple[list[Any], ZeroOptState]:
+    plan: ZeroPlan, own: ZeroOptState, after: After[Stored], applied: jax.Array | None
+) -> tuple[list[Stored | None], ZeroOptState]:
     """Returns the results of an update of stored parameters, and the optimizer's new state as stored."""
     number = own.num_updates
     inner = [leaf.store(x) for x, leaf in zip(after.inner, plan.inner_leaves, strict=True)]
     masters = [
-        x if leaf.master is None else leaf.master.store(x) for x, leaf in zip(after.masters, plan.leaves, strict=True)
+        x if x is None or leaf.master is None else leaf.master.store(x)
+        for x, leaf in zip(after.masters, plan.leaves, strict=True)
     ]
     if number is not None:
         number = number + (1 if applied is None else applied.astype(number.dtype))
@@ -275,7 +286,7 @@ def _results(
     )
 
 
-def _natural(plan: ZeroPlan, x: Any) -> Any:
+def _natural(plan: ZeroPlan, x: PyTree) -> PyTree:
     """Returns an argument of the optimizer in natural shapes if it has the structure of the parameters."""
     if jax.tree.structure(x, is_leaf=is_padded) != plan.params_treedef:
         return x
@@ -296,7 +307,9 @@ def _store_new(new: jax.Array, leaf: LeafPlan, plan: ZeroPlan, old: jax.Array) -
     return jnp.where(new == old, old, new) if platform.copies_results else new
 
 
-def _change(plan: ZeroPlan, i: int, param: Any, result: Any, is_new: bool) -> Any:
+def _change(
+    plan: ZeroPlan, i: int, param: jax.Array | None, result: jax.Array | None, is_new: bool
+) -> jax.Array | np.ndarray | None:
     """Returns what a user's loop adds to a stored parameter, such that the sum is laid out as planned."""
     leaf = plan.leaves[i]
     if i in plan.keys:
@@ -304,17 +317,19 @@ def _change(plan: ZeroPlan, i: int, param: Any, result: Any, is_new: bool) -> An
     if leaf.trained and result is None:
         return None
     if is_new:
+        assert result is not None
+        assert param is not None
         new = _store_new(result, leaf, plan, param)
         wide, old = new.astype(leaf.update_dtype), param.astype(leaf.update_dtype)
         change = jnp.where(new == param, NOTHING.astype(wide.dtype), wide - old)  # infinities included
-    elif leaf.trained:
+    elif result is not None and leaf.trained:
         change = leaf.param.store(leaf.grad.load(result))
     else:
         change = jnp.asarray(NOTHING).astype(leaf.param.dtype)
     return _place_update(change, leaf.param, plan)
 
 
-def _place_update(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> Any:
+def _place_update(update: jax.Array, leaf: StateLeaf, plan: ZeroPlan) -> jax.Array:
     """Returns the update of a parameter such that optax's sum is laid out as planned.
 
     Otherwise the compiler would choose the layout wherever the sum is not just a result of the `jit`, but feeds a
@@ -339,10 +354,10 @@ def _to_opt_state(plan: ZeroPlan, own: ZeroOptState, *, like: PyTree = None) -> 
     return plan.stored_opt_state(plan.opt_treedef.flatten_up_to(state))
 
 
-def _find_overflows(plan: ZeroPlan, grads: Sequence[Any]) -> jax.Array:
+def _find_overflows(plan: ZeroPlan, grads: Sequence[jax.Array | None]) -> jax.Array:
     """Returns one boolean per parameter: whether its gradient has non-finite elements."""
 
-    def overflows(x: Any, leaf: LeafPlan) -> jax.Array:
+    def overflows(x: jax.Array | None, leaf: LeafPlan) -> jax.Array:
         if x is None or not leaf.trained or not jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.zeros((), jnp.bool_)
         return ~jnp.all(jnp.isfinite(x))

@@ -76,7 +76,7 @@ class Visit(NamedTuple):
     param: int
     kernel: Kernel
     sources: tuple[Source, ...]
-    targets: tuple[Any, ...]
+    targets: tuple[int | DType | SumTarget, ...]
     structure: int
 
     @property

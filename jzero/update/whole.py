@@ -21,13 +21,14 @@ of the update for that reason.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jzero._types import DType
+from jzero._types import DType, PyTree
 from jzero.config.precision import Precision, is_float8, is_key, scale_by
 from jzero.layout.casts import apply_edits, positions_of, round_stochastically, round_to
 from jzero.layout.leaves import LeafPlan
@@ -39,7 +40,12 @@ NOTHING = np.float32(-0.0)
 """What changes no bit when it is added."""
 
 
-class Grad(NamedTuple):
+X = TypeVar("X")
+Functions: TypeAlias = tuple[tuple[str, Callable[..., PyTree]], ...]
+"""Arguments of an optimizer that are functions, by name."""
+
+
+class Grad(NamedTuple, Generic[X]):
     """A gradient, with factors that the update multiplies it by: no array holds the product.
 
     Attributes:
@@ -47,11 +53,11 @@ class Grad(NamedTuple):
       factors: Its factors, 0-d, applied one after the other.
     """
 
-    reduced: Any
+    reduced: X
     factors: tuple[jax.Array, ...] = ()
 
 
-class Before(NamedTuple):
+class Before(NamedTuple, Generic[X]):
     """What an update reads, one entry per parameter or leaf of the optimizer's state.
 
     Attributes:
@@ -66,18 +72,18 @@ class Before(NamedTuple):
       extra: Further arguments of the optimizer, by name.
     """
 
-    grads: list[Grad | None]
-    params: list[Any]
-    masters: list[Any]
-    inner: list[Any]
-    positions: list[Any]
-    number: Any = None
-    applied: Any = None
-    value: Any = None
-    extra: dict[str, Any] | None = None
+    grads: list[Grad[X] | None]
+    params: list[X | None]
+    masters: list[X | None]
+    inner: list[X]
+    positions: list[X | None]
+    number: jax.Array | None = None
+    applied: jax.Array | None = None
+    value: jax.Array | None = None
+    extra: dict[str, PyTree] | None = None
 
 
-class After(NamedTuple):
+class After(NamedTuple, Generic[X]):
     """What an update makes, in the order of `Before`.
 
     Attributes:
@@ -87,9 +93,9 @@ class After(NamedTuple):
       inner: The new leaves of the optimizer's state.
     """
 
-    results: list[Any]
-    masters: list[Any]
-    inner: list[Any]
+    results: list[X | None]
+    masters: list[X | None]
+    inner: list[X]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,9 +112,9 @@ class WholeUpdate:
     plan: ZeroPlan
     tx: Any
     moves: frozenset[int]
-    functions: tuple[tuple[str, Any], ...] = ()
+    functions: Functions = ()
 
-    def __call__(self, x: Before) -> After:
+    def __call__(self, x: Before[jax.Array]) -> After[jax.Array]:
         """Returns the new parameters, or their updates, and the new state."""
         plan, tree = self.plan, self.plan.params_treedef.unflatten
         knows = any(p is not None for p in x.params)
@@ -125,16 +131,16 @@ class WholeUpdate:
         inner = [self._new_inner(j, x, y) for j, y in enumerate(plan.inner_treedef.flatten_up_to(new))]
         return After([result for result, _ in moved], [master for _, master in moved], inner)
 
-    def _seen(self, leaf: LeafPlan, param: Any, master: Any) -> jax.Array:
+    def _seen(self, leaf: LeafPlan, param: jax.Array | None, master: jax.Array | None) -> jax.Array:
         """Returns a parameter as the optimizer sees it: its master, with the user's edits."""
         return optimizer_view(param if master is None else apply_edits(master, param), leaf)
 
-    def _gradient(self, leaf: LeafPlan, grad: Grad | None) -> jax.Array:
+    def _gradient(self, leaf: LeafPlan, grad: Grad[jax.Array] | None) -> jax.Array:
         if grad is None:  # never read; see [Note: Frozen parameters]
             return jnp.zeros(leaf.param.shape, leaf.update_dtype)
         return self._cast(scale_by(grad.reduced, *grad.factors) if grad.factors else grad.reduced, leaf)
 
-    def _as_update(self, leaf: LeafPlan, update: Any) -> Any:
+    def _as_update(self, leaf: LeafPlan, update: jax.Array | None) -> jax.Array | None:
         return self._cast(update, leaf) if leaf.trained and update is not None else None
 
     def _cast(self, x: jax.Array, leaf: LeafPlan) -> jax.Array:
@@ -142,12 +148,17 @@ class WholeUpdate:
         as_it_is = self.plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
         return x if as_it_is else x.astype(leaf.update_dtype)
 
-    def _moved(self, i: int, x: Before, seen: Any, update: Any) -> tuple[Any, Any]:
+    def _moved(
+        self, i: int, x: Before[jax.Array], seen: jax.Array | None, update: jax.Array | None
+    ) -> tuple[jax.Array | None, jax.Array | None]:
         """Returns the result of a parameter, and its new master."""
         leaf, param, master = self.plan.leaves[i], x.params[i], x.masters[i]
         if update is None or i not in self.moves:
-            keeps = update is None or x.applied is None
-            return update if keeps else jnp.where(x.applied, update, NOTHING.astype(update.dtype)), master
+            if update is None or x.applied is None:
+                return update, master
+            return jnp.where(x.applied, update, NOTHING.astype(update.dtype)), master
+        assert param is not None
+        assert seen is not None
         if leaf.param.dtype == leaf.update_dtype:
             with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
                 return _choose(x.applied, (param + update).astype(param.dtype), param), master
@@ -157,13 +168,15 @@ class WholeUpdate:
         new = self._rounded(x, i, i, wide, master.dtype)
         return _choose(x.applied, round_to(new, param.dtype), param), _choose(x.applied, new, master)
 
-    def _new_inner(self, j: int, x: Before, new: Any) -> jax.Array:
+    def _new_inner(self, j: int, x: Before[jax.Array], new: jax.Array) -> jax.Array:
         leaf, old = self.plan.inner_leaves[j], x.inner[j]
         if leaf.update_dtype is not None:
             new = self._rounded(x, leaf.owner, len(self.plan.leaves) + j, new, leaf.dtype)
         return _choose(x.applied, make_strongly_typed(new, leaf.dtype), old)
 
-    def _rounded(self, x: Before, owner: int | None, leaf_number: int, wide: jax.Array, dtype: DType) -> jax.Array:
+    def _rounded(
+        self, x: Before[jax.Array], owner: int | None, leaf_number: int, wide: jax.Array, dtype: DType
+    ) -> jax.Array:
         """Rounds a leaf, stochastically if the plan says so."""
         if x.number is None or dtype != jnp.bfloat16:
             return round_to(wide, dtype)
@@ -173,11 +186,12 @@ class WholeUpdate:
         return round_stochastically(wide, jax.random.fold_in(key, leaf_number), at)
 
 
-def optimizer_view(param: Any, leaf: LeafPlan) -> jax.Array:
+def optimizer_view(param: jax.Array | None, leaf: LeafPlan) -> jax.Array:
     """Returns a parameter in natural shape as the optimizer sees it; random keys become zeros of their shape."""
-    is_random_key = param is None or is_key(leaf.param.dtype)
-    return jnp.zeros(leaf.param.shape, leaf.update_dtype) if is_random_key else param.astype(leaf.update_dtype)
+    if param is None or is_key(leaf.param.dtype):
+        return jnp.zeros(leaf.param.shape, leaf.update_dtype)
+    return param.astype(leaf.update_dtype)
 
 
-def _choose(applied: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+def _choose(applied: jax.Array | None, new: jax.Array, old: jax.Array) -> jax.Array:
     return new if applied is None else jnp.where(applied, new, old)
