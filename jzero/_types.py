@@ -14,3 +14,9 @@ DType: TypeAlias = np.dtype[Any]
 
 Params: TypeAlias = dict[str, Any]
 """The parameters of an equation, by name, each of a type of its own."""
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The keys from the root of a tree to a leaf, of jax's types of keys."""
+
+AxisNames: TypeAlias = str | tuple[str, ...] | None
+"""The mesh axes that cut one dimension: an entry of a `PartitionSpec`."""

@@ -42,7 +42,7 @@ class Record(NamedTuple):
     """
 
     param: int
-    device: Any
+    device: jax.Device
     first: tuple[int, ...]
     place: Rectangle
 

@@ -42,7 +42,7 @@ class StateRows:
     def _handles(self, plan: ZeroPlan, i: int, first: dict[Any, int]) -> jax.Array:
         like, length = handle_shape(plan, i), plan.leaves[i].param.shape[0]
 
-        def of_device(device: Any) -> jax.Array:
+        def of_device(device: jax.Device) -> jax.Array:
             rows = np.arange(first[i, device], first[i, device] + length)
             return jax.device_put(np.stack([np.full(length, self.reader.ticket), rows], 1).astype(np.int32), device)
 
@@ -57,7 +57,7 @@ def handle_shape(plan: ZeroPlan, i: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
 
 
-def _rows_of(files: StateFiles, i: int, device: Any) -> list[Row]:
+def _rows_of(files: StateFiles, i: int, device: jax.Device) -> list[Row]:
     """Returns the rows of a parameter's part of a device."""
     leaf = files.plan.leaves[i]
     _, *shape = leaf.grad.part_shape

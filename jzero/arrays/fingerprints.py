@@ -17,10 +17,9 @@ import jax
 import numpy as np
 
 from jzero._text import path_str
+from jzero._types import PyTree
 from jzero._version import __version__
 from jzero.plan.plan import ZeroPlan
-
-PyTree = Any
 
 COLUMNS = 1021
 """Words in a row: a prime, so that equal parts of an array do not line up, and few enough for an L1 cache."""

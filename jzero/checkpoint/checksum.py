@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero._types import DType
 from jzero.layout.cut import Cut
 from jzero.layout.placement import on_device
 
@@ -168,7 +169,7 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
 
 
-def _num_bits(dtype: Any) -> int:
+def _num_bits(dtype: DType) -> int:
     return int(jax.dtypes.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits)
 
 

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jzero._text import key_names
+from jzero._types import DType
 from jzero.checkpoint.damage import REMEDY, CheckpointError, DamageError, is_there, reading
 from jzero.checkpoint.leaves import Keys
 from jzero.checkpoint.orbax_io import NOTES, STATE, Opened, state_handler
@@ -44,7 +45,7 @@ class StoredLeaf:
 
     keys: Keys
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     checksum: int | None = None
 
     @property
@@ -142,12 +143,12 @@ class Contents:
         return value
 
 
-def absolute(path: Any) -> epath.Path:
+def absolute(path: epath.PathLike) -> epath.Path:
     """Returns an absolute path, as Orbax needs it."""
     return epath.Path(path).expanduser().absolute()
 
 
-def read_contents(path: Any) -> Contents:
+def read_contents(path: epath.PathLike) -> Contents:
     """Returns the contents of a checkpoint: a step of a manager, one that `save_checkpoint` made, or Orbax's own.
 
     Args:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._types import DType
 from jzero.arrays.disk_files import StateFiles, first_holders
 from jzero.checkpoint.checksum import sum_of_part
 from jzero.checkpoint.disk_places import chunk_shape, chunks_of, in_stored, is_streamed, overlap
@@ -196,7 +197,7 @@ class DiskArray:
         return self.snapshot.files.plan.disk_fields[self.param][self.field].shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Its dtype."""
         return self.snapshot.files.plan.disk_fields[self.param][self.field].dtype
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from etils import epath
+from jax.typing import DTypeLike
 
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.layers import Layers
@@ -42,7 +43,7 @@ Decode: TypeAlias = Callable[[str, Mapping[str, np.ndarray]], np.ndarray]
 class Form:
     """The arguments of an export that say what is written, see `export_params`."""
 
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     paths: str | None = None
     mapping: NameMapping | str | None = None
     like: Any = None

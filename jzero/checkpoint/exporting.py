@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
+from jax.typing import DTypeLike
 
 from jzero.checkpoint.contents import absolute, read_contents
 from jzero.checkpoint.draft import Decode, Form, draft_export, fitted
@@ -27,9 +29,9 @@ MAX_FILE_BYTES = 5_000_000_000
 
 def export_params(
     state: Any,
-    path: Any,
+    path: epath.PathLike,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     paths: str | None = None,
     mapping: NameMapping | str | None = None,
     like: Any = None,
@@ -103,9 +105,9 @@ def export_params(
 
 def export_checkpoint(
     checkpoint: Any,
-    path: Any,
+    path: epath.PathLike,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     paths: str | None = None,
     mapping: NameMapping | str | None = None,
     like: Any = None,

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from etils import epath
+
 from jzero._text import Report, format_rows
 from jzero.checkpoint.contents import StoredLeaf, find_steps, read_contents
 from jzero.checkpoint.damage import REMEDY, CheckpointError
@@ -109,7 +111,7 @@ class CheckpointInfo(Report):
         )
 
 
-def inspect_checkpoint(path: Any, *, verify: bool = False) -> CheckpointInfo:
+def inspect_checkpoint(path: epath.PathLike, *, verify: bool = False) -> CheckpointInfo:
     """Describes a checkpoint; unless `verify` is set, from its metadata alone.
 
     Args:

@@ -31,7 +31,7 @@ from jzero.state.train_state import check_alive
 
 def load_params(
     state: Any,
-    path: Any,
+    path: epath.PathLike,
     *,
     paths: str | None = None,
     rename: Mapping[str, str] | None = None,
@@ -166,7 +166,7 @@ class _Found:
     problems: Problems
     is_mapped: bool
 
-    def check(self, path: Any, chosen: Collection[Keys], strict: bool) -> None:
+    def check(self, path: epath.PathLike, chosen: Collection[Keys], strict: bool) -> None:
         """Raises if the file does not have what is to be loaded, or has more.
 
         Args:
@@ -189,16 +189,16 @@ class _Found:
                 "with `strict=False`." + ("" if self.is_mapped else " Transposed or stacked ones take a `mapping`.")
             )
 
-    def contents(self, path: Any) -> Contents:
+    def contents(self, path: epath.PathLike) -> Contents:
         """Returns the tensors as the contents of a checkpoint."""
         leaves = {keys: StoredLeaf(keys, found[0].shape, found[0].dtype) for keys, found in self.sources.items()}
         others = [(PARAMS, *name.split(".")) for name in self.problems.unexpected]
-        leaves |= {keys: StoredLeaf(keys, (), np.int8) for keys in others}
+        leaves |= {keys: StoredLeaf(keys, (), np.dtype(np.int8)) for keys in others}
         return Contents(epath.Path(path), epath.Path(path), leaves, None, {})
 
 
 def _find(
-    path: Any,
+    path: epath.PathLike,
     names: Mapping[str, WantedLeaf],
     ties: Mapping[str, Sequence[str]],
     rename: Mapping[str, str] | None,
@@ -262,7 +262,7 @@ def _place(tensors: Sequence[TensorFile | MappedTensor], wanted: WantedLeaf) -> 
     tensor = tensors[0]
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(tensor.dtype))
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: Index) -> np.ndarray:
         found = _read_part(tensor, wanted.cut, index)
         for other in tensors[1:]:
             if other.shape != tensor.shape or _read_part(other, wanted.cut, index).tobytes() != found.tobytes():

@@ -81,7 +81,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: Any,
+        directory: epath.PathLike,
         *,
         max_to_keep: int | None = None,
         save_interval_steps: int = 1,

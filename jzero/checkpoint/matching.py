@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from jzero._text import Report
+from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.orbax_io import dtype_on_disk
@@ -191,7 +191,7 @@ def _is_key(leaf: StateLeaf) -> bool:
     return bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _kind(dtype: Any) -> str:
+def _kind(dtype: DType) -> str:
     """Returns the kind of a dtype; numbers of one kind can be cast into each other."""
     kinds = {"number that is not whole": np.floating, "whole number": np.integer, "complex": np.complexfloating}
     return next((name for name, kind in kinds.items() if jax.numpy.issubdtype(dtype, kind)), str(dtype))

@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from jzero._types import DType
 from jzero.checkpoint.disk_saving import DiskArray, Snapshot
 from jzero.layout.cut import Cut
 
@@ -54,7 +55,7 @@ class CutArray:
         return tuple(self.array.shape) if self.cut is None else self.cut.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Its dtype on disk."""
         return dtype_on_disk(self.array.dtype)
 
@@ -74,14 +75,14 @@ class CutArray:
         return parts
 
 
-def dtype_on_disk(dtype: Any) -> Any:
+def dtype_on_disk(dtype: DType) -> DType:
     """Returns the dtype of numbers on disk: bytes, for whole numbers of fewer bits that Orbax cannot write."""
     if can_store(dtype) or not jnp.issubdtype(dtype, jnp.integer):
         return dtype
     return np.dtype("uint8" if jnp.issubdtype(dtype, jnp.unsignedinteger) else "int8")
 
 
-def can_store(dtype: Any) -> bool:
+def can_store(dtype: DType) -> bool:
     """Whether Orbax can write arrays of a dtype; for PRNG keys it writes their words."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._types import DType
 from jzero.checkpoint.mapped import Problems, misfit
 from jzero.checkpoint.pieces import Piece
 from jzero.checkpoint.safetensors_files import TensorSpec
@@ -47,7 +47,7 @@ class Outline:
 
     name: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     parts: tuple[Part, ...]
 
     def fill(self, layers: Sequence[np.ndarray]) -> np.ndarray:

@@ -24,7 +24,7 @@ ONE_FILE = 2**63
 
 def export_peft(
     state: Any,
-    path: Any,
+    path: epath.PathLike,
     *,
     like: Any,
     rank: int,

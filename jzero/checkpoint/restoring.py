@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jzero.arrays.fingerprints import describe_plan
 from jzero.arrays.processes import agree
@@ -83,7 +84,7 @@ class Choice:
 
 
 def restore_checkpoint(
-    path: Any,
+    path: epath.PathLike,
     like: Any,
     *,
     paths: str | None = None,

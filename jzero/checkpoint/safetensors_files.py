@@ -18,9 +18,11 @@ import jax
 import ml_dtypes
 import numpy as np
 from etils import epath
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from jzero._text import Report
+from jzero._types import DType
 from jzero.checkpoint.damage import CheckpointError
 from jzero.checkpoint.lock import only_writer
 from jzero.plan.table import format_bytes
@@ -100,7 +102,7 @@ class ExportReport(Report):
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-def as_dtype(dtype: Any) -> np.dtype[Any]:
+def as_dtype(dtype: DTypeLike) -> DType:
     """Returns a floating-point dtype of the format; raises a `ValueError` for any other."""
     try:
         if not isinstance(dtype, str | np.dtype | type):  # an array would count as its own dtype
@@ -116,7 +118,7 @@ def as_dtype(dtype: Any) -> np.dtype[Any]:
     return found
 
 
-def is_known(dtype: Any) -> bool:
+def is_known(dtype: DType) -> bool:
     """Whether the format has a dtype."""
     return dtype in CODES
 
@@ -250,7 +252,7 @@ class TensorFile:
         return data.reshape(-1).view(self.dtype).reshape(self.shape)[index]
 
 
-def find_tensors(path: Any) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
+def find_tensors(path: epath.PathLike) -> tuple[dict[str, TensorFile], Mapping[str, str]]:
     """Returns the tensors of a safetensors file, of an index with its files, or of a directory, and their notes.
 
     Raises:

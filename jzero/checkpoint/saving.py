@@ -52,7 +52,7 @@ _THREAD = Uninterrupted()
 
 
 def save_checkpoint(
-    path: Any,
+    path: epath.PathLike,
     state: Any,
     *,
     data_iterator: Any = None,
@@ -142,7 +142,7 @@ def _remove_unfinished(directory: epath.Path) -> None:
             _unfinished(directory).rmtree()
 
 
-def save_error(directory: Any, error: BaseException) -> CheckpointError:
+def save_error(directory: epath.PathLike, error: BaseException) -> CheckpointError:
     """Returns the error about a checkpoint that could not be written."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     way_out = ""

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jzero._types import DType
 from jzero.checkpoint.contents import Contents, StoredLeaf
 from jzero.checkpoint.leaves import WantedLeaf
 from jzero.checkpoint.parts import Part, read_parts
@@ -81,7 +82,7 @@ def _from_parts(wanted: WantedLeaf, stored: StoredLeaf, values: Iterator[np.ndar
     return placed(wanted.shape, wanted.sharding, part)
 
 
-def _narrowed(x: np.ndarray, dtype: Any, wanted: WantedLeaf) -> np.ndarray:
+def _narrowed(x: np.ndarray, dtype: DType, wanted: WantedLeaf) -> np.ndarray:
     narrow = x.astype(dtype, copy=False)
     if narrow is not x and jax.numpy.issubdtype(dtype, np.integer) and (narrow != x).any():
         raise ValueError(

@@ -20,12 +20,14 @@ integers and scales. So frozen parameters keep their bits when they move to anot
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jzero._types import DType
 
 BLOCK = {"int8": 256, "int4": 256, "nf4": 64}
 """Most elements of a block."""
@@ -49,7 +51,7 @@ class Blocks(NamedTuple):
     """
 
     kind: str
-    dtype: Any
+    dtype: DType
     offset: int
     parts: int = 1
 

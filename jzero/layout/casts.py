@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.extend.random
 import jax.numpy as jnp
 from jax import lax
 
+from jzero._types import DType
+
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def round_to(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: DType) -> jax.Array:
     """Casts `x`, so that the compiler neither skips the rounding nor moves the cast past the next operation.
 
     Compilers may keep more precision than asked, and may swap a cast and a gather (jax issue 23543).
@@ -21,7 +22,7 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     return round_without_derivative(x, dtype)
 
 
-def round_without_derivative(x: jax.Array, dtype: Any) -> jax.Array:
+def round_without_derivative(x: jax.Array, dtype: DType) -> jax.Array:
     """The same cast, for values that are not differentiated."""
     if x.dtype == dtype:
         return x
@@ -34,7 +35,7 @@ def round_without_derivative(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 @round_to.defjvp
-def _round_to_jvp(dtype: Any, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _round_to_jvp(dtype: DType, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     # The bits of fp16 have no derivative; the cast does.
     return round_to(*primals, dtype), tangents[0].astype(dtype)
 
@@ -90,7 +91,7 @@ def round_stochastically(x: jax.Array, key: jax.Array, positions: jax.Array) -> 
     return jnp.where(jnp.isfinite(x) & jnp.isfinite(rounded), rounded, x).astype(jnp.bfloat16)
 
 
-def holds(dtype: Any, value_dtype: Any) -> bool:
+def holds(dtype: DType, value_dtype: DType) -> bool:
     """Whether a dtype can take values of another one without loss of range or kind."""
     if dtype == value_dtype:
         return True

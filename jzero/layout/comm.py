@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero._types import DType
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.blocks import pack, packed_size, unpack
@@ -48,7 +49,7 @@ class Hop(NamedTuple):
     axes: tuple[str, ...]
     num_devices: int
     num_elements: int
-    dtype: Any
+    dtype: DType
 
     @property
     def num_bytes(self) -> int:
@@ -81,10 +82,10 @@ class Comm(Protocol):
     def split(self) -> Levels | None:
         """Returns the parts of the way within and between nodes; `None` if there is one level."""
 
-    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """Returns the collectives of a gather of shards of a dtype."""
 
-    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """Returns the collectives of a reduction in a dtype."""
 
 
@@ -161,12 +162,12 @@ class Direct:
     def split(self) -> None:
         """See `Comm`."""
 
-    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         sent = cut.dtype_sent(dtype)
         return (Hop("all-gather", self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), sent),)
 
-    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         kind = "reduce-scatter" if self.scatters else "all-reduce"
         return (Hop(kind, self.shard_axes, cut.num_shards, math.prod(cut.stored_shape), dtype),)
@@ -220,11 +221,11 @@ class Rounded:
     def split(self) -> None:
         """See `Comm`."""
 
-    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         return self.inner.gather_hops(cut, dtype)
 
-    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         rows = math.prod(cut.stored_shape) // cut.size_beside  # [*stacked, P, K]
         size = rows * packed_size(cut.size_beside, self.kind)
@@ -280,14 +281,14 @@ class TwoHop:
         """See `Comm`."""
         return Levels(self.within, self.between, self.num_nodes) if self.num_nodes > 1 else None
 
-    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         levels = Levels(self.within, self.between, self.num_nodes)
         near, far = levels.near(cut), levels.far(cut)
         hops = self.between.gather_hops(far, cut.dtype_sent(dtype)) + self.within.gather_hops(near, dtype)
         return tuple(hop for hop in hops if hop.num_devices > 1)
 
-    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         levels = Levels(self.within, self.between, self.num_nodes)
         hops = self.within.reduce_hops(levels.near(cut), dtype) + self.between.reduce_hops(levels.far(cut), dtype)
@@ -334,11 +335,11 @@ class Replicated:
         levels = self.inner.split()
         return levels and levels._replace(between=dataclasses.replace(self, inner=levels.between))
 
-    def gather_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def gather_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         return self.inner.gather_hops(cut, dtype)
 
-    def reduce_hops(self, cut: Cut, dtype: Any) -> tuple[Hop, ...]:
+    def reduce_hops(self, cut: Cut, dtype: DType) -> tuple[Hop, ...]:
         """See `Comm`."""
         over_groups = Hop("all-reduce", (self.axis,), self.num_replicas, math.prod(cut.shard_shape), dtype)
         return (*self.inner.reduce_hops(cut, dtype), *([over_groups] if self.num_replicas > 1 else []))

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jzero._types import AxisNames, DType
 from jzero.layout.blocks import Blocks, pack, packed_size, unpack
 from jzero.layout.parts import apply_to_parts
 
@@ -40,7 +41,7 @@ class Cut:
     shape: tuple[int, ...]
     num_shards: int
     flat: bool = False
-    other_axes: tuple[Any, ...] = ()
+    other_axes: tuple[AxisNames, ...] = ()
     parts: int = 1
     num_stacked: int = 0
     blocks: Blocks | None = None
@@ -81,7 +82,7 @@ class Cut:
         number = self.num_shards * self.parts * self.unit
         return -(-self.natural_size // number) * number
 
-    def in_blocks(self, kind: str, dtype: Any, sizes: Mapping[str, int]) -> Cut:
+    def in_blocks(self, kind: str, dtype: DType, sizes: Mapping[str, int]) -> Cut:
         """Returns the cut of the same leaf packed into bytes; `sizes` has the size of each mesh axis."""
         assert not self.flat
         parts = math.prod(int(sizes[name]) for name in jax.tree.leaves(self.other_axes[self.num_stacked :]))
@@ -98,7 +99,7 @@ class Cut:
         """Returns the cut of the same leaf as numbers, if it is packed."""
         return self if self.blocks is None else dataclasses.replace(self, dim=self.packed_dim, flat=False, blocks=None)
 
-    def dtype_sent(self, dtype: Any) -> Any:
+    def dtype_sent(self, dtype: DType) -> DType:
         """Returns the dtype in which shards of values of a dtype travel."""
         return dtype if self.blocks is None else jnp.dtype(jnp.int8)
 
@@ -263,7 +264,7 @@ class Cut:
         stop = min(stop, self.natural_size)
         return (*index[: self.dim], slice(start, stop), *index[self.dim + 1 :]) if start < stop else None
 
-    def part(self, read: Callable[[Index], np.ndarray], dtype: Any, index: Index) -> np.ndarray:
+    def part(self, read: Callable[[Index], np.ndarray], dtype: DType, index: Index) -> np.ndarray:
         """Returns a part of the stored array on the host, made of what `read` returns for that without padding."""
         part = np.zeros([len(range(*s.indices(n))) for s, n in zip(index, self.stored_shape, strict=True)], dtype)
         inside = self.inside(index)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero._types import DType
 from jzero.jaxpr.sizes import array_bytes
 from jzero.layout.casts import apply_edits, round_to
 from jzero.layout.cut import Cut
@@ -23,8 +24,6 @@ from jzero.layout.misfits import describe_misfit
 from jzero.layout.on_disk import OnDisk
 from jzero.layout.padded import box, is_padded
 from jzero.layout.placement import Look, Memory, gather_arrays, memory_of, on_device, place_array, to_memory
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +52,14 @@ class StateLeaf:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     mesh: AnyMesh
     axes: tuple[str, ...]
     base: PartitionSpec = PartitionSpec()
     cut: Cut | None = None
     reason: str = ""
     owner: int | None = None
-    update_dtype: Any = None
+    update_dtype: DType | None = None
     is_param: bool = False
     compute_dtype: Any = None
     memory: Memory = "device"
@@ -76,7 +75,7 @@ class StateLeaf:
         return self.shape if self.cut is None else self.cut.stored_shape
 
     @property
-    def stored_dtype(self) -> Any:
+    def stored_dtype(self) -> DType:
         """Dtype of that array."""
         return self.dtype if self.cut is None else self.cut.dtype_sent(self.dtype)
 
@@ -257,8 +256,8 @@ class LeafPlan:
     param: StateLeaf
     grad: StateLeaf
     scan_dim: int | None
-    compute_dtype: Any
-    update_dtype: Any
+    compute_dtype: DType
+    update_dtype: DType
     master: StateLeaf | None = None
     trained: bool = True
 
@@ -298,7 +297,7 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> l
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _converted(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: Any, sharding: NamedSharding) -> jax.Array:
+def _converted(x: jax.Array, cut: Cut | None, new: Cut | None, dtype: DType, sharding: NamedSharding) -> jax.Array:
     x = round_to(x, dtype)
     if cut != new:
         x = x if cut is None else cut.to_natural(x)

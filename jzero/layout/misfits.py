@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jzero._types import DType
 from jzero.layout.casts import round_without_derivative
 
 
-def describe_misfit(x: Any, dtype: Any) -> str:
+def describe_misfit(x: Any, dtype: DType) -> str:
     """Describes the numbers of an array that a dtype cannot hold; returns an empty string if all fit.
 
     Integers must be in its range, numbers that become integers must be integers, and finite numbers must stay finite.
@@ -42,11 +43,11 @@ def describe_misfit(x: Any, dtype: Any) -> str:
 KINDS = (np.integer, np.floating, np.complexfloating)
 
 
-def _is(dtype: Any, kind: Any) -> bool:
+def _is(dtype: DType, kind: Any) -> bool:
     return bool(jnp.issubdtype(dtype, kind))
 
 
-def _not_in_range(x: Any, dtype: Any) -> str:
+def _not_in_range(x: Any, dtype: DType) -> str:
     what = "numbers"
     if _is(x.dtype, np.floating):
         what = "whole numbers"
@@ -59,14 +60,14 @@ def _not_in_range(x: Any, dtype: Any) -> str:
     return f"{x.dtype} {what} from {low} to {high}, and {dtype} holds those from {info.min} to {info.max}"
 
 
-def _not_finite(x: Any, dtype: Any) -> str:
+def _not_finite(x: Any, dtype: DType) -> str:
     if _largest(x.dtype) <= _largest(dtype):
         return ""
     largest = float(_largest_lost(x, dtype))
     return f"{x.dtype} numbers such as {largest:g}, which {dtype} does not hold" if largest > 0 else ""
 
 
-def _largest(dtype: Any) -> float:
+def _largest(dtype: DType) -> float:
     return float(jnp.iinfo(dtype).max if _is(dtype, np.integer) else jnp.finfo(dtype).max)
 
 
@@ -82,7 +83,7 @@ def _bounds(x: Any) -> tuple[Any, Any]:
     return _bounds_on_device(x) if isinstance(x, jax.Array) else (x.min(), x.max())
 
 
-def _largest_lost(x: Any, dtype: Any) -> Any:
+def _largest_lost(x: Any, dtype: DType) -> Any:
     """Returns the largest number that a cast would make infinite; 0 if there is none."""
     if isinstance(x, jax.Array):
         return _largest_lost_on_device(x, dtype)
@@ -103,7 +104,7 @@ def _bounds_on_device(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _largest_lost_on_device(x: jax.Array, dtype: Any) -> jax.Array:
+def _largest_lost_on_device(x: jax.Array, dtype: DType) -> jax.Array:
     x = x.astype(jnp.float32) if _is(x.dtype, np.integer) else x
     lost = jnp.isfinite(x) & ~jnp.isfinite(round_without_derivative(x, dtype))
     return jnp.max(jnp.where(lost, jnp.abs(x).astype(jnp.float32), 0))

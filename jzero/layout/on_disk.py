@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 
 from jzero import _flax
+from jzero._types import DType
 
 
 class DiskFiles(Protocol):
@@ -38,7 +39,7 @@ class OnDisk:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: DType
     files: DiskFiles | None = None
 
     @property

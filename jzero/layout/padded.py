@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from jzero import _compat, _flax
+from jzero._types import DType
 from jzero.layout.cut import Cut
 from jzero.layout.on_disk import OnDisk
 
@@ -158,7 +159,7 @@ class Padded(metaclass=_SaysWhatToDo):
         return len(self.shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DType:
         """Its dtype."""
         return self.stored.dtype if self.cut.blocks is None else self.cut.blocks.dtype
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jzero._types import DType
 from jzero.layout.casts import apply_edits
 from jzero.layout.cut import Cut
 from jzero.layout.mesh import HOST_MEMORY
@@ -42,7 +43,7 @@ def on_device(x: jax.Array | OnDisk) -> jax.Array:
         return x
     if isinstance(x, jax.core.Tracer):
         return jax.device_put(x, jax.memory.Space.Device)
-    device: Any = next(iter(x.sharding.addressable_devices))
+    device: jax.Device = next(iter(x.sharding.addressable_devices))
     return jax.device_put(x, x.sharding.with_memory_kind(device.default_memory().kind))
 
 
@@ -56,7 +57,7 @@ def device_sharding(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def make_strongly_typed(x: Any, dtype: Any) -> jax.Array:
+def make_strongly_typed(x: Any, dtype: DType) -> jax.Array:
     """Returns a number or array as an array of exactly `dtype`, so that the next step sees the same type again."""
     is_plain = isinstance(x, jax.Array) and x.dtype == dtype and not getattr(x, "weak_type", False)
     return x if is_plain else lax.convert_element_type(x, dtype)
@@ -69,7 +70,7 @@ def overwrite(x: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def place_array(
-    x: Any, dtype: Any, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
+    x: Any, dtype: DType, sharding: NamedSharding, cut: Cut | None = None, *, look: Look | None = None
 ) -> jax.Array:
     """Returns an array or a number placed by a sharding: committed, strongly typed, no buffer shared.
 

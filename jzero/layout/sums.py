@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jzero._types import DType
 from jzero.config.precision import cast_dtype, is_float8
 
 
@@ -24,7 +25,7 @@ class Sums:
     """
 
     axes: tuple[str, ...]
-    dtype: Any = None
+    dtype: DType | None = None
     predivide: int = 1
     widens_bf16: bool = False
 
@@ -32,7 +33,7 @@ class Sums:
         dtype = "" if self.dtype is None else jnp.dtype(self.dtype).name
         return dtype + ("" if self.predivide == 1 else f"/{self.predivide}") or "own"
 
-    def dtype_of(self, dtype: Any) -> Any:
+    def dtype_of(self, dtype: DType) -> DType:
         """Returns the dtype in which gradients of a dtype are summed."""
         dtype = cast_dtype(dtype, self.dtype)
         return jnp.float32 if self._widens(dtype) else dtype
@@ -46,7 +47,7 @@ class Sums:
         """Returns `x` in a dtype that the backend can sum over devices; 8 bits have no room for a sum."""
         return x.astype(jnp.float32) if self._widens(x.dtype) else x
 
-    def _widens(self, dtype: Any) -> bool:
+    def _widens(self, dtype: DType) -> bool:
         return (self.widens_bf16 and dtype == jnp.bfloat16) or is_float8(dtype)
 
 

@@ -34,6 +34,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jzero._types import KeyPath
 from jzero.config.zero import LeafRule
 from jzero.layout.cut import Cut
 
@@ -98,7 +99,7 @@ def _beside_stack(cut: Cut, scan_dim: int | None) -> Cut:
 
 
 def find_scan_dims(
-    paths: Sequence[tuple[Any, ...]], shapes: Sequence[tuple[int, ...]], rules: Sequence[LeafRule]
+    paths: Sequence[KeyPath], shapes: Sequence[tuple[int, ...]], rules: Sequence[LeafRule]
 ) -> list[int | None]:
     """Returns for each leaf the dimension that a scan runs over, see [Note: Scanned stacks].
 
@@ -114,7 +115,7 @@ def find_scan_dims(
     stacks = {prefix for prefix, members in groups.items() if _is_stack(members)}
     copies = collections.Counter(zip(map(_unnumbered, paths), shapes, strict=True))
 
-    def scan_dim(path: tuple[Any, ...], shape: tuple[int, ...], rule: LeafRule) -> int | None:
+    def scan_dim(path: KeyPath, shape: tuple[int, ...], rule: LeafRule) -> int | None:
         if rule.scan_dim is not None:
             return None if rule.scan_dim == -1 else rule.scan_dim
         in_stack = any(path[:depth] in stacks for depth in range(len(path)))
@@ -124,7 +125,7 @@ def find_scan_dims(
     return [scan_dim(*leaf) for leaf in zip(paths, shapes, rules, strict=True)]
 
 
-def _unnumbered(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _unnumbered(path: KeyPath) -> tuple[str, ...]:
     """Returns a path without the numbers in the names of its nodes; the last name keeps its own."""
     return (*(re.sub(r"\d+", "#", str(name)) for name in path[:-1]), *map(str, path[-1:]))
 

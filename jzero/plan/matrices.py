@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from jzero import _compat
+from jzero._types import DType
 from jzero.jaxpr.batches import NotSlicedError, slice_program
 from jzero.jaxpr.flat import flattened
 from jzero.jaxpr.products import cost_of, factorizes, mixes
@@ -50,7 +52,7 @@ class Port:
     dims: tuple[int, ...]
     cut: Cut
     unit: Cut | None
-    dtype: Any
+    dtype: DType
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ class Work:
     """
 
     region: Region
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     sizes: tuple[int, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -102,7 +104,7 @@ class Matrices(NamedTuple):
     notes: list[WholeMatrix]
 
 
-def find_matrices(plan: ZeroPlan, jaxpr: Any, owners: Sequence[int | None]) -> Matrices:
+def find_matrices(plan: ZeroPlan, jaxpr: Jaxpr, owners: Sequence[int | None]) -> Matrices:
     """Finds the matrix work of a flat, open jaxpr.
 
     Args:
@@ -120,7 +122,7 @@ def find_matrices(plan: ZeroPlan, jaxpr: Any, owners: Sequence[int | None]) -> M
     regions, refused = find_regions(jaxpr, known, lambda v, owner: _compat.type_of(v).shape in layouts[owner])
     notes: dict[WholeMatrix, None] = {}
     for i, (of, why) in refused.items():
-        shape = max((tuple(v.aval.shape) for v in jaxpr.eqns[i].invars), key=math.prod)
+        shape = max((tuple(_compat.type_of(v).shape) for v in jaxpr.eqns[i].invars), key=math.prod)
         notes[WholeMatrix(tuple(plan.leaves[k].path for k in sorted(of)), shape, why)] = None
     works, number = [], Structures()
     for region in regions:

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from jzero import _compat
 from jzero._text import path_str
+from jzero._types import KeyPath, PyTree
 from jzero.config.precision import cast_dtype, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.flat import flattened
@@ -26,8 +28,6 @@ from jzero.jaxpr.regions import flow_of
 from jzero.layout.leaves import LeafPlan, StateLeaf
 from jzero.layout.mesh import AnyMesh, axis_size
 from jzero.plan.choice import choose_cut, choose_even_cut
-
-PyTree = Any
 
 
 class _Owned:
@@ -61,9 +61,7 @@ def plan_opt_leaf(
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 
-def check_opt_state(
-    made: Sequence[tuple[tuple[Any, ...], Any]], paths: Sequence[tuple[Any, ...]], values: Sequence[Any]
-) -> None:
+def check_opt_state(made: Sequence[tuple[KeyPath, Any]], paths: Sequence[KeyPath], values: Sequence[Any]) -> None:
     """Raises unless `opt_state` has the structure and shapes of `tx.init(params)`; lists every leaf that differs."""
     want = {path_str(path): tuple(x.shape) for path, x in made}
     have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
@@ -84,7 +82,7 @@ def check_opt_state(
 
 
 def find_owners(
-    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]
+    tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]
 ) -> list[int | None]:
     """Returns for each optimizer leaf the index of its parameter, found by structure."""
     indices = jax.tree.structure(params).unflatten(range(jax.tree.structure(params).num_leaves))
@@ -108,7 +106,7 @@ def find_owners(
     return owners if len(owners) == len(paths) else _owners_by_path(params, opt_state, paths)
 
 
-def owners_by_flow(jaxpr: Any, owners: Sequence[int | None], num_params: int) -> list[int | None]:
+def owners_by_flow(jaxpr: ClosedJaxpr | None, owners: Sequence[int | None], num_params: int) -> list[int | None]:
     """Returns the parameters of optimizer leaves, completed by the one whose gradient and state alone move a leaf.
 
     Args:
@@ -140,7 +138,7 @@ def _is_array(v: Any) -> bool:
     return math.prod(v.aval.shape) > 1 and not is_key(v.aval.dtype)
 
 
-def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any, ...]]) -> list[int | None]:
+def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[KeyPath]) -> list[int | None]:
     """Finds owners by subtrees with the structure of `params`, else by the parameter path that ends a leaf's path."""
     treedef = jax.tree.structure(params)
     index = {path: i for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(params))}
@@ -148,7 +146,7 @@ def _owners_by_path(params: PyTree, opt_state: PyTree, paths: Sequence[tuple[Any
     def is_copy(node: Any) -> bool:
         return jax.tree.structure(node) == treedef
 
-    def by_tail(path: tuple[Any, ...]) -> int | None:
+    def by_tail(path: KeyPath) -> int | None:
         tails = (path[start:] for start in range(1, len(path)))
         return next((index[tail] for tail in tails if tail in index), None)
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jzero import _flax
+from jzero._types import PyTree
 from jzero.config.precision import MAX_LOSS_SCALE, DynamicLossScale
-
-PyTree = Any
 
 
 @_flax.register_fields
@@ -82,7 +82,7 @@ class ZeroOptState:
     disk: DiskState | None = None
 
 
-def host_array(value: Any, dtype: Any) -> Any:
+def host_array(value: Any, dtype: DTypeLike) -> Any:
     """Returns a leaf of the state on the host, before it is placed."""
     return np.array(value, dtype)
 

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from jzero._text import key_names, path_str
+from jzero._types import DType, KeyPath, PyTree
 from jzero.config.precision import cast_dtype, is_key, wide_dtype
 from jzero.config.zero import LeafRule, ZeroConfig
 from jzero.jaxpr.sizes import itemsize
@@ -21,11 +23,10 @@ from jzero.layout.placement import Memory
 from jzero.plan.choice import choose_cut, find_scan_dims
 from jzero.plan.ways import why_not_stored
 
-PyTree = Any
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
-def describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
+def describe(path: KeyPath, x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateLeaf:
     """Describes an input leaf: natural shape, dtype, and its spec over other mesh axes."""
     shape = tuple(getattr(x, "shape", ()))
     sharding = getattr(x, "sharding", None)
@@ -42,7 +43,7 @@ def describe(path: tuple[Any, ...], x: Any, config: ZeroConfig, mesh: AnyMesh) -
     return StateLeaf(path_str(path), shape, dtype_of(x), mesh, shard_axes(config), base)
 
 
-def dtype_of(x: Any) -> Any:
+def dtype_of(x: Any) -> DType:
     """Returns the dtype that an array or a number has on the device, where NumPy's float64 becomes float32."""
     dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
     return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
@@ -159,7 +160,7 @@ def _find_persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], con
 
 
 def plan_other_field(
-    name: str, value: PyTree, params_treedef: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+    name: str, value: PyTree, params_treedef: PyTreeDef, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> list[StateLeaf]:
     """Lays out copies of the parameters (such as moving averages) like them; keeps everything else whole."""
     shapes = [p.param.shape for p in plans]
@@ -201,6 +202,6 @@ def plan_frozen_field(name: str, value: PyTree, config: ZeroConfig, mesh: AnyMes
     ]
 
 
-def unzip(pairs: Sequence[tuple[tuple[Any, ...], Any]]) -> tuple[list[tuple[Any, ...]], list[Any]]:
+def unzip(pairs: Sequence[tuple[KeyPath, Any]]) -> tuple[list[KeyPath], list[Any]]:
     """Returns paths and leaves apart."""
     return [path for path, _ in pairs], [x for _, x in pairs]

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from jzero._text import Report
+from jzero._types import DType, PyTree
 from jzero.config.precision import is_key
 from jzero.config.zero import ZeroConfig
 from jzero.jaxpr.sizes import itemsize
@@ -25,7 +27,6 @@ from jzero.plan.state_bytes import BytesPerDevice, device_bytes, host_bytes, rec
 from jzero.plan.table import format_plan, plan_as_dict
 from jzero.plan.traffic import LevelBytes, Traffic, UnquantizedLeaf
 
-PyTree = Any
 Term = Literal["params", "grads", "opt_state", "other"]
 
 
@@ -69,9 +70,9 @@ class ZeroPlan(Report):
     leaves: tuple[LeafPlan, ...]
     opt_leaves: tuple[StateLeaf, ...]
     other_leaves: tuple[StateLeaf, ...]
-    params_treedef: Any
-    opt_treedef: Any
-    inner_treedef: Any
+    params_treedef: PyTreeDef
+    opt_treedef: PyTreeDef
+    inner_treedef: PyTreeDef
     closed_over: tuple[StateLeaf, ...] = ()
     kept: Kept | None = None
     matrices: MatrixWork = NO_MATRICES
@@ -195,7 +196,7 @@ class ZeroPlan(Report):
         """The sharding of arrays that every device holds whole."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def whole_leaf(self, path: str, shape: tuple[int, ...], dtype: Any, reason: str = "") -> StateLeaf:
+    def whole_leaf(self, path: str, shape: tuple[int, ...], dtype: DType, reason: str = "") -> StateLeaf:
         """Returns the layout of an array that every device holds whole."""
         return StateLeaf(path, shape, dtype, self.mesh, self.comm.shard_axes, reason=reason)
 

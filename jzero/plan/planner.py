@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr
 
 from jzero._text import path_str
+from jzero._types import PyTree
 from jzero.config.precision import DynamicLossScale, is_key
 from jzero.config.zero import ZeroConfig
 from jzero.layout.leaves import LeafPlan, StateLeaf
@@ -37,7 +39,6 @@ from jzero.plan.plan import ZeroPlan
 from jzero.plan.state_fields import check_arrays, frozen_fields, other_fields
 from jzero.plan.trainable import find_frozen, trace_update
 
-PyTree = Any
 OVERWRITTEN = "_overwrite_with_gradient"  # as `flax.linen.fp8_ops` names it
 
 
@@ -99,7 +100,7 @@ class _Update(NamedTuple):
 
     tx: Any
     made: PyTree
-    jaxpr: Any
+    jaxpr: ClosedJaxpr | None
 
 
 def _as_seen(params: PyTree, leaves: Sequence[LeafPlan]) -> PyTree:

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from jzero._text import path_str
-
-PyTree = Any
+from jzero._types import PyTree
 
 NEEDED = ("params", "opt_state", "tx", "replace", "apply_gradients")
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jzero._types import DType
 from jzero.layout.mesh import batch_axes
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def plan_summary(plan: ZeroPlan) -> dict[str, Any]:
     }
 
 
-def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: Any, trained: bool) -> dict[str, Any]:
+def _as_dict(leaf: StateLeaf, plan: ZeroPlan, compute_dtype: DType, trained: bool) -> dict[str, Any]:
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),

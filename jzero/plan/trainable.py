@@ -22,17 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.tree_util import PyTreeDef
 
 from jzero import _compat
 from jzero._text import path_str
+from jzero._types import DType, PyTree
 from jzero.config.precision import is_key
 from jzero.jaxpr.interpret import propagate
 from jzero.jaxpr.liveness import find_needed
 from jzero.jaxpr.primitives import CALLS, Trait, called_jaxpr, primitives_with
 from jzero.layout.padded import is_padded
-
-PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:
         return _traced(tx.update, treedef, shapes)
 
 
-def _traced(update: Any, treedef: Any, shapes: Sequence[Any]) -> Any:
+def _traced(update: Any, treedef: PyTreeDef, shapes: Sequence[Any]) -> Any:
     leaves = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in shapes]
     params, opt_state = treedef.unflatten(leaves)
     try:
@@ -167,12 +167,12 @@ def _traced(update: Any, treedef: Any, shapes: Sequence[Any]) -> Any:
 
 # `fit` makes a plan of one optimizer for each candidate. Not more than one: a closure may hold arrays.
 @functools.lru_cache(maxsize=1)
-def _traced_once(update: Any, treedef: Any, shapes: Sequence[Any], default_dtype: Any) -> Any:
+def _traced_once(update: Any, treedef: PyTreeDef, shapes: Sequence[Any], default_dtype: DType) -> Any:
     del default_dtype  # a part of the key
     return _traced(update, treedef, shapes)
 
 
-def find_frozen(tx: Any, jaxpr: Any, has_state: Sequence[bool]) -> list[bool]:
+def find_frozen(tx: Any, jaxpr: ClosedJaxpr | None, has_state: Sequence[bool]) -> list[bool]:
     """Returns for each parameter leaf whether it is frozen, see [Note: Frozen parameters].
 
     Args:

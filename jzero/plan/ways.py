@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jzero._types import DType
 from jzero.config.zero import LeafRule
 from jzero.jaxpr.sizes import itemsize
 from jzero.layout.blocks import LEAST
@@ -30,7 +31,7 @@ class Way(NamedTuple):
     is_secondary: bool = False
     stays: bool = False
 
-    def hops(self, dtype: Any) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
+    def hops(self, dtype: DType) -> tuple[tuple[Hop, ...], tuple[Hop, ...]]:
         """Returns the collectives once per step, and those of each use in a dtype; none if it stays whole."""
         cut, mesh = self.leaf.cut_for_collectives, self.leaf.mesh
         if cut is None:
