@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jzero import _compat
-from jzero.engine.lazy import Deferred, Lazy, Leaf, Operand, Operation, is_lazy
+from jzero.engine.lazy import Deferred, Leaf, Operand, Operation, ShardedParam, is_lazy
 from jzero.jaxpr.identity import IdDict
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Static(Generic[T]):
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Lazy values that the turns of a loop returned, one for each turn, such as cast weights.
+    """ShardedParam values that the turns of a loop returned, one for each turn, such as cast weights.
 
     Attributes:
       stacks: Leaves that differ from turn to turn: stacks of parameters and arrays, with a leading dimension.
@@ -122,10 +122,10 @@ class Rows:
         return Bundle(leaves, (self.template,)).values()[0]
 
 
-Value: TypeAlias = "jax.Array | Lazy | Deferred | Rows"
+Value: TypeAlias = "jax.Array | ShardedParam | Deferred | Rows"
 """A value of the walk."""
 
 
-def is_unevaluated(x: object) -> TypeIs[Lazy | Deferred | Rows]:
+def is_unevaluated(x: object) -> TypeIs[ShardedParam | Deferred | Rows]:
     """Whether `x` is a lazy value, or rows of them."""
     return is_lazy(x) or isinstance(x, Rows)

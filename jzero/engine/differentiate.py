@@ -48,22 +48,22 @@ class Joint:
     Attributes:
       jaxpr: Its inputs are the leaves of `(params, carried, batch, key, divisor, loss_scale)`.
       out: The structure of its outputs, `(((sum, weight), divisor, aux), gradients by index)`.
-      moving: Indices of the parameters that have gradients.
+      differentiable: Indices of the parameters that have gradients.
     """
 
     jaxpr: ClosedJaxpr
     out: jax.tree_util.PyTreeDef
-    moving: tuple[int, ...]
+    differentiable: tuple[int, ...]
 
     @property
     def num_values(self) -> int:
         """The number of outputs before the gradients."""
-        return int(self.out.num_leaves) - len(self.moving)
+        return int(self.out.num_leaves) - len(self.differentiable)
 
 
 def differentiate(
     traced: TracedLoss,
-    moving: Sequence[int],
+    differentiable: Sequence[int],
     *,
     sums: Sums,
     steps: int,
@@ -74,7 +74,7 @@ def differentiate(
 
     Args:
       traced: The loss.
-      moving: Indices of the parameters that have gradients; if there are none, the loss is not differentiated.
+      differentiable: Indices of the parameters that have gradients; if there are none, the loss is not differentiated.
       sums: How values are summed over devices.
       steps: The number of micro-batches.
       loss_scale: The loss scale, as a list of one or no element.
@@ -96,7 +96,7 @@ def differentiate(
     """
     weights: list[bool] = []  # filled while jax differentiates: whether the weight had a tangent
     objective = _Objective(traced, sums, steps)
-    program = functools.partial(_program, traced, tuple(moving), loss_scale, axis_env)
+    program = functools.partial(_program, traced, tuple(differentiable), loss_scale, axis_env)
     joint = program(functools.partial(objective, note=weights.append))
     if not any(weights):
         return joint
@@ -111,16 +111,16 @@ def differentiate(
 
 def _program(
     traced: TracedLoss,
-    moving: tuple[int, ...],
+    differentiable: tuple[int, ...],
     loss_scale: Sequence[jax.Array],
     axis_env: AxisEnv,
     objective: Callable[..., PyTree],
 ) -> Joint:
-    """Traces an objective, and its gradients with respect to the `moving` parameters."""
+    """Traces an objective, and its gradients with respect to the `differentiable` parameters."""
 
     def values_and_grads(params: list[jax.Array], *rest: PyTree) -> PyTree:
-        some = {i: params[i] for i in moving}  # each [D, F], whole
-        if not moving:
+        some = {i: params[i] for i in differentiable}  # each [D, F], whole
+        if not differentiable:
             return objective({}, params, *rest)[1], some  # `some` is empty: no gradients
         (_, values), grads = jax.value_and_grad(objective, has_aux=True)(some, params, *rest)  # grads: [D, F] each
         return values, grads
@@ -133,7 +133,7 @@ def _program(
     jaxpr, out = jax.make_jaxpr(values_and_grads, axis_env=axis_env, return_shape=True)(*groups, divisor, scale)
     for value, line in _compat.escaped_values(jaxpr):
         raise _captures(traced.jaxpr, value, line)
-    return Joint(jaxpr, jax.tree.structure(out), moving)
+    return Joint(jaxpr, jax.tree.structure(out), differentiable)
 
 
 def _captures(loss: AnyJaxpr, value: jax.Array, line: str) -> ValueError:
@@ -174,19 +174,19 @@ class _Objective:
     steps: int
 
     def __call__(
-        self, moving: dict[int, jax.Array], params: list[jax.Array], *beside: PyTree, note: Note | None = None
+        self, differentiable: dict[int, jax.Array], params: list[jax.Array], *beside: PyTree, note: Note | None = None
     ) -> tuple[jax.Array, PyTree]:
         """Returns `(objective, ((sum, weight), divisor, aux))`.
 
         Args:
-          moving: The parameters to differentiate with respect to, by index.
+          differentiable: The parameters to differentiate with respect to, by index.
           params: All parameters.
           *beside: Carried state, batch and key, each a list; the divisor, 0 if not yet known; the loss scale.
           note: If given, it is called with whether the weight depends on parameters, and the weight counts as fixed.
         """
         carried, batch, key, divisor, loss_scale = beside
         traced, sums = self.traced, self.sums
-        inputs = [*(moving.get(i, x) for i, x in enumerate(params)), *carried, *batch, *key]
+        inputs = [*(differentiable.get(i, x) for i, x in enumerate(params)), *carried, *batch, *key]
         outputs = evaluate(traced.jaxpr, inputs, _compat.bind)
         outputs = [x if hasattr(x, "astype") else jnp.asarray(x, x.dtype) for x in outputs]  # literals
         loss, aux = jax.tree.unflatten(jax.tree.structure(traced.out_shape), outputs)
@@ -194,7 +194,7 @@ class _Objective:
         weight = (loss.weight if isinstance(loss, Weighted) else jnp.ones(())).astype(total.dtype)
         fixed = lax.stop_gradient(weight if note is None else _note_derivative(weight, note))
         # The weight depends on parameters: its derivative takes the loss of the whole batch.
-        if note is None and moving:
+        if note is None and differentiable:
             objective = total - _global_loss(total, fixed, sums) * weight
         if not loss_scale:
             return objective, ((total, fixed), divisor, aux)

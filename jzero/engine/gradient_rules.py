@@ -43,103 +43,105 @@ class Passed(NamedTuple):
     apply: Callable[[list[jax.Array]], jax.Array] | None
 
 
-def _same(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
-    return Passed({0: leaving}, lambda xs: xs[0]) if makers.is_free(eqn.invars[0]) else None  # [D/N, F], as it is
+def _same(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+    return Passed({0: reduction}, lambda xs: xs[0]) if makers.is_free(eqn.invars[0]) else None  # [D/N, F], as it is
 
 
-def _cast(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _cast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """A widening cast: the gradient is reduced before it, in the narrower dtype."""
     old, new = _compat.type_of(eqn.invars[0]).dtype, jnp.dtype(eqn.params["new_dtype"])
     are_floating = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
     # After a narrowing cast less travels, so the gradient is reduced there and not followed further back.
-    return _same(makers, eqn, leaving) if are_floating and widens(old, new) else None
+    return _same(makers, eqn, reduction) if are_floating and widens(old, new) else None
 
 
-def _constraint(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _constraint(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     sharding = eqn.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return None
     # ZeRO's axes are manual here.
-    axes = {n: 1 if n in leaving.comm.batch_axes else size for n, size in sharding.mesh.shape.items()}
-    cut = leaving.cut.with_other_axes(sharding.spec, axes)
-    return _same(makers, eqn, dataclasses.replace(leaving, cut=cut) if cut.other_axes else leaving)
+    axes = {n: 1 if n in reduction.comm.batch_axes else size for n, size in sharding.mesh.shape.items()}
+    cut = reduction.cut.with_other_axes(sharding.spec, axes)
+    return _same(makers, eqn, dataclasses.replace(reduction, cut=cut) if cut.other_axes else reduction)
 
 
-def _transpose(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _transpose(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     (x,), order = eqn.invars, tuple(eqn.params["permutation"])
     maker = makers.find(x)
     # A transpose right after a product belongs to it: reducing before it would change the layout of a loop's stacks.
     is_apart = maker is not None and maker.primitive.name in {"scan"} | CALLS | REMAT
     # A flat cut runs over several dimensions, which a transpose would interleave.
-    if not makers.is_free(x) or leaving.cut.flat or not is_apart:
+    if not makers.is_free(x) or reduction.cut.flat or not is_apart:
         return None
     inverse = [order.index(d) for d in range(len(order))]  # where each dimension of `x` is in the result
-    return Passed({0: leaving.for_shape(_compat.type_of(x).shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
+    return Passed({0: reduction.for_shape(_compat.type_of(x).shape, inverse)}, lambda xs: lax.transpose(xs[0], order))
 
 
-def _broadcast(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _broadcast(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """A gradient of zeros, or one that gets new dimensions of size one."""
     x, shape = eqn.invars[0], _compat.type_of(eqn.outvars[0]).shape
     if makers.is_zero(x):
-        return Passed({}, lambda xs: leaving.zeros())  # [D/N, F]: the zeros never exist whole
+        return Passed({}, lambda xs: reduction.zeros())  # [D/N, F]: the zeros never exist whole
     dims = tuple(eqn.params["broadcast_dimensions"])
     added = [d for d in range(len(shape)) if d not in dims]
     is_relabelled = math.prod(_compat.type_of(x).shape) == math.prod(shape)  # no element is repeated
-    if not makers.is_free(x) or not is_relabelled or any(map(leaving.cut.cuts, added)):
+    if not makers.is_free(x) or not is_relabelled or any(map(reduction.cut.cuts, added)):
         return None
-    return Passed({0: leaving.for_shape(_compat.type_of(x).shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
+    return Passed({0: reduction.for_shape(_compat.type_of(x).shape, dims)}, lambda xs: lax.expand_dims(xs[0], added))
 
 
-def _pad(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _pad(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     (x, value), widths = eqn.invars, [tuple(map(int, w)) for w in eqn.params["padding_config"]]
     grows = all(low >= 0 and high >= 0 for low, high, _ in widths)  # a negative width drops elements
-    pads_cut = any(any(w) and leaving.cut.cuts(d) for d, w in enumerate(widths))
+    pads_cut = any(any(w) and reduction.cut.cuts(d) for d, w in enumerate(widths))
     if not makers.is_free(x) or not makers.is_zero(value) or not grows or pads_cut:
         return None
-    own = leaving.cut.for_shard(widths, (0, 0, 0))
+    own = reduction.cut.for_shard(widths, (0, 0, 0))
     return Passed(
-        {0: leaving.for_shape(_compat.type_of(x).shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own)
+        {0: reduction.for_shape(_compat.type_of(x).shape)}, lambda xs: lax.pad(xs[0], jnp.zeros((), xs[0].dtype), own)
     )
 
 
-def _update(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
-    whole, x, *_ = eqn.invars  # for `w[i]`: [L, D, F], [1, D, F], then the indices
-    sizes = zip(_compat.type_of(x).shape, _compat.type_of(whole).shape, strict=True)
-    is_partial = any(a != b and leaving.cut.cuts(d) for d, (a, b) in enumerate(sizes))  # a part of the cut dimension
-    if not makers.is_free(x) or not makers.is_zero(whole) or is_partial:
+def _update(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
+    zeros, x, *_ = eqn.invars  # for `w[i]`: [L, D, F], [1, D, F], then the indices
+    sizes = zip(_compat.type_of(x).shape, _compat.type_of(zeros).shape, strict=True)
+    is_partial = any(a != b and reduction.cut.cuts(d) for d, (a, b) in enumerate(sizes))  # a part of the cut dimension
+    if not makers.is_free(x) or not makers.is_zero(zeros) or is_partial:
         return None
 
     def apply(inputs: list[jax.Array]) -> jax.Array:
         _, shard, *index = inputs  # [1, D/N, F], then the indices
         # [L, D/N, F]. Nothing reads the whole zeros, inputs[0], any more.
-        return lax.dynamic_update_slice(leaving.zeros(), shard, leaving.cut.for_shard(index, jnp.zeros_like(index[0])))
+        return lax.dynamic_update_slice(
+            reduction.zeros(), shard, reduction.cut.for_shard(index, jnp.zeros_like(index[0]))
+        )
 
-    return Passed({1: leaving.for_shape(_compat.type_of(x).shape)}, apply)
+    return Passed({1: reduction.for_shape(_compat.type_of(x).shape)}, apply)
 
 
-def _add(makers: Makers, eqn: JaxprEqn, leaving: Reduction) -> Passed | None:
+def _add(makers: Makers, eqn: JaxprEqn, reduction: Reduction) -> Passed | None:
     """See [Note: Several uses]."""
     x, y = eqn.invars
-    given = [how for v, how in makers.given.items() if v is x or v is y]
-    if not makers.is_free(x) or not makers.is_free(y) or any(g != leaving for g in given):
+    reductions = [how for v, how in makers.reductions.items() if v is x or v is y]
+    if not makers.is_free(x) or not makers.is_free(y) or any(other != reduction for other in reductions):
         return None
-    are_parts = _is_part(makers, x, leaving) or _is_part(makers, y, leaving)
+    are_parts = _is_part(makers, x, reduction) or _is_part(makers, y, reduction)
     # Each summand is reduced by itself; then shards are added, [D/N, F].
-    if given or are_parts or (leaving.by_use and makers.is_loop_between(x, y)):
-        return Passed({0: leaving, 1: leaving}, lambda xs: lax.add(*xs))
+    if reductions or are_parts or (reduction.by_use and makers.is_loop_between(x, y)):
+        return Passed({0: reduction, 1: reduction}, lambda xs: lax.add(*xs))
     return Passed(
-        dict.fromkeys((0, 1), Unreduced(leaving.path, leaving.is_awaited)), None
+        dict.fromkeys((0, 1), Unreduced(reduction.path, reduction.is_awaited)), None
     )  # whole: their sum is reduced
 
 
-def _is_part(makers: Makers, atom: Atom, leaving: Reduction) -> bool:
+def _is_part(makers: Makers, atom: Atom, reduction: Reduction) -> bool:
     """Whether a gradient is that of a part of a parameter, padded with zeros, and can be cut into shards."""
     eqn = makers.find(atom)
     if eqn is None:
         return False
     if eqn.primitive.name == "add_any":
-        return any(_is_part(makers, v, leaving) for v in eqn.invars)
-    return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](makers, eqn, leaving) is not None
+        return any(_is_part(makers, v, reduction) for v in eqn.invars)
+    return eqn.primitive.name in PLACES and GRADIENT_RULES[eqn.primitive.name](makers, eqn, reduction) is not None
 
 
 PLACES = frozenset(["dynamic_update_slice", "pad"])

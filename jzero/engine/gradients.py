@@ -225,14 +225,14 @@ class _LocalStep:
 
     def joint(self, loss_scale: Sequence[jax.Array]) -> Joint:
         """Returns the program of one micro-batch, with its reductions and waits: the passes before the walk."""
-        moving = [i for i, param in enumerate(self.params) if self.differentiates and param.moves]
+        differentiable = [i for i, param in enumerate(self.params) if self.differentiates and param.is_differentiable]
         names = axis_env(self.plan)
         remat = self.traced.remat if self.differentiates else "as_written"  # no backward pass to recompute for
         traced = dataclasses.replace(self.traced, jaxpr=recompute(self.traced.jaxpr, remat, names))
         joint = differentiate(
-            traced, moving, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
+            traced, differentiable, sums=self.sums, steps=self.micro.steps, loss_scale=loss_scale, axis_env=names
         )
-        exits = [*[None] * joint.num_values, *(self.params[i].leaving for i in joint.moving)]
+        exits = [*[None] * joint.num_values, *(self.params[i].gradient_exit for i in joint.differentiable)]
         program = reduce_early(without_transposes(joint.jaxpr), exits)
         if self.differentiates and platform_facts(self.plan.mesh).postpones:
             program = wait_for_gradients(program)
@@ -254,8 +254,8 @@ class _LocalStep:
             for i, x in zip(sources, state, strict=True):
                 inputs[i] = self._as_input(i, x)
             params, others = inputs[: len(stored)], inputs[len(stored) :]
-            found = self._walk(joint, (params, others, batch, key, divisor, loss_scale))
-            (totals, divisor, (aux, written)), grads = found
+            results = self._walk(joint, (params, others, batch, key, divisor, loss_scale))
+            (totals, divisor, (aux, written)), grads = results
             new = [
                 merge_written(x, old, kind, sums, plan)
                 for x, old, kind in zip(written, state, self.traced.written, strict=True)
@@ -329,7 +329,7 @@ class _LocalStep:
         parts = [
             x if w else x.reshape(steps, x.shape[0] // steps, *x.shape[1:]) for x, w in zip(batch, whole, strict=True)
         ]
-        like = {j: self.params[j].like_gradient() for j in joint.moving}
+        like = {j: self.params[j].like_gradient() for j in joint.differentiable}
         kept_in = {j: cast_dtype(x.dtype, self.params[j].kept_dtype) for j, x in like.items()}
 
         def body(carry: PyTree, i: jax.Array) -> tuple[PyTree, PyTree]:

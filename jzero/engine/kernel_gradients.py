@@ -64,8 +64,8 @@ def without_transposes(jaxpr: J, cache: Cache | None = None) -> J:
                 eqns[place] = swapped
                 dropped.add(i)
     is_same = not dropped and all(a is b for a, b in zip(eqns, opened.eqns, strict=True))
-    kept = [eqn for i, eqn in enumerate(eqns) if i not in dropped]
-    return jaxpr if is_same else _compat.with_equations(jaxpr, opened.invars, opened.outvars, kept)
+    remaining = [eqn for i, eqn in enumerate(eqns) if i not in dropped]
+    return jaxpr if is_same else _compat.with_equations(jaxpr, opened.invars, opened.outvars, remaining)
 
 
 def _with_bodies(eqn: JaxprEqn, cache: Cache) -> JaxprEqn:
@@ -91,9 +91,9 @@ def _swapped(product: JaxprEqn, transpose: JaxprEqn) -> JaxprEqn | None:
     num_batch, precision = len(lhs_batch), product.params["precision"]
     num_lhs, num_rhs = (_compat.type_of(x).ndim - num_batch - len(lhs_sum) for x in (lhs, rhs))
     dims = list(range(num_batch + num_lhs + num_rhs))
-    wanted = [*dims[:num_batch], *dims[num_batch + num_lhs :], *dims[num_batch : num_batch + num_lhs]]
+    swaps_operands = [*dims[:num_batch], *dims[num_batch + num_lhs :], *dims[num_batch : num_batch + num_lhs]]
     is_plain = product.params["out_sharding"] is None and (precision is None or isinstance(precision, tuple))
-    if not is_plain or list(transpose.params["permutation"]) != wanted:
+    if not is_plain or list(transpose.params["permutation"]) != swaps_operands:
         return None
     params = {
         **product.params,

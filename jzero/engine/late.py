@@ -36,24 +36,24 @@ def without_last_hops(jaxpr: J, first: int) -> tuple[J, dict[int, Left]]:
 
     What is left is by index among these results.
     """
-    left = {}
+    last_hop = {}
     opened, _ = _compat.open_jaxpr(jaxpr)
     for i in range(first, len(opened.outvars)):
-        found = _without_last_hop(jaxpr, i)
-        if found is not None:
-            jaxpr, left[i - first] = found
-    return jaxpr, left
+        split = _without_last_hop(jaxpr, i)
+        if split is not None:
+            jaxpr, last_hop[i - first] = split
+    return jaxpr, last_hop
 
 
 def _without_last_hop(jaxpr: J, index: int) -> tuple[J, Left] | None:
     """Returns a program whose output at `index` lacks its last hop; `None` if it is not the result of a reduction."""
     opened, _ = _compat.open_jaxpr(jaxpr)
     outs, eqns = list(opened.outvars), list(opened.eqns)
-    found = None if any(outs[index] is x for i, x in enumerate(outs) if i != index) else _trim(eqns, outs[index], 0)
-    if found is None:
+    split = None if any(outs[index] is x for i, x in enumerate(outs) if i != index) else _trim(eqns, outs[index], 0)
+    if split is None:
         return None
-    outs[index], left = found
-    return _compat.with_equations(jaxpr, opened.invars, outs, eqns), left
+    outs[index], last_hop = split
+    return _compat.with_equations(jaxpr, opened.invars, outs, eqns), last_hop
 
 
 def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | None:
@@ -63,29 +63,29 @@ def _trim(eqns: list[JaxprEqn], v: Atom, readers: int) -> tuple[Var, Left] | Non
         return None
     eqn = eqns[place]
     if eqn.primitive is reduce_p:
-        made, params, left = _split(eqn)
+        result, params, last_hop = _split(eqn)
     elif eqn.primitive is named_p:
         inner = _trim(eqns, eqn.invars[0], 1)
         if inner is None:
             return None
-        source, left = inner
-        made = _compat.variable(source.aval)
-        eqns[place] = eqn.replace(invars=[source], outvars=[made])
-        return made, left
+        source, last_hop = inner
+        result = _compat.variable(source.aval)
+        eqns[place] = eqn.replace(invars=[source], outvars=[result])
+        return result, last_hop
     elif eqn.primitive.name in RUNS:
         at = next(i for i, x in enumerate(eqn.outvars) if x is v)
         found = _without_last_hop(called_jaxpr(eqn), at)
         if found is None:
             return None
-        inside, left = found
-        made = _compat.variable(_compat.open_jaxpr(inside)[0].outvars[at].aval)
+        inside, last_hop = found
+        result = _compat.variable(_compat.open_jaxpr(inside)[0].outvars[at].aval)
         params = params_of_call(eqn, inside, [x is v for x in eqn.outvars])
     else:
         return None
-    if left is None:
+    if last_hop is None:
         return None
-    eqns[place] = eqn.replace(outvars=[made if x is v else x for x in eqn.outvars], params=params)
-    return made, left
+    eqns[place] = eqn.replace(outvars=[result if x is v else x for x in eqn.outvars], params=params)
+    return result, last_hop
 
 
 def _split(eqn: JaxprEqn) -> tuple[Var, Left, Left | None]:
@@ -97,5 +97,5 @@ def _split(eqn: JaxprEqn) -> tuple[Var, Left, Left | None]:
     dtype = params["sums"].dtype_of(_compat.type_of(eqn.invars[0]).dtype)
     last = dataclasses.replace(params["sums"], dtype=None, predivide=1)
     near = {**params, "cut": levels.near(params["cut"]), "comm": levels.within, "dtype": dtype}
-    left = {**params, "cut": levels.far(params["cut"]), "comm": levels.between, "sums": last}
-    return _compat.variable(_compat.array_type(near["cut"].shard_shape, dtype)), near, left
+    last_hop = {**params, "cut": levels.far(params["cut"]), "comm": levels.between, "sums": last}
+    return _compat.variable(_compat.array_type(near["cut"].shard_shape, dtype)), near, last_hop

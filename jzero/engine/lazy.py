@@ -1,4 +1,4 @@
-"""Lazy parameters: a shard and how to gather it. They stay lazy through casts, slices and other cheap operations.
+"""Sharded parameters: a shard and how to gather it. They stay lazy through casts, slices and other cheap operations.
 
 In: a stored shard, [D/N, F] on each of N devices. Out: the whole parameter, [D, F], gathered where an equation reads
 it. The result of an equation over parameters alone stays lazy if possible: either the equation slices or casts the
@@ -60,7 +60,7 @@ ParamKey: TypeAlias = tuple[int, Cut]
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
-class Lazy:
+class ShardedParam:
     """A parameter that is gathered where it is used.
 
     Attributes:
@@ -94,7 +94,7 @@ class Lazy:
         return (self.shard, self.whole), layout
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> Lazy:
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> ShardedParam:
         """Joins what `tree_flatten` split."""
         return cls(*children, *aux)
 
@@ -108,7 +108,7 @@ class Lazy:
         """Identifies the parameter while its shard is alive."""
         return id(self.shard), self.cut  # a cast keeps the shard, a slice makes another
 
-    def drop_leading(self) -> Lazy:
+    def drop_leading(self) -> ShardedParam:
         """Returns it with the layout of one slice; a scan has already sliced the arrays."""
         return dataclasses.replace(self, cut=self.cut.drop_leading())  # natural shape [L, D, F] -> [D, F]
 
@@ -131,7 +131,7 @@ class Lazy:
         return read_p.bind(self.shard, shape=self.cut.shard_shape, dtype=self.on_disk)
 
 
-def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> Lazy:
+def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> ShardedParam:
     """Returns a stored shard, [..., P/N], as a lazy parameter of a dtype.
 
     If it travels in blocks, it is rounded here, so that all uses see the same values. If it is secondary, it is
@@ -147,7 +147,7 @@ def make_lazy(shard: jax.Array, way: Way, cut: Cut, dtype: DType) -> Lazy:
         sent = cut.dtype_sent(dtype)
         shard = gather_p.bind(shard, path=path, cut=levels.far(cut), dtype=sent, comm=levels.between)
         cut, comm = levels.near(cut), levels.within
-    return Lazy(shard, None, cut, comm, dtype, dtype, path=path, stays=way.stays)
+    return ShardedParam(shard, None, cut, comm, dtype, dtype, path=path, stays=way.stays)
 
 
 class Operation(NamedTuple):
@@ -169,7 +169,7 @@ class Deferred:
     """A cheap operation on lazy values alone, repeated at each use.
 
     Attributes:
-      inputs: Lazy values, or arrays of one element.
+      inputs: ShardedParam values, or arrays of one element.
       operation: The operation.
     """
 
@@ -201,19 +201,19 @@ class Deferred:
         return 1 + sum(x.num_operations for x in self.inputs if isinstance(x, Deferred))
 
 
-Leaf: TypeAlias = "jax.Array | Lazy"
-Operand: TypeAlias = "jax.Array | Lazy | Deferred"  # where it is an array, a literal's number, too
+Leaf: TypeAlias = "jax.Array | ShardedParam"
+Operand: TypeAlias = "jax.Array | ShardedParam | Deferred"  # where it is an array, a literal's number, too
 
 
-def is_lazy(x: object) -> TypeIs[Lazy | Deferred]:
+def is_lazy(x: object) -> TypeIs[ShardedParam | Deferred]:
     """Whether `x` is a lazy value."""
-    return isinstance(x, Lazy | Deferred)
+    return isinstance(x, ShardedParam | Deferred)
 
 
-def is_cut(x: object) -> TypeGuard[Lazy]:
+def is_cut(x: object) -> TypeGuard[ShardedParam]:
     """Whether `x` is a parameter that must be gathered before use."""
     # `whole` in another dtype has another rounding, so it does not count.
-    return isinstance(x, Lazy) and (x.whole is None or x.whole.dtype != x.wire_dtype)
+    return isinstance(x, ShardedParam) and (x.whole is None or x.whole.dtype != x.wire_dtype)
 
 
 def is_constant(x: object) -> bool:
@@ -227,7 +227,7 @@ def num_bytes(values: Iterable[Leaf]) -> int:
     """Returns the bytes of arrays, and of parameters when gathered."""
 
     def dtype(x: Leaf) -> DType:
-        return jnp.dtype(x.wire_dtype if isinstance(x, Lazy) else x.dtype)
+        return jnp.dtype(x.wire_dtype if isinstance(x, ShardedParam) else x.dtype)
 
     return sum(array_bytes(math.prod(x.shape), dtype(x)) for x in values)
 

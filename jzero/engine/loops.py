@@ -31,7 +31,7 @@ from jzero import _compat
 from jzero._types import DType, Params, PyTree
 from jzero.engine.bundles import Bundle, Rows, Value
 from jzero.engine.late import without_last_hops
-from jzero.engine.lazy import Lazy, Leaf, Operand, RowOf, is_constant, is_cut, is_lazy
+from jzero.engine.lazy import Leaf, Operand, RowOf, ShardedParam, is_constant, is_cut, is_lazy
 from jzero.engine.placed import reduce_p, wait
 from jzero.engine.prefetch import choose_prefetched
 from jzero.engine.walk import Walk
@@ -107,8 +107,10 @@ class _Loop:
             x if isinstance(x, Rows) else Rows((_make_sliceable(walk, x),), (), ((False, 0),), 0) for x in inputs[end:]
         ]
         stacks = (stack for x in self.values for stack in x.stacks)
-        self.stacks = [walk.held.fill(x) if isinstance(x, Lazy) else x for x in stacks]  # [L, D/N, F] or [L, ...]
-        self.params = {j: x for j, x in enumerate(self.stacks) if isinstance(x, Lazy)}
+        self.stacks = [
+            walk.held.fill(x) if isinstance(x, ShardedParam) else x for x in stacks
+        ]  # [L, D/N, F] or [L, ...]
+        self.params = {j: x for j, x in enumerate(self.stacks) if isinstance(x, ShardedParam)}
         self.restored: list[Restore] = []
 
     def turn(self, carry: Carry, rows: list[Leaf], late: Late) -> tuple[Carry, Late, TurnOutputs]:
@@ -122,7 +124,7 @@ class _Loop:
         values = [x.row([next(left) for _ in x.stacks]) for x in self.values]
         carried = [x.start if y is None else y for x, y in zip(self.carried, carry, strict=True)]
         outputs = inner(self.jaxpr, [*self.consts, *carried, *values])
-        self.found = inner.found  # what the turn gathered, for `_choose_prefetched`
+        self.gathered_rows = inner.gathered_rows  # what the turn gathered, for `_choose_prefetched`
         # A carry has the same type in every turn, so it cannot be lazy; unchanged values leave it.
         new: Carry = [*inner.gather([None if x.is_fixed else y for x, y in zip(self.carried, outputs, strict=False)])]
         kept: dict[int, jax.Array] = {}
@@ -147,7 +149,7 @@ class _Loop:
         step = -1 if self.eqn.params["reverse"] else 1
         start = jnp.asarray(self.length - 1 if step < 0 else 0, jnp.int32)  # the first turn's row
 
-        def gather(rows: Mapping[int, Lazy]) -> dict[int, jax.Array]:
+        def gather(rows: Mapping[int, ShardedParam]) -> dict[int, jax.Array]:
             # [D/N, F] -> [D, F]
             return {j: dataclasses.replace(x, whole=None, wire_dtype=ahead[j]).gather() for j, x in rows.items()}
 
@@ -198,7 +200,7 @@ class _Loop:
         at_hand = IdDict((self.params[j].shard, x) for j, x in whole.items())
 
         def row(j: int, x: Leaf) -> Leaf:
-            if not isinstance(x, Lazy):
+            if not isinstance(x, ShardedParam):
                 return x
             array = at_hand.get(self.params[j].shard, x.whole)
             return dataclasses.replace(x.drop_leading(), whole=array, row_of=RowOf(self.walk.depth + 1, j))
@@ -215,7 +217,7 @@ class _Loop:
             lambda init, stacks: self.turn(init, self._rows(_slice_rows(stacks, 0), {}), {})[2], init, self.stacks
         )
         first: IdDict[jax.Array, tuple[int, DType]] = IdDict()  # by shard; a turn may gather a row more than once
-        for row_of, dtype in self.found:
+        for row_of, dtype in self.gathered_rows:
             if row_of.depth == self.walk.depth + 1:  # not a row of a loop further out
                 first.setdefault(self.params[row_of.stack].shard, (row_of.stack, dtype))
         return choose_prefetched({j: (self.params[j], dtype) for j, dtype in first.values()}, self.length, limit)
@@ -227,12 +229,14 @@ class _Loop:
 
         See [Note: Residuals made of parameters].
         """
-        number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, Lazy))
+        number = IdDict((row.shard, j) for j, row in enumerate(rows) if isinstance(row, ShardedParam))
         bundle = Bundle.of([x])
         known = {j for j in number.values() if j in kept or not is_cut(self.stacks[j])}
-        is_known = all(isinstance(y, Lazy) and y.shard in number and number[y.shard] in known for y in bundle.leaves)
+        is_known = all(
+            isinstance(y, ShardedParam) and y.shard in number and number[y.shard] in known for y in bundle.leaves
+        )
         # What is made of a parameter that stays is kept whole, too, unless whole rows are.
-        stays = any(isinstance(y, Lazy) and y.stays for y in bundle.leaves)
+        stays = any(isinstance(y, ShardedParam) and y.stays for y in bundle.leaves)
         if not is_lazy(x) or (stays and not is_known):
             return [jnp.asarray(inner.gather([x])[0])], lambda ys: ys[0]
         closed = IdDict((y, None) for y in jax.tree.leaves(self.consts))  # the same in all turns, so not stacked
@@ -241,13 +245,13 @@ class _Loop:
         places: list[tuple[bool, int]] = []
         shared: list[Value] = []
         for leaf in bundle.leaves:
-            array = leaf.shard if isinstance(leaf, Lazy) else leaf  # a shard is [D/N, F]
+            array = leaf.shard if isinstance(leaf, ShardedParam) else leaf  # a shard is [D/N, F]
             if not isinstance(array, jax.core.Tracer) or array in closed:
                 places.append((True, len(shared)))
                 shared.append(leaf)
                 continue
             places.append((False, len(parts)))
-            if isinstance(leaf, Lazy) and array in number:
+            if isinstance(leaf, ShardedParam) and array in number:
                 parts.append(_restore_scanned(leaf, self.params[number[array]]))  # the stack that came in: no copy
             else:
                 parts.append(_restore_stacked(leaf, len(arrays)))  # made in the turn, stacked by the scan
@@ -256,13 +260,13 @@ class _Loop:
 
         def restore(ys: list[jax.Array]) -> Value:
             stacks = tuple(part(ys) for part in parts)
-            is_one = isinstance(template, int) and not shared and isinstance(stacks[0], Lazy)
+            is_one = isinstance(template, int) and not shared and isinstance(stacks[0], ShardedParam)
             return stacks[0] if is_one else Rows(stacks, tuple(shared), tuple(places), template)
 
         return arrays, restore
 
 
-def _restore_scanned(row: Lazy, stack: Lazy) -> Callable[[list[jax.Array]], Lazy]:
+def _restore_scanned(row: ShardedParam, stack: ShardedParam) -> Callable[[list[jax.Array]], ShardedParam]:
     """Returns a function that makes a result from the stack that the loop scanned."""
     wire_dtype, dtype = row.wire_dtype, row.dtype
     return lambda ys: dataclasses.replace(stack, whole=None, row_of=None, wire_dtype=wire_dtype, dtype=dtype)
@@ -270,12 +274,12 @@ def _restore_scanned(row: Lazy, stack: Lazy) -> Callable[[list[jax.Array]], Lazy
 
 def _restore_stacked(row: Value, index: int) -> Callable[[list[jax.Array]], Leaf]:
     """Returns a function that makes a result from the stacked arrays, or shards, of the turns."""
-    if not isinstance(row, Lazy):
+    if not isinstance(row, ShardedParam):
         return lambda ys: ys[index]
     _, layout = dataclasses.replace(row, row_of=None).tree_flatten()  # layout alone: no tracer may leave the turn
 
-    def restore(ys: list[jax.Array]) -> Lazy:
-        stack = Lazy.tree_unflatten(layout, (ys[index], None))
+    def restore(ys: list[jax.Array]) -> ShardedParam:
+        stack = ShardedParam.tree_unflatten(layout, (ys[index], None))
         return dataclasses.replace(stack, cut=stack.cut.add_leading(len(ys[index])))  # [L, D/N, F]
 
     return restore
@@ -294,11 +298,11 @@ def _prepare_inputs(walk: Walk, body: Jaxpr, inputs: list[Value], fixed: list[bo
 def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     """Returns an array, or a stack whose shards can be sliced; gathers other stacks whole, with a warning."""
     # [L, D/N, F] has rows [D/N, F]. If cut over its rows, [L/N, D, F], a turn's row is on one device alone.
-    if not is_lazy(x) or (isinstance(x, Lazy) and x.cut.dim > 0):
+    if not is_lazy(x) or (isinstance(x, ShardedParam) and x.cut.dim > 0):
         return x
     if not is_constant(x) and x.shape not in walk.warned:  # warns once for the loop and its backward loop
         walk.warned.add(x.shape)
-        why = "is cut on dimension 0" if isinstance(x, Lazy) else "is computed from parameters as a whole"
+        why = "is cut on dimension 0" if isinstance(x, ShardedParam) else "is computed from parameters as a whole"
         warnings.warn(
             f"A stack of shape {x.shape} {why}, and a scan in the loss runs over it: every device gathers the whole "
             "stack before the loop. Compute on single layers inside the loop, and say which dimension is scanned: "
@@ -308,10 +312,10 @@ def _make_sliceable(walk: Walk, x: Operand) -> Leaf:
     return walk.gather([x])[0]  # [L, D, F], whole
 
 
-def _slice_row(stack: Lazy, at: ArrayLike) -> Lazy:
+def _slice_row(stack: ShardedParam, at: ArrayLike) -> ShardedParam:
     """Returns one row of a lazy stack."""
     (row,) = _slice_rows([stack], at)
-    assert isinstance(row, Lazy)
+    assert isinstance(row, ShardedParam)
     return row.drop_leading()  # [L, D/N, F] -> [D/N, F]
 
 

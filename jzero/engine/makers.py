@@ -24,20 +24,22 @@ class Makers:
 
     Attributes:
       eqns: The equations.
-      given: The inputs that are shards of gradients.
+      reductions: The inputs that are shards of gradients, each with its reduction.
     """
 
-    def __init__(self, jaxpr: Jaxpr, given: Mapping[Var, Reduction]) -> None:
+    def __init__(self, jaxpr: Jaxpr, reductions: Mapping[Var, Reduction]) -> None:
         atoms = [v for eqn in jaxpr.eqns for v in eqn.invars] + list(jaxpr.outvars)
         # An output is a use, too: what is returned and read elsewhere cannot be a shard.
         self._uses = collections.Counter(v for v in atoms if not isinstance(v, Literal))
         self._made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
         self._first: dict[Var, int] = {}  # caches `_find_first_maker`
-        self.eqns, self.given = jaxpr.eqns, given
+        self.eqns, self.reductions = jaxpr.eqns, reductions
 
     def is_free(self, atom: Atom) -> bool:
         """Whether nothing else reads a value, so that it can be a shard."""
-        return not isinstance(atom, Literal) and self._uses[atom] == 1 and (atom in self._made or atom in self.given)
+        return (
+            not isinstance(atom, Literal) and self._uses[atom] == 1 and (atom in self._made or atom in self.reductions)
+        )
 
     def find(self, atom: Atom) -> JaxprEqn | None:
         """Returns the equation that made a value; `None` for literals and inputs."""

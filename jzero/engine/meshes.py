@@ -89,7 +89,7 @@ def constrain(x: Value, sharding: object, axes: frozenset[str]) -> Value:
 
 def _drop_axes(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     def entry(names: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        kept = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
-        return None if not kept else kept if isinstance(names, tuple) else kept[0]
+        others = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if n not in axes and n is not None)
+        return None if not others else others if isinstance(names, tuple) else others[0]
 
     return PartitionSpec(*(entry(names) for names in spec))

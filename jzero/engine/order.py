@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from jzero.config.zero import may_prefetch
 from jzero.engine.bundles import Value
-from jzero.engine.lazy import Lazy, Leaf, is_cut, num_bytes
+from jzero.engine.lazy import Leaf, ShardedParam, is_cut, num_bytes
 from jzero.engine.placed import How, wait
 from jzero.jaxpr.identity import IdDict
 from jzero.layout.placement import memory_of
@@ -87,11 +87,11 @@ class Order:
 
     def note_gathered(self, params: Iterable[Value]) -> None:
         """Records that parameters are gathered."""
-        self._gathered.update((x.shard, None) for x in params if isinstance(x, Lazy))
+        self._gathered.update((x.shard, None) for x in params if isinstance(x, ShardedParam))
 
-    def was_gathered(self, x: object) -> TypeGuard[Lazy]:
+    def was_gathered(self, x: object) -> TypeGuard[ShardedParam]:
         """Whether a parameter has been gathered before."""
-        return isinstance(x, Lazy) and x.shard in self._gathered
+        return isinstance(x, ShardedParam) and x.shard in self._gathered
 
     def note_used(self, results: Sequence[object]) -> None:
         """Records a result computed from the parameters that were gathered last."""
@@ -128,8 +128,8 @@ class Order:
         return operands, may_be_ahead
 
     def order_first_rows(
-        self, stacks: Sequence[Leaf], rows: dict[int, Lazy], carry: Sequence[object]
-    ) -> dict[int, Lazy]:
+        self, stacks: Sequence[Leaf], rows: dict[int, ShardedParam], carry: Sequence[object]
+    ) -> dict[int, ShardedParam]:
         """Returns the rows of stacks that are gathered before the first turn of a loop.
 
         If a stack was gathered before, its row waits for the initial carry.
@@ -160,15 +160,15 @@ class Order:
 
 
 def _delay(
-    params: Mapping[int, Lazy], others: Sequence[jax.Array], how: How = "select"
-) -> tuple[dict[int, Lazy], list[jax.Array]]:
+    params: Mapping[int, ShardedParam], others: Sequence[jax.Array], how: How = "select"
+) -> tuple[dict[int, ShardedParam], list[jax.Array]]:
     """Returns lazy parameters that are not gathered before others exist, and those others, behind the same barrier."""
     shards, behind = wait([x.shard for x in params.values()], others, how)
     pairs = zip(params.items(), shards, strict=True)
     return {i: dataclasses.replace(x, shard=shard) for (i, x), shard in pairs}, behind
 
 
-def _find_cut(leaves: Sequence[Value]) -> dict[int, Lazy]:
+def _find_cut(leaves: Sequence[Value]) -> dict[int, ShardedParam]:
     return {i: x for i, x in enumerate(leaves) if is_cut(x)}
 
 

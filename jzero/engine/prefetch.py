@@ -21,19 +21,21 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from jzero._types import DType
-from jzero.engine.lazy import Lazy, num_bytes
+from jzero.engine.lazy import ShardedParam, num_bytes
 
 MOST_IN_VAIN = 1 / 32
 """Upper bound on the wasted gathers of the last turn, as a share of all gathers of the loop."""
 
 
-def choose_prefetched(found: Mapping[int, tuple[Lazy, DType]], length: int, limit: int | None) -> dict[int, DType]:
+def choose_prefetched(
+    gathers: Mapping[int, tuple[ShardedParam, DType]], length: int, limit: int | None
+) -> dict[int, DType]:
     """Returns the stacks to gather one turn ahead, by number, with the dtype of each gather.
 
     The stacks that a turn uses first come first: they have the least computation to hide behind.
 
     Args:
-      found: The gathers of a turn, in their order: by number, the stack and the dtype of the gather.
+      gathers: Those of a turn, in their order: by number, the stack and the dtype of the gather.
       length: The number of turns.
       limit: Most bytes to gather ahead, counted in whole parameters and the dtypes of their gathers; `None`: a third
         of a turn's gathers, or its first parameter if that is larger.
@@ -41,16 +43,16 @@ def choose_prefetched(found: Mapping[int, tuple[Lazy, DType]], length: int, limi
     # Counted in the dtype that travels, which may be narrower than the stack's.
     sizes = {
         j: num_bytes([dataclasses.replace(stack, cut=stack.cut.drop_leading(), wire_dtype=dtype)])  # [D, F], whole
-        for j, (stack, dtype) in found.items()
+        for j, (stack, dtype) in gathers.items()
     }
     total = sum(sizes.values())  # bytes of one turn's gathers
     bound = max([total // 3, *list(sizes.values())[:1]]) if limit is None else limit
-    left = min(bound, int(total * length * MOST_IN_VAIN))  # the last turn gathers in vain
+    spare = min(bound, int(total * length * MOST_IN_VAIN))  # the last turn gathers in vain
     chosen = {}
     for j, size in sizes.items():
-        if size <= left:  # a later, smaller one may still fit
-            left -= size
-            chosen[j] = found[j][1]
+        if size <= spare:  # a later, smaller one may still fit
+            spare -= size
+            chosen[j] = gathers[j][1]
     # A bound that the user did not give needs no warning; 0 asks for no gather ahead.
     if limit and sizes and not chosen:
         _warn_of_no_effect([*sizes.values()], limit, length)

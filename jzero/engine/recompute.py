@@ -276,7 +276,7 @@ class _Rewrite:
 
     def _call(self, eqn: JaxprEqn) -> Callable[..., Sequence[jax.Array]]:
         jaxpr, either = called_jaxpr(eqn), (("in_shardings", eqn.invars), ("out_shardings", eqn.outvars))
-        given, returned = (  # other calls than those of `jit` say nothing about shardings
+        in_shardings, out_shardings = (  # other calls than those of `jit` say nothing about shardings
             tuple(s if isinstance(s, NamedSharding) else None for s in eqn.params.get(name, variables))
             for name, variables in either
         )
@@ -284,19 +284,19 @@ class _Rewrite:
         if self.before_kept is not None:
             inside = dataclasses.replace(self, before_kept=min(self.before_kept, num_blocks(jaxpr)))
             self.before_kept -= inside.before_kept or 0
-        key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), given, returned
+        key = self.remat, inside.before_kept, self.in_loop, id(jaxpr), in_shardings, out_shardings
         if key not in self.calls:
 
             def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
                 return tuple(dataclasses.replace(inside)(jaxpr, xs))  # it counts blocks
 
             call.__name__ = eqn.params.get("name", "jit")
-            self.calls[key] = jax.jit(call, in_shardings=given, out_shardings=returned)
+            self.calls[key] = jax.jit(call, in_shardings=in_shardings, out_shardings=out_shardings)
         return self.calls[key]
 
     def _checkpoint(self, eqn: JaxprEqn, inputs: list[jax.Array]) -> list[jax.Array]:
-        given, policy = eqn.params["prevent_cse"], eqn.params["policy"]
-        prevent_cse = given if isinstance(given, bool) else any(given)
+        setting, policy = eqn.params["prevent_cse"], eqn.params["policy"]
+        prevent_cse = setting if isinstance(setting, bool) else any(setting)
         inside = self._in_loop()
         apply = _compat.bind if self.remat in ("cheap", "as_written") else inside._apply
 

@@ -50,13 +50,13 @@ Cache: TypeAlias = IdDict[AnyJaxpr, dict[tuple[Reduction | None, ...], AnyJaxpr]
 """New programs of functions, by how their results leave."""
 
 
-def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: Cache | None = None) -> J:
+def reduce_early(jaxpr: J, out_exits: Exits, in_exits: Exits = (), cache: Cache | None = None) -> J:
     """Returns a program whose gradients leave as they should, see [Note: Reducing gradients where they are made].
 
     Args:
       jaxpr: A program over whole parameters.
-      exits: For each output that is a gradient, how it leaves; else `None`. Those with a `Reduction` become shards.
-      given: For each input that is a shard of a gradient, its reduction.
+      out_exits: For each output that is a gradient, how it leaves; else `None`. Those with a `Reduction` become shards.
+      in_exits: For each input that is a shard of a gradient, its reduction.
       cache: The programs of calls: layers that share one function share its new program, too.
 
     Example:
@@ -71,11 +71,11 @@ def reduce_early(jaxpr: J, exits: Exits, given: Exits = (), cache: Cache | None 
       >>> [str(eqn.primitive) for eqn in reduce_early(joint.jaxpr, [exit]).eqns[-2:]]
       ['transpose', 'zero_reduce']
     """
-    if not any(x is not None for x in exits):
+    if not any(x is not None for x in out_exits):
         return jaxpr
     opened, _ = _compat.open_jaxpr(jaxpr)
-    sweep = _Sweep(opened, given, IdDict() if cache is None else cache)
-    outputs = [v if how is None else sweep.want(v, how) for v, how in zip(opened.outvars, exits, strict=True)]
+    sweep = _Sweep(opened, in_exits, IdDict() if cache is None else cache)
+    outputs = [v if how is None else sweep.want(v, how) for v, how in zip(opened.outvars, out_exits, strict=True)]
     for eqn in reversed(opened.eqns):
         sweep.visit(eqn)
     inputs = [sweep.shards.get(v, v) for v in opened.invars]
@@ -92,8 +92,8 @@ class _Sweep:
       eqns: The equations of the new program, the last one first.
     """
 
-    def __init__(self, jaxpr: Jaxpr, given: Exits, cache: Cache) -> None:
-        pairs = zip(jaxpr.invars, given, strict=False)
+    def __init__(self, jaxpr: Jaxpr, in_exits: Exits, cache: Cache) -> None:
+        pairs = zip(jaxpr.invars, in_exits, strict=False)
         shards = {v: how for v, how in pairs if isinstance(how, Reduction)}  # [D/N, F]
         self.makers, self.cache = Makers(jaxpr, shards), cache
         self.exits: dict[Var, GradientExit] = dict(shards)
@@ -196,8 +196,8 @@ class _Sweep:
             adds = own is not None and self.makers.is_free(start) and _adds_shards(eqn, num_consts + i, i, own)
             inside.append(own if adds else None)
         inside += [how.for_row() if isinstance(how, Reduction) else None for how in exits[num_carry:]]
-        given = [*[None] * num_consts, *inside[:num_carry]]
-        body = reduce_early(eqn.params["jaxpr"], inside, given, self.cache)
+        in_exits = [*[None] * num_consts, *inside[:num_carry]]
+        body = reduce_early(eqn.params["jaxpr"], inside, in_exits, self.cache)
         outs, inputs = list(eqn.outvars), list(eqn.invars)
         for i, (how, done) in enumerate(zip(exits, inside, strict=True)):
             if done is None or not isinstance(how, Reduction):
@@ -206,8 +206,8 @@ class _Sweep:
             outs[i] = shard if done.to_host else self.place(how, shard, eqn)  # turns send rows, [D/N, F], to the host
             if i < num_carry:
                 inputs[num_consts + i] = self.want(inputs[num_consts + i], done)  # e.g. zeros, [L, D/N, F]
-        left = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
-        return eqn.replace(invars=inputs, outvars=outs, params={**eqn.params, "jaxpr": body}), left
+        after = [how if done is None else None for how, done in zip(exits, inside, strict=True)]
+        return eqn.replace(invars=inputs, outvars=outs, params={**eqn.params, "jaxpr": body}), after
 
 
 def _adds_shards(eqn: JaxprEqn, place: int, index: int, how: Reduction) -> bool:

@@ -23,7 +23,7 @@ from jzero._types import DType
 from jzero.arrays.collectives import reduce_whole
 from jzero.config.precision import is_float8, wide_dtype
 from jzero.engine.gradient_exits import GradientExit, Reduction, Unreduced
-from jzero.engine.lazy import Lazy, Leaf, make_lazy
+from jzero.engine.lazy import Leaf, ShardedParam, make_lazy
 from jzero.engine.placed import reduce_p
 from jzero.layout.casts import round_without_derivative
 from jzero.layout.comm import Comm, Levels
@@ -78,12 +78,12 @@ class Parameter:
         return Role.of(self.leaf, reduce_last=self.reduce_last)
 
     @property
-    def moves(self) -> bool:
+    def is_differentiable(self) -> bool:
         """Whether it has a gradient."""
         return self.leaf.trained and jnp.issubdtype(self.leaf.param.dtype, jnp.inexact)
 
     @property
-    def leaving(self) -> GradientExit | None:
+    def gradient_exit(self) -> GradientExit | None:
         """How its gradient leaves the program; `None` if it is all-reduced after that, and nothing waits for it."""
         is_held_cut, is_cut, as_made = self.role.value
         cut = self.leaf.grad.cut_for_collectives
@@ -111,8 +111,8 @@ class Parameter:
 
     def like_gradient(self) -> jax.ShapeDtypeStruct:
         """Returns shape and dtype of its gradient as the walk returns it."""
-        if isinstance(self.leaving, Reduction):
-            return jax.ShapeDtypeStruct(self.leaving.cut.shard_shape, self.leaving.dtype)  # [D/N, F]
+        if isinstance(self.gradient_exit, Reduction):
+            return jax.ShapeDtypeStruct(self.gradient_exit.cut.shard_shape, self.gradient_exit.dtype)  # [D/N, F]
         return jax.ShapeDtypeStruct(self.leaf.param.shape, self.leaf.compute_dtype)  # [D, F]
 
     def value(self, stored: jax.Array) -> Leaf:
@@ -122,7 +122,9 @@ class Parameter:
             return round_without_derivative(stored, self.leaf.compute_dtype)
         if self.leaf.param.in_records:  # a handle of each row, [L, 2]
             dtype, param = jnp.dtype(self.leaf.compute_dtype), self.leaf.param
-            return Lazy(stored, None, cut, self.way.comm, dtype, dtype, path=param.path, on_disk=jnp.dtype(param.dtype))
+            return ShardedParam(
+                stored, None, cut, self.way.comm, dtype, dtype, path=param.path, on_disk=jnp.dtype(param.dtype)
+            )
         return make_lazy(stored, self.way, cut, self.leaf.compute_dtype)
 
     def finish(self, grad: jax.Array | None) -> jax.Array:
@@ -131,7 +133,7 @@ class Parameter:
         if grad is None:  # integers, frozen parameters
             return jnp.zeros(self.leaf.grad.shape if cut is None else cut.shard_shape, self.leaf.grad.dtype)
         comm, sums, levels = self.comm, self.sums, self._levels
-        if isinstance(self.leaving, Reduction):
+        if isinstance(self.gradient_exit, Reduction):
             if levels is None or cut is None:
                 return grad  # the program has reduced it: [D/N, F]
             cut, comm, sums = levels.far(cut), levels.between, dataclasses.replace(sums, predivide=1)

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
-from jzero.engine.lazy import Deferred, Lazy, defer, is_lazy
+from jzero.engine.lazy import Deferred, ShardedParam, defer, is_lazy
 from jzero.engine.loops import scan
 from jzero.engine.meshes import constrain
 from jzero.engine.order import Order
@@ -50,13 +50,15 @@ Known: TypeAlias = Value | Static[str] | None
 def _call(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Keeps a long call as a call, unless its equations depend on what the walk did before it."""
     jaxpr = called_jaxpr(eqn)
-    given = eqn.params.get("in_shardings") or [None] * len(inputs)
-    returned = eqn.params.get("out_shardings") or [None] * len(eqn.outvars)
-    inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, given, strict=True)]
+    in_shardings = eqn.params.get("in_shardings") or [None] * len(inputs)
+    out_shardings = eqn.params.get("out_shardings") or [None] * len(eqn.outvars)
+    inputs = [constrain(x, sharding, walk.axes) for x, sharding in zip(inputs, in_shardings, strict=True)]
     # A function cannot keep whole parameters for later equations, nor count the bytes gathered before it.
-    stays = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
-    outputs = _call_function(walk, eqn, jaxpr, inputs) if stays and is_worth_a_call(jaxpr) else walk(jaxpr, inputs)
-    return [constrain(x, sharding, walk.axes) for x, sharding in zip(outputs, returned, strict=True)]
+    may_be_shared = eqn.primitive.name in CALLS and not walk.held.keeps and walk.order.limit is None
+    outputs = (
+        _call_function(walk, eqn, jaxpr, inputs) if may_be_shared and is_worth_a_call(jaxpr) else walk(jaxpr, inputs)
+    )
+    return [constrain(x, sharding, walk.axes) for x, sharding in zip(outputs, out_shardings, strict=True)]
 
 
 def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Value]) -> Sequence[Value]:
@@ -71,7 +73,7 @@ def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Valu
     if again not in functions:
         functions[again] = _make_function(walk, eqn, jaxpr, again)
     # Layers share one function, see `placed`.
-    paths = {f"input {i}": x.path for i, x in enumerate(bundle.leaves) if isinstance(x, Lazy)}
+    paths = {f"input {i}": x.path for i, x in enumerate(bundle.leaves) if isinstance(x, ShardedParam)}
     named = [_name(x, f"input {i}") for i, x in enumerate(bundle.leaves)]
     outputs, gathered = functions[again](Bundle(tuple(named), bundle.template))
     walk.order.note_gathered(bundle.leaves[i] for i in gathered.value)
@@ -80,13 +82,13 @@ def _call_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, inputs: list[Valu
     places = jax.tree.map(
         lambda x: arrays[x.value] if isinstance(x, Static) else x, outputs, is_leaf=lambda x: isinstance(x, Static)
     )
-    results = [dataclasses.replace(x, path=paths[x.path]) if isinstance(x, Lazy) else x for x in places.leaves]
+    results = [dataclasses.replace(x, path=paths[x.path]) if isinstance(x, ShardedParam) else x for x in places.leaves]
     return Bundle(tuple(results), places.template).values()
 
 
 def _name(x: Value, name: str) -> Value:
     """Returns a leaf of a bundle as a function that layers share takes it."""
-    if not isinstance(x, Lazy):
+    if not isinstance(x, ShardedParam):
         return x
     return dataclasses.replace(x, path=name, shard=named_p.bind(x.shard, path=x.path))
 
@@ -111,13 +113,13 @@ def _make_function(walk: Walk, eqn: JaxprEqn, jaxpr: AnyJaxpr, again: tuple[int,
 
 def _checkpoint(walk: Walk, eqn: JaxprEqn, inputs: list[Value]) -> Sequence[Value]:
     """Evaluates a block in place, and keeps the parameters that it gathers to its end."""
-    given, inputs = eqn.params["prevent_cse"], walk.gather_staying(eqn.params["jaxpr"], inputs)
+    prevent_cse, inputs = eqn.params["prevent_cse"], walk.gather_staying(eqn.params["jaxpr"], inputs)
     if is_recomputed(eqn):
         bundle = Bundle.of(inputs)
         leaves, may_be_ahead = walk.order.order_block(list(bundle.leaves))
-        if given if isinstance(given, bool) else any(given):
+        if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):
             # Parameters that are kept from the forward pass, or that already wait, stay as they are.
-            stays = [isinstance(x, Lazy) and (x.stays or may_be_ahead) for x in leaves]
+            stays = [isinstance(x, ShardedParam) and (x.stays or may_be_ahead) for x in leaves]
             leaves = _put_behind_barrier(leaves, stays)
         inputs = Bundle(tuple(leaves), bundle.template).values()
     outputs = walk.enter_block()(eqn.params["jaxpr"], inputs)
@@ -129,10 +131,10 @@ def _put_behind_barrier(values: list[Value], stays: list[bool]) -> list[Value]:
     """Returns values behind one barrier: none exists before all do, and none is merged with its earlier uses."""
 
     def near(x: Value | None) -> Value | None:
-        return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, Lazy) else x
+        return dataclasses.replace(x, shard=on_device(x.shard)) if isinstance(x, ShardedParam) else x
 
-    moving = [None if stay else x for x, stay in zip(values, stays, strict=True)]
-    leaves, treedef = jax.tree.flatten(jax.tree.map(near, moving, is_leaf=lambda x: isinstance(x, Lazy)))
+    delayed = [None if stay else x for x, stay in zip(values, stays, strict=True)]
+    leaves, treedef = jax.tree.flatten(jax.tree.map(near, delayed, is_leaf=lambda x: isinstance(x, ShardedParam)))
     # The same array is one operand.
     held = IdDict((x, x) for x in leaves if isinstance(x, jax.Array) and memory_of(x) == "device")
     held = IdDict(zip(held, lax.optimization_barrier(list(held)), strict=True))
@@ -237,10 +239,10 @@ def _cast_to_varying(eqn: JaxprEqn, inputs: Sequence[Value]) -> list[Deferred | 
             found[inner.outvars[0]] = found.get(inner.invars[0], (None, None))
 
     def copies(var: Var, spec: PartitionSpec) -> Deferred | None:
-        x, given = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
+        x, in_spec = (None, None) if _compat.is_literal(var) else found.get(var, (None, None))
         names, *others = spec or (None,)
         # Known are copies along dimension 0 of a parameter that enters uncut.
-        if not is_lazy(x) or given != PartitionSpec() or names is None or any(others):
+        if not is_lazy(x) or in_spec != PartitionSpec() or names is None or any(others):
             return None
         number = math.prod(sizes[name] for name in (names if isinstance(names, tuple) else (names,)))
         one = jax.ShapeDtypeStruct(x.shape, x.dtype)  # one device's copy, [D, F]

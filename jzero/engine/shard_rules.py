@@ -20,19 +20,19 @@ from jax.sharding import PartitionSpec
 from jzero import _compat
 from jzero._types import DType, Params
 from jzero.engine.bundles import Bundle
-from jzero.engine.lazy import Deferred, Lazy, Operand, is_constant, is_lazy
+from jzero.engine.lazy import Deferred, Operand, ShardedParam, is_constant, is_lazy
 from jzero.layout.placement import memory_of
 
 T = TypeVar("T")
 OwnPart: TypeAlias = Callable[[Sequence[T], T], Sequence[T]]
-Rule: TypeAlias = Callable[[Lazy, Sequence[jax.Array], Params, tuple[int, ...]], Lazy | None]
+Rule: TypeAlias = Callable[[ShardedParam, Sequence[jax.Array], Params, tuple[int, ...]], ShardedParam | None]
 
 
-def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> Lazy | None:
+def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> ShardedParam | None:
     """Returns the equation's result as a lazy parameter, if the operation can run on the shard itself."""
     lazy = inputs[0] if inputs else None
     rule = _RULES.get(eqn.primitive.name)
-    if rule is None or not isinstance(lazy, Lazy):
+    if rule is None or not isinstance(lazy, ShardedParam):
         return None
     # Indices made of literals count as literals.
     known = [Bundle.of([x]).compute()[0] if isinstance(x, Deferred) and is_constant(x) else x for x in inputs[1:]]
@@ -41,13 +41,18 @@ def apply_on_shard(eqn: JaxprEqn, inputs: Sequence[Operand]) -> Lazy | None:
     return rule(lazy, others, eqn.params, shape) if len(others) == len(known) else None
 
 
-def constrain_lazy(x: Lazy | Deferred, spec: PartitionSpec) -> Lazy | Deferred:
+def constrain_lazy(x: ShardedParam | Deferred, spec: PartitionSpec) -> ShardedParam | Deferred:
     """Returns a lazy value whose arrays are sharded over other mesh axes by `spec`, which is for its natural shape.
 
     Arrays in host memory, blocks and deferred values stay as they are; so does everything if `spec` names no axis for a
     dimension that is not cut.
     """
-    if not isinstance(x, Lazy) or memory_of(x.shard) == "host" or x.cut.blocks is not None or x.on_disk is not None:
+    if (
+        not isinstance(x, ShardedParam)
+        or memory_of(x.shard) == "host"
+        or x.cut.blocks is not None
+        or x.on_disk is not None
+    ):
         return x
     before = [*x.cut.other_axes, *[None] * len(x.shape)]
     entries = [b if names is PartitionSpec.UNCONSTRAINED else names for names, b in zip(spec, before, strict=False)]
@@ -65,11 +70,13 @@ def widens(old: DType, new: DType) -> bool:
     return bool(of_old.nmant <= of_new.nmant and of_old.minexp >= of_new.minexp and of_old.maxexp <= of_new.maxexp)
 
 
-def _same(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy:
+def _same(lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> ShardedParam:
     return lazy
 
 
-def _cast(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
+def _cast(
+    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
+) -> ShardedParam | None:
     """The first narrowing cast runs before the gather, widening casts after it; a second narrowing cast is deferred."""
     new, old = jnp.dtype(params["new_dtype"]), jnp.dtype(lazy.dtype)
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)):
@@ -82,7 +89,9 @@ def _cast(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[
     return dataclasses.replace(lazy, wire_dtype=new, dtype=new) if is_as_stored else None
 
 
-def _transpose(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
+def _transpose(
+    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
+) -> ShardedParam | None:
     if lazy.cut.flat or memory_of(lazy.shard) == "host" or lazy.on_disk is not None:  # hosts only copy
         return None
     if lazy.stays:  # see [Note: Parameters that stay]
@@ -91,7 +100,9 @@ def _transpose(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: t
     return _map_arrays(lazy, lambda x, _: lax.transpose(x, order), dims=order, shape=shape)  # [D/N, F] -> [F, D/N]
 
 
-def _squeeze(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
+def _squeeze(
+    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
+) -> ShardedParam | None:
     dims = tuple(params["dimensions"])
     if any(lazy.cut.cuts(d) for d in dims) or not _can_change(lazy, dims):
         return None
@@ -99,7 +110,9 @@ def _squeeze(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tup
     return _map_arrays(lazy, lambda x, _: lax.squeeze(x, dims), dims=rest, shape=shape)  # [1, D/N, F] -> [D/N, F]
 
 
-def _slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
+def _slice(
+    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
+) -> ShardedParam | None:
     strides = params["strides"] or (1,) * len(lazy.shape)
     start, limit = params["start_indices"], params["limit_indices"]
     for d, size in enumerate(lazy.shape):
@@ -115,7 +128,9 @@ def _slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
-def _dynamic_slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]) -> Lazy | None:
+def _dynamic_slice(
+    lazy: ShardedParam, others: Sequence[jax.Array], params: Params, shape: tuple[int, ...]
+) -> ShardedParam | None:
     sizes = tuple(params["slice_sizes"])  # for `w[i]`: [1, D, F]
     if len(others) != len(lazy.shape):
         return None
@@ -130,19 +145,23 @@ def _dynamic_slice(lazy: Lazy, others: Sequence[jax.Array], params: Params, shap
     return _map_arrays(lazy, cut_slice, dims=range(len(shape)), shape=shape)
 
 
-def _can_change(lazy: Lazy, dims: Sequence[int]) -> bool:
+def _can_change(lazy: ShardedParam, dims: Sequence[int]) -> bool:
     """Whether dimensions of the shard can be sliced or dropped; of a stack on disk, handles have none but the rows."""
     return lazy.on_disk is None or (lazy.shard.ndim > 1 and set(dims) <= {0})
 
 
-def _cut_dim(lazy: Lazy, x: jax.Array) -> int:
+def _cut_dim(lazy: ShardedParam, x: jax.Array) -> int:
     """Returns the dimension of an array that is the cut one; of handles, [L, 2], that after the rows."""
     return min(lazy.cut.dim, x.ndim - 1)
 
 
 def _map_arrays(
-    lazy: Lazy, fn: Callable[[jax.Array, OwnPart[Any]], jax.Array], *, dims: Sequence[int], shape: tuple[int, ...]
-) -> Lazy:
+    lazy: ShardedParam,
+    fn: Callable[[jax.Array, OwnPart[Any]], jax.Array],
+    *,
+    dims: Sequence[int],
+    shape: tuple[int, ...],
+) -> ShardedParam:
     """Applies `fn(array, own)` to the arrays of a lazy parameter.
 
     `own(values, of_cut)` returns values per dimension of the array: for the shard, `of_cut` for the cut dimension. The

@@ -39,7 +39,7 @@ from jzero import _compat
 from jzero._compat import AnyJaxpr
 from jzero._types import DType, Params
 from jzero.engine.bundles import Bundle, Rows, Static, Value, is_unevaluated
-from jzero.engine.lazy import Deferred, Lazy, ParamKey, RowOf, defer, is_constant, is_cut, is_lazy
+from jzero.engine.lazy import Deferred, ParamKey, RowOf, ShardedParam, defer, is_constant, is_cut, is_lazy
 from jzero.engine.meshes import MeshFacts, names_mesh
 from jzero.engine.order import Order
 from jzero.engine.shard_rules import apply_on_shard
@@ -64,21 +64,21 @@ class HeldParameters:
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
         self._whole: dict[ParamKey, dict[DType, jax.Array]] = {}  # by parameter and the dtype of the gather
-        self._known: dict[ParamKey, Lazy] = {}  # keeps shards alive, since their identities are keys
+        self._known: dict[ParamKey, ShardedParam] = {}  # keeps shards alive, since their identities are keys
 
-    def fill(self, x: Lazy) -> Lazy:
+    def fill(self, x: ShardedParam) -> ShardedParam:
         """Returns a parameter, with the whole array if that is kept."""
         if not is_cut(x):
             return x
-        found = self._whole.get(x.key, {})
-        whole = found.get(x.wire_dtype, next(iter(found.values()), None))
+        arrays = self._whole.get(x.key, {})
+        whole = arrays.get(x.wire_dtype, next(iter(arrays.values()), None))
         return x if whole is None else dataclasses.replace(x, whole=whole)
 
     def get(self, x: object) -> jax.Array | None:
         """Returns the kept array of a parameter, if any."""
-        return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, Lazy) else None
+        return next(iter(self._whole.get(x.key, {}).values()), None) if isinstance(x, ShardedParam) else None
 
-    def keep(self, params: Sequence[Lazy]) -> None:
+    def keep(self, params: Sequence[ShardedParam]) -> None:
         """Keeps parameters that were gathered for one equation; drops the others, unless all are kept."""
         new = [x for x in params if x.wire_dtype not in self._whole.get(x.key, {})]
         if new and not self.keeps:  # another gather ends the reuse
@@ -108,7 +108,7 @@ class Walk:
       held: The whole parameters that are kept.
       hops_late: Whether loops run the hops between nodes of their reductions one turn late.
       depth: How many loops enclose this walk.
-      found: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
+      gathered_rows: The stacks whose rows were gathered, with the dtypes of the gathers, in their order.
       meshes: Mesh facts about the jaxprs of this trace.
       functions: Functions of this trace's calls, by jaxpr and the inputs that were gathered before.
       warned: Shapes of the stacks of which users were warned.
@@ -120,7 +120,7 @@ class Walk:
     held: HeldParameters
     hops_late: bool = False
     depth: int = 0
-    found: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
+    gathered_rows: list[tuple[RowOf, DType]] = dataclasses.field(default_factory=list)
     meshes: MeshFacts = dataclasses.field(default_factory=MeshFacts)
     functions: IdDict[AnyJaxpr, dict[tuple[int, ...], CalledFunction]] = dataclasses.field(default_factory=IdDict)
     warned: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
@@ -128,7 +128,7 @@ class Walk:
     def enter_block(self, *, of_loop: bool = False) -> Walk:
         """Returns the walk over a recomputed block or a loop body, which keeps parameters to its end."""
         of_body = dataclasses.replace(self, order=self.order.enter_block(), held=HeldParameters(keeps=True))
-        return dataclasses.replace(of_body, depth=self.depth + 1, found=[]) if of_loop else of_body
+        return dataclasses.replace(of_body, depth=self.depth + 1, gathered_rows=[]) if of_loop else of_body
 
     def enter_call(self, gathered: Sequence[Value]) -> Walk:
         """Returns the walk over a called function, of whose inputs the `gathered` ones were gathered before."""
@@ -151,12 +151,12 @@ class Walk:
                 return rule(self, eqn, inputs)
         # Values made of literals alone, such as masks, are deferred to their use, too: jax has moved them out of loops.
         elif lazy or all(map(is_constant, inputs)):
-            kept = self._without_arrays(eqn, inputs)
-            if kept is not None:
-                return [kept]
+            result = self._without_arrays(eqn, inputs)
+            if result is not None:
+                return [result]
         return self.bind_whole(eqn, inputs)
 
-    def _without_arrays(self, eqn: JaxprEqn, inputs: list[Value]) -> Lazy | Deferred | None:
+    def _without_arrays(self, eqn: JaxprEqn, inputs: list[Value]) -> ShardedParam | Deferred | None:
         """Returns the result of an equation over parameters and literals, if it can wait; `None` if it cannot."""
         operands = [x for x in inputs if not isinstance(x, Rows)]
         if len(operands) < len(inputs):
@@ -190,13 +190,13 @@ class Walk:
             return cast("list[jax.Array]", values)
         bundle = Bundle.of(cast("list[Value]", values))
         # [D/N, F], and [D, F] if still held
-        leaves = [self.held.fill(x) if isinstance(x, Lazy) else x for x in bundle.leaves]
-        self.found += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
-        params = [x for x in leaves if isinstance(x, Lazy)]
+        leaves = [self.held.fill(x) if isinstance(x, ShardedParam) else x for x in bundle.leaves]
+        self.gathered_rows += [(x.row_of, x.wire_dtype) for x in leaves if is_cut(x) and x.row_of is not None]
+        params = [x for x in leaves if isinstance(x, ShardedParam)]
         made: dict[tuple[ParamKey, DType], jax.Array] = {}  # shared by parameters that differ only in their final dtype
         arrays: list[Value] = []
         for before, x in zip(leaves, self.order.order_use(leaves), strict=True):
-            if not isinstance(x, Lazy) or not isinstance(before, Lazy):
+            if not isinstance(x, ShardedParam) or not isinstance(before, ShardedParam):
                 arrays.append(x)
                 continue
             key = before.key, x.wire_dtype  # a shard that waits is another object: the old one is the key
@@ -210,7 +210,7 @@ class Walk:
         bundle, (body, _) = Bundle.of(inputs), _compat.open_jaxpr(jaxpr)
         variables = IdDict(zip(inputs, body.invars, strict=True))
         leaves = list(bundle.leaves)
-        staying = {i: x for i, x in enumerate(leaves) if isinstance(x, Lazy) and x.stays}
+        staying = {i: x for i, x in enumerate(leaves) if isinstance(x, ShardedParam) and x.stays}
         if not staying:
             return list(inputs)
         read = {i: _as_read(x, body, variables.get(x)) for i, x in staying.items()}
@@ -226,7 +226,7 @@ class Walk:
         return jax.vmap(lambda rows: Bundle.of([of_whole.row(rows)]).compute()[0])(stacks)  # [L, ...]
 
 
-def _as_read(x: Lazy, jaxpr: Jaxpr, var: Var | None) -> Lazy:
+def _as_read(x: ShardedParam, jaxpr: Jaxpr, var: Var | None) -> ShardedParam:
     """Returns a parameter in the dtype in which a jaxpr reads it as a variable: cast, if one cast is all it reads."""
     reads = [] if var is None else list(reads_of(jaxpr, var))
     dtypes = {eqn.params.get("new_dtype") for eqn in reads}

@@ -122,16 +122,16 @@ def split_mutable(
     Raises:
       ValueError: A field came back with another structure, shape or dtype.
     """
-    given = aux if isinstance(aux, Mapping) else {}
+    returned = aux if isinstance(aux, Mapping) else {}
     bad: list[str] = []
     found: dict[str, dict[str, WrittenVariable]] = {}
     for name, tree in carried.items():
-        if name not in given:
+        if name not in returned:
             bad.append(f"  {name}: not there")
             continue
         before = by_path(tree)
         dtypes = {path: x.dtype for path, x in before.items()}
-        found[name], wrong = pair_written(before, by_path(given[name]), dtypes, written_shape, field=name)
+        found[name], wrong = pair_written(before, by_path(returned[name]), dtypes, written_shape, field=name)
         bad += wrong
     if bad:
         raise ValueError(
@@ -140,7 +140,7 @@ def split_mutable(
             + "\n".join(bad[:10])
             + "\nA field whose shape changes cannot be carried on: shard a state that has the new shape."
         )
-    return found, {k: x for k, x in given.items() if k not in carried}
+    return found, {k: x for k, x in returned.items() if k not in carried}
 
 
 def drop_unwritten(traced: TracedLoss) -> TracedLoss:

@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from jzero import _compat
@@ -259,16 +260,16 @@ class Run:
     def update(self, i: int, given: Before[Input], targets: Targets) -> dict[int, jax.Array]:
         """Returns the results of a parameter with state on the host, by their numbers among all results."""
         leaf, outs, overwritten = self.plan.leaves[i], self.split.jaxpr.outvars, dict(targets)
-        near = [k for k, x in targets.items() if not hasattr(x, "aval")]
-        for k in near:  # it overwrites the gradient if that is wide enough
+        on_device = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
+        for k, dtype in on_device.items():  # it overwrites the gradient if that is wide enough
             array = grad_field(given, i).stored
-            if holds(array.dtype, targets[k]) and memory_of(array) == "device":
+            if holds(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         if not targets:
             return {}
         made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, made, strict=True))
-        return new | {k: leaf.grad.load(round_to(new[k], targets[k])) for k in near}
+        return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in on_device.items()}
 
     def from_disk(self, i: int, given: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""

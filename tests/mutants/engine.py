@@ -73,14 +73,14 @@ MUTANTS = [
     Mutant(
         "tied_reduced_per_use",
         "engine/gradient_rules.py",
-        "(leaving.by_use and makers.is_loop_between(x, y))",
-        "leaving.by_use",
+        "(reduction.by_use and makers.is_loop_between(x, y))",
+        "reduction.by_use",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),
     Mutant(
         "tied_held_across_a_loop",
         "engine/gradient_rules.py",
-        "(leaving.by_use and makers.is_loop_between(x, y))",
+        "(reduction.by_use and makers.is_loop_between(x, y))",
         "False",
         "test_passes.py::test_a_tied_gradient_is_summed_first_but_not_across_a_loop",
     ),

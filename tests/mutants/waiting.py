@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "no_barriers_inside_of_loops",
         "engine/rules.py",
-        "        if given if isinstance(given, bool) else any(given):\n",
-        "        if walk.depth == 0 and (given if isinstance(given, bool) else any(given)):\n",
+        "        if prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse):\n",
+        "        if walk.depth == 0 and (prevent_cse if isinstance(prevent_cse, bool) else any(prevent_cse)):\n",
         "test_passes.py::test_what_a_loop_recomputes_stays_behind_its_barriers",
     ),
 ]
