@@ -24,11 +24,11 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("PJRT_NPROC", "32")
 sys.path.insert(0, str(ROOT / "docs"))
 
-from pictures import machines, programs, states, terminal  # noqa: E402
+from pictures import lifetimes, machines, programs, states, terminal  # noqa: E402
 
 PICTURES: dict[str, Callable[[], str]] = {
     name.removeprefix("draw_"): function
-    for module in (machines, programs, states, terminal)
+    for module in (lifetimes, machines, programs, states, terminal)
     for name, function in vars(module).items()
     if name.startswith("draw_")
 }

@@ -269,8 +269,8 @@ def test_the_picture_of_the_readme_is_the_one_that_is_drawn(render):
 
 def test_pictures_of_steps_say_what_the_programs_do(render):
     programs = render.programs
-    loss_fn, params = programs._layers(3, 64)
-    body, _ = programs._placed(loss_fn, params, jnp.ones((64, 64)), stage=3)
+    loss_fn, params = programs.layers(3, 64)
+    body, _ = programs.placed(loss_fn, params, jnp.ones((64, 64)), stage=3)
     lanes = {lane: [box.name for box in programs._boxes(body) if box.lane == lane] for lane in programs.LANES}
     assert lanes == {
         "gather": ["1", "2", "3", "3", "2"],
