@@ -195,10 +195,10 @@ def _dtype_name(*allowed: str) -> Setting:
     def name(value: Any) -> str:
         if not isinstance(value, str | np.dtype | type):  # an array would count as its own dtype
             raise TypeError
-        found = str(jnp.dtype(value).name)
-        if found not in allowed:
+        dtype = str(jnp.dtype(value).name)
+        if dtype not in allowed:
             raise ValueError
-        return found
+        return dtype
 
     return optional(Setting(f"one of {allowed}", name))
 

@@ -50,44 +50,44 @@ def _require(condition: bool, value: Any) -> Any:
 def one_of(*choices: Any, says: str | None = None) -> Setting:
     """One of some Python values; 1 is not True."""
 
-    def kept(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         found = [x for x in choices if type(x) is type(value) and x == value]
         return _require(bool(found), value)
 
-    return Setting(says or f"one of {choices}", kept)
+    return Setting(says or f"one of {choices}", convert)
 
 
 def some_of(*choices: Any) -> Setting:
     """A sequence of some Python values, at least one."""
     one = one_of(*choices)
 
-    def kept(values: Any) -> tuple[Any, ...]:
+    def convert(values: Any) -> tuple[Any, ...]:
         is_some = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
         return tuple(map(one.of, _require(is_some, values)))
 
-    return Setting(f"some of {choices}, at least one", kept)
+    return Setting(f"some of {choices}, at least one", convert)
 
 
 def whole(least: int, says: str | None = None) -> Setting:
     """An integer of at least `least`."""
 
-    def kept(value: Any) -> int:
+    def convert(value: Any) -> int:
         return int(_require(isinstance(value, int) and not isinstance(value, bool) and value >= least, value))
 
-    return Setting(says or f"an integer >= {least}", kept)
+    return Setting(says or f"an integer >= {least}", convert)
 
 
 def number(says: str, holds: Callable[[float], bool]) -> Setting:
     """A real number: a Python number, or a scalar of NumPy or jax, which is kept as a float."""
 
-    def kept(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, int | float):
             return _require(not isinstance(value, bool) and holds(value), value)
         dtype = getattr(value, "dtype", None)
         is_real = getattr(value, "shape", None) == () and np.dtype(dtype).kind in "iuf"
         return _require(is_real and holds(float(value)), float(value) if is_real else value)
 
-    return Setting(says, kept)
+    return Setting(says, convert)
 
 
 def optional(setting: Setting) -> Setting:

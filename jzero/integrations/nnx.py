@@ -235,17 +235,17 @@ def view_nnx(model: Any) -> Params | None:
     return _by_name(_variables_by_path(module, nnx.Any(optimizer.wrt, nnx.Param)))
 
 
-def _variables_by_path(module: nnx.Module, wanted: Any) -> dict[tuple[Any, ...], Any]:
+def _variables_by_path(module: nnx.Module, only: Any) -> dict[tuple[Any, ...], Any]:
     """Returns the variables of a module by path; a shared variable is under the path of each of its modules."""
-    found = dict(nnx.to_flat_state(nnx.state(module, wanted)))
-    for paths in nnx.find_duplicates(module, only=wanted):
-        shared = [found[path] for path in paths if path in found]
-        found |= dict.fromkeys(paths, shared[0]) if shared else {}
-    return found
+    variables = dict(nnx.to_flat_state(nnx.state(module, only)))
+    for paths in nnx.find_duplicates(module, only=only):
+        shared = [variables[path] for path in paths if path in variables]
+        variables |= dict.fromkeys(paths, shared[0]) if shared else {}
+    return variables
 
 
-def _by_name(found: dict[tuple[Any, ...], Any]) -> Params:
-    return {tuple(map(str, path)): x for path, x in found.items()}
+def _by_name(by_keys: dict[tuple[Any, ...], Any]) -> Params:
+    return {tuple(map(str, path)): x for path, x in by_keys.items()}
 
 
 register_model_view(view_nnx)

@@ -72,12 +72,12 @@ def find_written(
       ValueError: Variables were added or deleted, or changed shape or dtype; the message names them.
     """
     bad: list[str] = []
-    found: dict[str, dict[str, WrittenVariable]] = {}
+    written: dict[str, dict[str, WrittenVariable]] = {}
     for field, tree in before.items():
         old = by_path(tree)
         appended = {path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(after[field]) if _in_tuple(p)}
         new = {path: x for path, x in by_path(after[field]).items() if path in old or path not in appended}
-        found[field], wrong = pair_written(old, new, dtypes[field], written_shape)
+        written[field], wrong = pair_written(old, new, dtypes[field], written_shape)
         bad += wrong
     if bad:
         raise ValueError(
@@ -87,7 +87,7 @@ def find_written(
             + "\nAdd and delete variables before `shard_train_state`, and write values of the same shape and dtype. "
             "What the loss adds for its own use it can take out again: `nnx.pop(model, nnx.Intermediate)`."
         )
-    return found
+    return written
 
 
 def _in_tuple(path: tuple[Any, ...]) -> bool:

@@ -45,10 +45,10 @@ def check_update(tx: ZeroTransformation) -> None:
     value = jax.ShapeDtypeStruct((), np.float32)
 
     def operands(grads: list[Grad[jax.Array]], opt_state: Any, params: Any, value: Any) -> Any:
-        found = tx.visits(grads, opt_state, params, None, value, {})
+        visits = tx.visits(grads, opt_state, params, None, value, {})
         if plan.config.offload.zenflow is not None:
-            check_adds_up(found)
-        return found.operands
+            check_adds_up(visits)
+        return visits.operands
 
     jax.eval_shape(operands, grads, opt_state, params, value)
 
@@ -91,13 +91,13 @@ def detached(state: State) -> State:
 
 def for_loss(state: State) -> State:
     """Returns a state for programs that evaluate a loss: handles of the rows of parameters on disk, or their shapes."""
-    plan, seen = state.tx.plan, detached(state)
+    plan, program_state = state.tx.plan, detached(state)
     if not plan.params_on_disk:
-        return seen
+        return program_state
     params = plan.params_treedef.flatten_up_to(state.params)
     for i in plan.params_on_disk:
         params[i] = _handles(plan, i, params[i])
-    return seen.replace(params=plan.params_treedef.unflatten(params))
+    return program_state.replace(params=plan.params_treedef.unflatten(params))
 
 
 def _handles(plan: ZeroPlan, i: int, x: Any) -> Any:
@@ -138,12 +138,16 @@ def run_on_rows(run: Callable[[State], T], state: State, passes: Sequence[int]) 
 
 def attached(state: State, files: StateFiles, *, waits: bool | None = None) -> State:
     """Returns a state whose leaves on disk are in these files, which are its newest; says whether something waits."""
-    plan, own = state.tx.plan, state.opt_state
-    whole = plan.whole_sharding
-    generation = place_array(np.asarray(files.generation), np.dtype(np.int32), whole)
-    waiting = own.disk.waiting if waits is None else place_array(np.asarray(waits), np.dtype(np.bool_), whole)
-    own = dataclasses.replace(own, disk=dataclasses.replace(own.disk, generation=generation, waiting=waiting))
-    return map_disk(lambda x: dataclasses.replace(x, files=files), plan, state.replace(opt_state=own))
+    plan, zero_state = state.tx.plan, state.opt_state
+    replicated = plan.whole_sharding
+    generation = place_array(np.asarray(files.generation), np.dtype(np.int32), replicated)
+    waiting = (
+        zero_state.disk.waiting if waits is None else place_array(np.asarray(waits), np.dtype(np.bool_), replicated)
+    )
+    zero_state = dataclasses.replace(
+        zero_state, disk=dataclasses.replace(zero_state.disk, generation=generation, waiting=waiting)
+    )
+    return map_disk(lambda x: dataclasses.replace(x, files=files), plan, state.replace(opt_state=zero_state))
 
 
 def files_of(state: State) -> StateFiles:
@@ -178,8 +182,8 @@ def kept_on_disk(state: State, files: StateFiles | None) -> State:
     if files is None or not new:
         return state
     files.rewrite(new)
-    kept = [files.node(x) if x.in_records and x.path in new else y for x, y in zip(layouts, leaves, strict=True)]
-    params, opt_state = kept[: len(plan.leaves)], kept[len(plan.leaves) :]
+    stored = [files.node(x) if x.in_records and x.path in new else y for x, y in zip(layouts, leaves, strict=True)]
+    params, opt_state = stored[: len(plan.leaves)], stored[len(plan.leaves) :]
     state = state.replace(params=plan.params_treedef.unflatten(params), opt_state=plan.opt_treedef.unflatten(opt_state))
     return attached(state, files)
 

@@ -58,10 +58,10 @@ def unshard_train_state(state: State) -> State:
     for i, (param, leaf) in enumerate(zip(params, plan.leaves, strict=True)):
         if leaf.master is not None:
             gathered[i] = apply_edits(gathered[i], *gather_leaves([param], [leaf.param]))
-    whole = iter(gathered)
+    values = iter(gathered)
 
     def natural(x: Any, leaf: StateLeaf) -> jax.Array:
-        return make_strongly_typed(next(whole), leaf.update_dtype or leaf.dtype)
+        return make_strongly_typed(next(values), leaf.update_dtype or leaf.dtype)
 
     return adapted.rebuild(map_state(natural, layout, plain, tx=train_state.tx.inner, with_disk=True))
 
@@ -112,16 +112,18 @@ def gather_params(
     chosen, to = _match(plan, paths), check("dtype", dtype, FLOAT)
     targets = None if shardings is None else find_shardings(shardings, plan, chosen)
     params = plan.flat_params(train_state.params)
-    kept = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
-    taken = [i for i, take in enumerate(chosen) if take]
-    stored = [edited_master(plan.leaves[i], plan, params[i], kept[i]) if masters else params[i] for i in taken]
-    leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in taken]
+    masters_or_params = plan.flat_params(train_state.opt_state.masters) if masters and plan.has_opt_state else params
+    indices = [i for i, take in enumerate(chosen) if take]
+    stored = [
+        edited_master(plan.leaves[i], plan, params[i], masters_or_params[i]) if masters else params[i] for i in indices
+    ]
+    leaves = [plan.leaves[i].updated if masters else plan.leaves[i].param for i in indices]
     if to is None and targets is None:
-        whole = gather_leaves(stored, leaves)
+        natural = gather_leaves(stored, leaves)
     else:
-        targets = [plan.whole_sharding] * len(taken) if targets is None else targets
-        whole = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
-    gathered = iter(whole)
+        targets = [plan.whole_sharding] * len(indices) if targets is None else targets
+        natural = [lay_out(x, leaf, to, target) for x, leaf, target in zip(stored, leaves, targets, strict=True)]
+    gathered = iter(natural)
     return plan.params_treedef.unflatten([next(gathered) if take else None for take in chosen])
 
 
@@ -173,12 +175,12 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
     params = plan.flat_params(train_state.params)
     masters = plan.flat_params(train_state.opt_state.masters) if plan.has_opt_state else params
     masters = list(masters)
-    taken = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
-    with_master = [(i, leaf) for i, leaf in taken if leaf.master is not None]
+    indices = [(i, leaf) for i, (leaf, take) in enumerate(zip(plan.leaves, chosen, strict=True)) if take]
+    with_master = [(i, leaf) for i, leaf in indices if leaf.master is not None]
     placed = place_given(
-        [(values[i], leaf.param) for i, leaf in taken] + [(values[i], leaf.master) for i, leaf in with_master], plan
+        [(values[i], leaf.param) for i, leaf in indices] + [(values[i], leaf.master) for i, leaf in with_master], plan
     )
-    for i, _ in taken:
+    for i, _ in indices:
         params[i] = next(placed)
     for i, _ in with_master:
         masters[i] = next(placed)
@@ -186,8 +188,8 @@ def write_params(train_state: Any, values: Mapping[int, Any], chosen: Sequence[b
     if not plan.has_opt_state:
         return new
     boxed = [x if leaf.master is None else leaf.master.box(x) for x, leaf in zip(masters, plan.leaves, strict=True)]
-    own = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
-    return kept_on_disk(new.replace(opt_state=own), files_of(train_state) if plan.has_files else None)
+    zero_state = dataclasses.replace(new.opt_state, masters=plan.params_treedef.unflatten(boxed))
+    return kept_on_disk(new.replace(opt_state=zero_state), files_of(train_state) if plan.has_files else None)
 
 
 def place_given(values: Sequence[tuple[Any, StateLeaf]], plan: ZeroPlan) -> Iterator[jax.Array]:
@@ -232,9 +234,9 @@ def natural_params(state: State) -> PyTree:
     plan = train_state.tx.plan
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(train_state.params)):
         return train_state.tx.natural_params(train_state.params)
-    whole = plan.flat_params(gather_params(state))
+    gathered = plan.flat_params(gather_params(state))
     return plan.params_treedef.unflatten(
-        [make_strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(whole, plan.leaves, strict=True)]
+        [make_strongly_typed(x, leaf.compute_dtype) for x, leaf in zip(gathered, plan.leaves, strict=True)]
     )
 
 

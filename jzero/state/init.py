@@ -163,19 +163,19 @@ def lower_init(
 
     def born(number: int, key: jax.Array) -> list[jax.Array]:
         group = groups[number]
-        wanted = {source for k in group if (source := made_from[k]) is not None}
-        made = one_leaf_at_a_time(inner, consts, key, wanted, side_effects=number == 0, zeroed=zeroed)
-        values = _values(plan, stored(treedef.unflatten(made)))
+        sources = {source for k in group if (source := made_from[k]) is not None}
+        outputs = one_leaf_at_a_time(inner, consts, key, sources, side_effects=number == 0, zeroed=zeroed)
+        values = _values(plan, stored(treedef.unflatten(outputs)))
         return [leaves[k].store(make_strongly_typed(values[k], leaves[k].dtype)) for k in group]
 
     def rebuild(results: Iterable[list[jax.Array]]) -> State:
-        found = _collected(plan, leaves, groups, results)
+        arrays = _collected(plan, leaves, groups, results)
         order = iter(range(len(leaves)))
-        state = map_state(lambda x, leaf: found[next(order)], plan, numbered)
+        state = map_state(lambda x, leaf: arrays[next(order)], plan, numbered)
         return adapted[-1].rebuild(state.replace(tx=ZeroTransformation(tx, plan)))
 
-    whole = NamedSharding(mesh, PartitionSpec())
-    abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    abstract = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated)
     programs = []
     for number, group in enumerate(groups):
         shardings = [leaves[k].sharding for k in group]
@@ -200,12 +200,12 @@ def _find_zeroed(pattern: str, plan: ZeroPlan, numbers: Any, outvars: Sequence[A
     frozen = [(k, leaf.path.partition("/")[2], leaf.dtype) for k, leaf in others if leaf.is_param]
     trained = zip(jax.tree.leaves(numbers.params), plan.leaves, strict=True)
     params = [*((k, leaf.path, leaf.param.dtype) for k, leaf in trained), *frozen]
-    found = {k for k, path, dtype in params if matches(path) and not is_key(dtype)}
-    if not found:
+    zeroed = {k for k, path, dtype in params if matches(path) and not is_key(dtype)}
+    if not zeroed:
         some = ", ".join(repr(path) for _, path, _ in params[:5])
         raise ValueError(f"`zeros` {pattern!r} matches no parameter. It must match a whole path; the first are {some}.")
-    kept = {id(outvars[k]) for k, _, _ in params if k not in found}
-    return {k for k in found if id(outvars[k]) not in kept}
+    drawn = {id(outvars[k]) for k, _, _ in params if k not in zeroed}
+    return {k for k in zeroed if id(outvars[k]) not in drawn}
 
 
 def _collected(
@@ -213,14 +213,14 @@ def _collected(
 ) -> dict[int, Any]:
     """Returns the leaves that programs make, one program after another, by number; those for the disk are there."""
     files = open_files(plan) if plan.has_files else None
-    found: dict[int, Any] = {}
-    for group, made in zip(groups, results, strict=True):
-        found.update(zip(group, made, strict=True))
+    arrays: dict[int, Any] = {}
+    for group, outputs in zip(groups, results, strict=True):
+        arrays.update(zip(group, outputs, strict=True))
         if files is not None:
-            found.update(_to_disk(files, {k: leaves[k] for k in group}, found))
+            arrays.update(_to_disk(files, {k: leaves[k] for k in group}, arrays))
     if files is not None:
         files.pipeline.store.commit()
-    return found
+    return arrays
 
 
 def _to_disk(files: StateFiles, leaves: Mapping[int, StateLeaf], arrays: Mapping[int, jax.Array]) -> dict[int, Any]:
@@ -251,14 +251,14 @@ def _groups(leaves: Sequence[StateLeaf], made_from: Sequence[int | None], plan: 
         if leaf.in_records and leaf.owner is not None:  # with its parameter: a record holds all that it has
             source = made_from[leaf.owner]  # noqa: PLW2901
         units.setdefault(("nothing", k) if source is None else source, []).append(k)
-    goes = {name: any(leaves[k].memory != "device" for k in unit) for name, unit in units.items()}
-    near = [k for name, unit in units.items() if not goes[name] for k in unit]
-    away = [unit for name, unit in units.items() if goes[name]]
-    sizes = [sum(leaves[k].bytes_per_device for k in unit) for unit in away]
+    leaves_devices = {name: any(leaves[k].memory != "device" for k in unit) for name, unit in units.items()}
+    on_devices = [k for name, unit in units.items() if not leaves_devices[name] for k in unit]
+    elsewhere = [unit for name, unit in units.items() if leaves_devices[name]]
+    sizes = [sum(leaves[k].bytes_per_device for k in unit) for unit in elsewhere]
     most = max([*sizes, sum(sizes) // 8], default=0)
-    groups: list[list[int]] = [near] if near else []
+    groups: list[list[int]] = [on_devices] if on_devices else []
     filled = most + 1  # so that the first unit begins a group
-    for unit, size in zip(away, sizes, strict=True):
+    for unit, size in zip(elsewhere, sizes, strict=True):
         if filled + size > most:
             groups.append([])
             filled = 0

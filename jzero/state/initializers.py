@@ -30,7 +30,7 @@ def one_leaf_at_a_time(
     jaxpr: Any,
     consts: Sequence[Any],
     key: jax.Array,
-    wanted: Collection[int],
+    needs: Collection[int],
     *,
     side_effects: bool,
     zeroed: Collection[int],
@@ -42,15 +42,15 @@ def one_leaf_at_a_time(
       consts: Its constants.
       key: Its argument.
       side_effects: Whether to run equations with side effects even if nothing needs their outputs.
-      wanted: Indices of the outputs that are needed; the others come back as zeros.
+      needs: Indices of the outputs that are needed; the others come back as zeros.
       zeroed: Indices of outputs that become zeros, as does what is made of them.
     """
     # No constants: the compiler would fold what is made of them, such as blocks of 8 bits, which takes minutes.
     zero = _zero_of(jax.random.key_data(key).reshape(-1)[0]) if zeroed else None
     blank = {k: _full(v.aval, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
-    given = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
-    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in wanted and k not in zeroed]
-    needed = find_needed(jaxpr, outvars, side_effects=side_effects, given=given)
+    blank_variables = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
+    outvars = [v for k, v in enumerate(jaxpr.outvars) if k in needs and k not in zeroed]
+    needed = find_needed(jaxpr, outvars, side_effects=side_effects, given=blank_variables)
     last: Any = None
 
     def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
@@ -61,11 +61,11 @@ def one_leaf_at_a_time(
         outputs = _compat.bind(eqn, inputs)
         if draws:
             last = next(x for v, x in zip(eqn.outvars, outputs, strict=True) if v in needed.variables)
-        return [given.get(v, x) for v, x in zip(eqn.outvars, outputs, strict=True)]
+        return [blank_variables.get(v, x) for v, x in zip(eqn.outvars, outputs, strict=True)]
 
-    program = Piece([*jaxpr.invars, *given], outvars, [eqn for eqn, _ in needed.equations], jaxpr.constvars)
-    made = iter(evaluate(program, [*consts, key, *given.values()], apply))
-    return [blank[k] if k in zeroed else next(made) if k in wanted else 0 for k in range(len(jaxpr.outvars))]
+    program = Piece([*jaxpr.invars, *blank_variables], outvars, [eqn for eqn, _ in needed.equations], jaxpr.constvars)
+    values = iter(evaluate(program, [*consts, key, *blank_variables.values()], apply))
+    return [blank[k] if k in zeroed else next(values) if k in needs else 0 for k in range(len(jaxpr.outvars))]
 
 
 def _draws(eqn: Any) -> bool:

@@ -136,8 +136,8 @@ def get_full_opt_state(state: State, path: str, *, name: str) -> jax.Array:
     plan = train_state.tx.plan
     i = _opt_index(plan, path, name)
     leaf = plan.inner_leaves[i]
-    whole = _gather(plan.flat_opt_state(train_state.opt_state)[i], leaf, plan)
-    return whole if leaf.update_dtype is None else whole.astype(leaf.update_dtype)
+    value = _gather(plan.flat_opt_state(train_state.opt_state)[i], leaf, plan)
+    return value if leaf.update_dtype is None else value.astype(leaf.update_dtype)
 
 
 def set_full_opt_state(state: State, path: str, *, name: str, value: Any) -> State:
@@ -220,8 +220,8 @@ def get_full_grad(state: State, path: str, *, grads: PyTree) -> jax.Array:
             f"The gradient of {path!r} has shape {tuple(leaves[i].shape)}, but the plan stores it as "
             f"{leaf.stored_shape}: hand over what `jzero.value_and_grad` returned for this state."
         )
-    whole = _gather(leaves[i], leaf, plan)
-    return widen(whole)
+    value = _gather(leaves[i], leaf, plan)
+    return widen(value)
 
 
 def _frozen_index(plan: ZeroPlan, path: str) -> int | None:
@@ -239,8 +239,8 @@ def _index(plan: ZeroPlan, path: str) -> int:
         raise ValueError(f"{path!r} is not trained: it has no gradient and no optimizer state.")
     if path not in plan.indices:
         paths = list(plan.indices)
-        near = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
-        listed = f"The nearest are {near}." if near else f"The first paths are {paths[:5]}."
+        nearest = difflib.get_close_matches(path, paths, n=5, cutoff=0.5)
+        listed = f"The nearest are {nearest}." if nearest else f"The first paths are {paths[:5]}."
         raise ValueError(f"`path` {path!r} names no parameter: it must be a whole key path. {listed}")
     return plan.indices[path]
 
@@ -253,12 +253,12 @@ def _opt_index(plan: ZeroPlan, path: str, name: str) -> int:
         why = "" if plan.leaves[owner].trained else ", which is not trained"
         raise ValueError(f"The optimizer keeps nothing for {path!r}{why}.")
     *front, last = name.split("/")
-    found = _matching(name, names) or _matching("/".join([*front, DEEPSPEED_NAMES.get(last, last)]), names)
-    if not found:
+    matches = _matching(name, names) or _matching("/".join([*front, DEEPSPEED_NAMES.get(last, last)]), names)
+    if not matches:
         raise ValueError(f"The optimizer keeps no {name!r} for {path!r}: it has {list(names)}.")
-    if len(found) > 1:
-        raise ValueError(f"`name` {name!r} stands for several things that the optimizer keeps for {path!r}: {found}.")
-    return names[found[0]]
+    if len(matches) > 1:
+        raise ValueError(f"`name` {name!r} stands for several things that the optimizer keeps for {path!r}: {matches}.")
+    return names[matches[0]]
 
 
 def _matching(name: str, names: dict[str, int]) -> list[str]:

@@ -38,24 +38,24 @@ FLOAT = optional(Setting("a floating-point dtype, such as 'bfloat16'", _float_dt
 
 def find_shardings(shardings: Any, plan: ZeroPlan, chosen: Sequence[bool]) -> list[NamedSharding]:
     """Returns the sharding of each chosen parameter, as `shardings` of `gather_params` says."""
-    given = _by_rules(shardings, plan) if _are_rules(shardings) else _by_tree(shardings, plan)
-    mesh = next((x.mesh for x, _ in given if isinstance(x, NamedSharding)), plan.mesh)
-    found, wrong = [], []
-    for leaf, take, (x, rule) in zip(plan.leaves, chosen, given, strict=True):
+    asked = _by_rules(shardings, plan) if _are_rules(shardings) else _by_tree(shardings, plan)
+    mesh = next((x.mesh for x, _ in asked if isinstance(x, NamedSharding)), plan.mesh)
+    checked, wrong = [], []
+    for leaf, take, (x, rule) in zip(plan.leaves, chosen, asked, strict=True):
         try:
-            found += [_checked(x, leaf.param, mesh, plan)] if take else []
+            checked += [_checked(x, leaf.param, mesh, plan)] if take else []
         except (TypeError, ValueError) as error:
             spec, by = getattr(x, "spec", x), "" if rule is None else f" (by {rule!r})"
             wrong.append(f"  {leaf.path} {list(leaf.param.shape)}: {spec}{by}: {str(error).partition(chr(10))[0]}")
     if wrong:
         raise ValueError("`shardings` do not fit these parameters:\n" + "\n".join(wrong) + f"\n{RULE}")
-    return found
+    return checked
 
 
 def lay_out(x: Any, leaf: StateLeaf, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """Returns a stored leaf in natural shape, cast and laid out; nothing else of it is on the devices afterwards."""
-    near = on_device(x)
-    natural = _natural(near, leaf.cut, cast_dtype(leaf.dtype, dtype), near.sharding)
+    on_devices = on_device(x)
+    natural = _natural(on_devices, leaf.cut, cast_dtype(leaf.dtype, dtype), on_devices.sharding)
     return jax.block_until_ready(jax.device_put(natural, sharding))
 
 
@@ -103,6 +103,6 @@ def _natural(x: jax.Array, cut: Cut | None, dtype: Any, sharding: NamedSharding)
     x = x if in_blocks else round_without_derivative(x, dtype)
     if cut is None or cut.is_stored_naturally:
         return lax.with_sharding_constraint(x, sharding)  # so that the result shares no buffer with the state
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    x = lax.with_sharding_constraint(x, whole)  # before the slice: an uneven array cannot leave `jit`
-    return lax.with_sharding_constraint(round_without_derivative(cut.to_natural(x), dtype), whole)
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    x = lax.with_sharding_constraint(x, replicated)  # before the slice: an uneven array cannot leave `jit`
+    return lax.with_sharding_constraint(round_without_derivative(cut.to_natural(x), dtype), replicated)

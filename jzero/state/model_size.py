@@ -50,10 +50,10 @@ def _tree_params(tree: PyTree) -> Params:
     def is_box(x: Any) -> bool:  # Linen wraps leaves that carry axis names
         return hasattr(x, "replace_boxed")
 
-    found: dict[tuple[str, ...], Any] = {}
+    params: dict[tuple[str, ...], Any] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        found[key_names(path)] = jax.tree.leaves(x)[0] if is_box(x) else x
-    return found
+        params[key_names(path)] = jax.tree.leaves(x)[0] if is_box(x) else x
+    return params
 
 
 def _params(model: Any) -> Params:

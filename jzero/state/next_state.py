@@ -57,7 +57,7 @@ def scaled_grads(
 
 def next_state(
     state: Any,
-    found: StepGrads,
+    step_grads: StepGrads,
     changed: Mapping[str, Mapping[str, Any]],
     update: StepGrads | None,
     disk: FromDisk = NO_DISK,
@@ -68,23 +68,25 @@ def next_state(
 
     Args:
       state: The state before the step.
-      found: The step's gradients.
+      step_grads: The step's gradients.
       changed: What the loss wrote, by field of the state and path in the field.
-      update: The gradients to apply now: `found`, those of an earlier step, or none.
+      update: The gradients to apply now: `step_grads`, those of an earlier step, or none.
       disk: What was computed from the state's records.
     """
     plan = state.tx.plan
     new = write_fields(state, changed)
-    if found.applied is not None and new is not state:
-        new = _keep_unless(found.applied, new, state)
+    if step_grads.applied is not None and new is not state:
+        new = _keep_unless(step_grads.applied, new, state)
     if update is not None:
         new = _update(new, update.grads, update.applied, update.value, disk)
-    if found.applied is not None and plan.has_opt_state:
-        scaled = with_next_loss_scale(state.opt_state, new.opt_state, plan.config.policy.loss_scale, found.overflowed)
-        scaled = scaled if found.weighs is None else _keep_unless(found.weighs, scaled, new.opt_state)
+    if step_grads.applied is not None and plan.has_opt_state:
+        scaled = with_next_loss_scale(
+            state.opt_state, new.opt_state, plan.config.policy.loss_scale, step_grads.overflowed
+        )
+        scaled = scaled if step_grads.weighs is None else _keep_unless(step_grads.weighs, scaled, new.opt_state)
         new = new.replace(opt_state=scaled)
     if plan.config.offload.delay:
-        new = _with_waiting(new, jnp.ones((), jnp.bool_) if found.applied is None else found.applied)
+        new = _with_waiting(new, jnp.ones((), jnp.bool_) if step_grads.applied is None else step_grads.applied)
     return _to_stored(new, plan)
 
 
@@ -101,7 +103,7 @@ def _with_waiting(state: Any, waiting: jax.Array) -> Any:
 
 
 def _keep_unless(applied: jax.Array, new: Any, old: Any) -> Any:
-    """Returns `new` if the step is applied, else `old`. On the host the update itself chose, so `new` stays."""
+    """Returns `new` if the step is applied, else `old`. Host arrays were selected by the update."""
     return jax.tree.map(lambda new, old: new if memory_of(new) == "host" else jnp.where(applied, new, old), new, old)
 
 
@@ -130,17 +132,17 @@ def _update(
 
 
 def check_can_compute(state: Any) -> None:
-    """Raises if a state has an `apply_gradients` of its own, and something that it could compute on is not there."""
+    """Raises if a state has an `apply_gradients` of its own, and something that it could read is not on the devices."""
     plan = state.tx.plan
-    away = any(leaf.param.memory == "host" for leaf in plan.leaves)
-    if adapt(state).has_own_update and (away or plan.has_files):
+    on_host = any(leaf.param.memory == "host" for leaf in plan.leaves)
+    if adapt(state).has_own_update and (on_host or plan.has_files):
         late = plan.config.offload.delay
-        option = "params='host'" if away else "delay=1" if late else "optimizer='disk'"
-        what = "parameters" if away else "gradients" if late else "optimizer state"
+        option = "params='host'" if on_host else "delay=1" if late else "optimizer='disk'"
+        what = "parameters" if on_host else "gradients" if late else "optimizer state"
         raise TypeError(
             f"`{type(state).__name__}` has an `apply_gradients` of its own, which could compute on {what}; with "
-            f"`Offload({option})` they are not there to compute on. Do what it does outside of the step, or go without "
-            "that option."
+            f"`Offload({option})` they are not on the devices. Do what it does outside of the step, or go without that "
+            "option."
         )
 
 
@@ -151,8 +153,10 @@ def _update_by_itself(
     check_can_compute(state)
     tx, plan = state.tx, state.tx.plan
     params = plan.flat_params(state.params)
-    seen = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
-    before = state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(seen))
+    without_keys = [NO_ELEMENTS if i in plan.keys else x for i, x in enumerate(params)]
+    before = state.replace(
+        tx=dataclasses.replace(tx, applied=applied, value=value), params=plan.stored_params(without_keys)
+    )
     new = before.apply_gradients(grads=plan.stored_grads([scale_by(g.reduced, *g.factors) for g in grads]))
     after = [params[i] if i in plan.keys else x for i, x in enumerate(plan.flat_params(new.params))]
     new = new.replace(tx=tx, params=plan.stored_params(after))

@@ -85,9 +85,9 @@ def reload_train_state(state: State) -> State:
 def _chosen_fields(train_state: Any, include: Collection[str]) -> frozenset[str]:
     names = check("include", include, NAMES)
     others = other_fields(train_state)
-    known = {"params", "opt_state", *others}
-    if not set(names) <= known:
-        raise ValueError(f"`include` must name fields of the state, a collection of {sorted(known)}: got {include!r}.")
+    fields = {"params", "opt_state", *others}
+    if not set(names) <= fields:
+        raise ValueError(f"`include` must name fields of the state, a collection of {sorted(fields)}: got {include!r}.")
     frozen = frozen_fields(train_state) if "params" in names else ()
     return frozenset({*names, *frozen})
 
@@ -104,12 +104,14 @@ def _move(train_state: Any, plan: ZeroPlan, chosen: frozenset[str] | None, kind:
         if isinstance(x, OnDisk):
             return x
         target = leaf.sharding if kind is None else leaf.device_sharding.with_memory_kind(kind)
-        wanted = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
-        if (chosen is not None and name not in chosen) or x.sharding.memory_kind == wanted:
+        target_kind = target.memory_kind or plan.mesh.local_devices[0].default_memory().kind
+        if (chosen is not None and name not in chosen) or x.sharding.memory_kind == target_kind:
             return x
         moved = jax.block_until_ready(jax.device_put(x, target))  # one at a time, so that only one exists twice
-        if moved.sharding.memory_kind != wanted:
-            raise RuntimeError(f"{leaf.path} was to be in {wanted!r} memory, but is in {moved.sharding.memory_kind!r}.")
+        if moved.sharding.memory_kind != target_kind:
+            raise RuntimeError(
+                f"{leaf.path} was to be in {target_kind!r} memory, but is in {moved.sharding.memory_kind!r}."
+            )
         x.delete()
         return moved
 

@@ -41,12 +41,12 @@ class Waiting(NamedTuple):
     """What the next step applies.
 
     Attributes:
-      found: The gradients; those of parameters in records are gone once `ready` is there.
+      step_grads: The gradients; those of parameters in records are gone once `ready` is there.
       ready: The pass over records, prepared.
       done: Its result, once it has begun.
     """
 
-    found: StepGrads
+    step_grads: StepGrads
     ready: Prepared | None = None
     done: concurrent.futures.Future[RunStats] | None = None
 
@@ -89,11 +89,11 @@ def apply_pending(state: State, *, donate: bool = False) -> State:
     files = files_of(train_state)
     check_newest(train_state)
     files.pipeline.store.check_whole()
-    near = map_state(functools.partial(_to_planned_memory, files.plan), files.plan, train_state)
+    in_place = map_state(functools.partial(_to_planned_memory, files.plan), files.plan, train_state)
     target = files if donate else open_files(files.plan)
     if files.plan.config.offload.zenflow is None:
-        return adapted.rebuild(_applied(near, files, target))
-    return adapted.rebuild(attached(flow_of(files).settle(detached(near), target), target, waits=False))
+        return adapted.rebuild(_applied(in_place, files, target))
+    return adapted.rebuild(attached(flow_of(files).settle(detached(in_place), target), target, waits=False))
 
 
 def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Array:
@@ -103,8 +103,8 @@ def _to_planned_memory(plan: ZeroPlan, x: jax.Array, leaf: StateLeaf) -> jax.Arr
 
 def _waits(state: Any) -> bool:
     """Whether gradients wait for the next step of a state; of a state of shapes, none do."""
-    own = state.opt_state if state.tx.plan.has_files else None
-    waiting = None if own is None else own.disk.waiting
+    zero_state = state.opt_state if state.tx.plan.has_files else None
+    waiting = None if zero_state is None else zero_state.disk.waiting
     if isinstance(waiting, jax.core.Tracer):
         raise ValueError(
             "`apply_pending` updates state outside of programs (`Offload(delay=1)` or `zenflow`): call it outside of "
@@ -121,7 +121,7 @@ def _applied(state: Any, files: StateFiles, target: StateFiles) -> Any:
     pipeline = Pipeline(both, threads=plan.config.offload.disk_threads) if keeps else files.pipeline
 
     def run() -> Prepared:
-        ready: Prepared = waiting.ready or update.prepare(files, inside, waiting.found)
+        ready: Prepared = waiting.ready or update.prepare(files, inside, waiting.step_grads)
         if waiting.done is not None and not keeps:
             waiting.done.result()
         else:
@@ -130,7 +130,7 @@ def _applied(state: Any, files: StateFiles, target: StateFiles) -> Any:
 
     ready = succeed_together(run)
     disk = FromDisk(ready.sums, ready.run.results())
-    new = (update.settled_copy if keeps else update.settled)(inside, ready.found, disk)
+    new = (update.settled_copy if keeps else update.settled)(inside, ready.step_grads, disk)
     target.pipeline.store.commit()
     return attached(new, target)
 

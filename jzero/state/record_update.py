@@ -33,12 +33,12 @@ class Prepared(NamedTuple):
     Attributes:
       run: The pass, which makes new records.
       sums: Numbers over parameters in records.
-      found: The gradients that the rest of the update needs.
+      step_grads: The gradients that the rest of the update needs.
     """
 
     run: RecordRun
     sums: dict[int, jax.Array]
-    found: StepGrads
+    step_grads: StepGrads
 
 
 class RecordUpdate:
@@ -74,48 +74,49 @@ class RecordUpdate:
         """Whether one pass over all records is known to be enough."""
         return list(self.visits) == [0]
 
-    def prepare(self, files: StateFiles, state: State, found: StepGrads) -> Prepared:
+    def prepare(self, files: StateFiles, state: State, step_grads: StepGrads) -> Prepared:
         """Runs the passes that only read, and everything that the last one reads beside records.
 
         Args:
           files: The files of the state.
           state: The state, detached.
-          found: The gradients, which are to be applied.
+          step_grads: The gradients, which are to be applied.
         """
-        near = [
+        without_records = [
             Grad(cast("jax.Array", None), g.factors) if i in self.plan.disk_fields else g
-            for i, g in enumerate(found.grads)
+            for i, g in enumerate(step_grads.grads)
         ]
         params = self.plan.flat_params(state.params)
-        given = GivenArrays(
-            {i: found.grads[i].reduced for i in self.plan.disk_fields}, {i: params[i] for i in self.plan.disk_fields}
+        arrays = GivenArrays(
+            {i: step_grads.grads[i].reduced for i in self.plan.disk_fields},
+            {i: params[i] for i in self.plan.disk_fields},
         )
         sums: dict[int, jax.Array] = {}
         level = 0
         while True:
-            operands, sums = self.numbers(level, state, found, sums)
+            operands, sums = self.numbers(level, state, step_grads, sums)
             self.wait((operands, sums))
             visits, needs_grads = self.visits[level]
-            run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, given)
+            run = RecordRun(files, self.programs, NextPass(visits, operands, sums, needs_grads), level, arrays)
             if run.writes:
-                return Prepared(run, sums, found if needs_grads else found._replace(grads=near))
+                return Prepared(run, sums, step_grads if needs_grads else step_grads._replace(grads=without_records))
             run.run()
             sums, level = sums | run.sums(), level + 1
 
-    def numbers_of_late(self, state: State, found: StepGrads) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
+    def numbers_of_late(self, state: State, step_grads: StepGrads) -> tuple[list[VisitOperands], dict[int, jax.Array]]:
         """Returns what a pass with other gradients than those of a step reads beside records, and sums of the step.
 
         Args:
           state: The state, detached.
-          found: The gradients of the step, whose numbers count.
+          step_grads: The gradients of the step, whose numbers count.
         """
-        _, sums = self.numbers(0, state, found, {})
+        _, sums = self.numbers(0, state, step_grads, {})
         self.wait(sums)
-        return self.late_operands(state, found._replace(grads=[]), sums), sums
+        return self.late_operands(state, step_grads._replace(grads=[]), sums), sums
 
-    def late_operands(self, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
-        """Returns what such a pass reads beside records, given sums; `found` has no gradients."""
-        operands: list[VisitOperands] = self._late_numbers(state, found, sums)
+    def late_operands(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
+        """Returns what such a pass reads beside records, given sums; `step_grads` has no gradients."""
+        operands: list[VisitOperands] = self._late_numbers(state, step_grads, sums)
         self.wait(operands)
         return operands
 
@@ -124,8 +125,8 @@ class RecordUpdate:
     ) -> RecordRun:
         """Returns a pass with gradients in float32 from the host, by parameter and device, ready to run."""
         params = self.plan.flat_params(state.params)
-        given = GivenArrays(grads, {i: params[i] for i in self.plan.disk_fields})
-        return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, given)
+        arrays = GivenArrays(grads, {i: params[i] for i in self.plan.disk_fields})
+        return RecordRun(files, self.programs, NextPass(self._late_visits, list(operands), {}, False), -1, arrays)
 
     def wait(self, x: Any) -> None:
         """Waits for arrays where programs in flight could wait for each other for ever."""
@@ -139,29 +140,33 @@ class RecordUpdate:
         self.programs = Programs(self.plan)
         self.visits.clear()
 
-    def _find(self, level: int, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> Any:
+    def _find(self, level: int, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> Any:
         with jax.named_scope("zero_update"):
-            made = state.tx.visits(found.grads, state.opt_state, state.params, found.applied, found.value, sums)
-        self.visits[level] = made.visits, made.needs_grads
-        return made.operands, made.sums
+            step_visits = state.tx.visits(
+                step_grads.grads, state.opt_state, state.params, step_grads.applied, step_grads.value, sums
+            )
+        self.visits[level] = step_visits.visits, step_visits.needs_grads
+        return step_visits.operands, step_visits.sums
 
     @jax.named_scope("zero_update")
-    def _rest(self, state: State, found: StepGrads, changed: Any, update: StepGrads | None, disk: FromDisk) -> State:
-        return self._laid_out(next_state(state, found, changed, update and self._with_zeros(update), disk))
+    def _rest(
+        self, state: State, step_grads: StepGrads, changed: Any, update: StepGrads | None, disk: FromDisk
+    ) -> State:
+        return self._laid_out(next_state(state, step_grads, changed, update and self._with_zeros(update), disk))
 
     @jax.named_scope("zero_update")
-    def _find_late(self, state: State, found: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
+    def _find_late(self, state: State, step_grads: StepGrads, sums: dict[int, jax.Array]) -> list[VisitOperands]:
         """Finds what a pass reads whose gradients are float32, without factors."""
         leaves = (leaf.grad for leaf in self.plan.leaves)
         grads = [Grad(jnp.zeros(leaf.stored_shape, wide_dtype(leaf.dtype))) for leaf in leaves]
-        made = state.tx.visits(grads, state.opt_state, state.params, found.applied, found.value, sums)
-        self._late_visits = made.visits
-        return made.operands
+        step_visits = state.tx.visits(grads, state.opt_state, state.params, step_grads.applied, step_grads.value, sums)
+        self._late_visits = step_visits.visits
+        return step_visits.operands
 
     def _rest_with_columns(  # noqa: PLR0913  # operands of a program
         self,
         state: State,
-        found: StepGrads,
+        step_grads: StepGrads,
         changed: Any,
         sums: dict[int, jax.Array],
         chosen: dict[int, jax.Array],
@@ -169,7 +174,7 @@ class RecordUpdate:
         near: dict[int, list[jax.Array]],
     ) -> tuple[State, dict[int, list[jax.Array]]]:
         columns = Columns(self.plan, chosen, near)
-        new = self._rest(state, light, changed, found, FromDisk(sums, {}, columns))
+        new = self._rest(state, light, changed, step_grads, FromDisk(sums, {}, columns))
         return new, columns.new
 
     @jax.named_scope("zero_update")

@@ -153,8 +153,8 @@ def _place(
         return place_now(x, leaf)
 
     def place_now(x: Any, leaf: StateLeaf) -> jax.Array:
-        near = unbox(x).read() if isinstance(unbox(x), OnDisk) else x
-        placed = leaf.place(gather_padded(near), look=note_value(values, leaf))
+        in_memory = unbox(x).read() if isinstance(unbox(x), OnDisk) else x
+        placed = leaf.place(gather_padded(in_memory), look=note_value(values, leaf))
         if old is not None or donate or is_padded(x):  # one leaf at a time, so that at most one is whole
             jax.block_until_ready(placed)
         x = unbox(x)
@@ -341,8 +341,8 @@ def _natural_shape(x: Any) -> Any:
     if not is_padded(x):
         return x
     spec, cut = getattr(getattr(x.stored, "sharding", None), "spec", ()), x.cut_now
-    base = PartitionSpec(*[None if cut.cuts(d) else names for d, names in enumerate(spec)])
-    sharding = NamedSharding(x.stored.sharding.mesh, base) if any(base) else None
+    other_spec = PartitionSpec(*[None if cut.cuts(d) else names for d, names in enumerate(spec)])
+    sharding = NamedSharding(x.stored.sharding.mesh, other_spec) if any(other_spec) else None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

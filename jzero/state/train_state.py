@@ -125,20 +125,20 @@ def check_in_place(state: Any, plan: ZeroPlan, *, with_opt_state: bool = True) -
       plan: Its plan.
       with_opt_state: Whether to check the optimizer state, too.
     """
-    away: list[StateLeaf] = []
-    near: list[StateLeaf] = []
+    on_host: list[StateLeaf] = []
+    on_devices: list[StateLeaf] = []
 
     def check(x: Any, leaf: StateLeaf) -> Any:
         memory = leaf.array_memory
         if isinstance(x, jax.Array) and memory_of(x) != memory:
-            (near if memory == "host" else away).append(leaf)
+            (on_devices if memory == "host" else on_host).append(leaf)
         return x
 
     map_state(check, plan, state)
-    wrong = [leaf.path for leaf in (*away, *near) if with_opt_state or leaf not in plan.opt_leaves]
+    wrong = [leaf.path for leaf in (*on_host, *on_devices) if with_opt_state or leaf not in plan.opt_leaves]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        where = "are in host memory" if away else "are on the devices, but the plan keeps them in host memory"
+        where = "are in host memory" if on_host else "are on the devices, but the plan keeps them in host memory"
         raise RuntimeError(
             f"Parts of this state {where}: {wrong[:3]}{more}. Bring everything back to its place with "
             "`state = jzero.reload_train_state(state)`."
@@ -155,14 +155,14 @@ def plain_state(state: Any, plan: ZeroPlan, *, take_edits: bool = False) -> Any:
     """
     if not plan.has_opt_state:
         return state
-    own = state.opt_state
+    zero_state = state.opt_state
     params = plan.flat_params(state.params)
-    masters = plan.flat_params(own.masters)
-    kept = [
+    masters = plan.flat_params(zero_state.masters)
+    masters_or_params = [
         edited_master(leaf, plan, x, m) if take_edits else x if leaf.master is None else m
         for x, m, leaf in zip(params, masters, plan.leaves, strict=True)
     ]
-    return state.replace(params=plan.plain.stored_params(kept), opt_state=own.inner)
+    return state.replace(params=plan.plain.stored_params(masters_or_params), opt_state=zero_state.inner)
 
 
 def edited_master(leaf: LeafPlan, plan: ZeroPlan, param: Any, master: Any) -> Any:
@@ -186,15 +186,15 @@ def stored_state(state: Any, plan: ZeroPlan, before: Any = None) -> Any:
       before: The optimizer state of an earlier layout, whose loss scale and counter continue.
     """
     params = plan.params_treedef.flatten_up_to(state.params)  # padded ones as nodes, so that masters are, too
-    own = own_opt_state(plan, params)
-    if own is None:
+    zero_state = own_opt_state(plan, params)
+    if zero_state is None:
         return state
     if isinstance(before, ZeroOptState):
-        going_on = {name: getattr(before, name) for name in ("loss_scale", "num_updates")}
-        own = dataclasses.replace(
-            own, **{k: x for k, x in going_on.items() if x is not None and getattr(own, k) is not None}
+        continued = {name: getattr(before, name) for name in ("loss_scale", "num_updates")}
+        zero_state = dataclasses.replace(
+            zero_state, **{k: x for k, x in continued.items() if x is not None and getattr(zero_state, k) is not None}
         )
-    return state.replace(opt_state=dataclasses.replace(own, inner=state.opt_state))
+    return state.replace(opt_state=dataclasses.replace(zero_state, inner=state.opt_state))
 
 
 def write_fields(state: Any, changed: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -99,12 +99,12 @@ class Flow:
         """The parameters of which some columns are on the devices once columns are chosen."""
         return [i for i in self.plan.disk_fields if self.plan.num_chosen(self.plan.leaves[i].grad)]
 
-    def begin_step(self, state: State, found: StepGrads, number: int) -> State:
+    def begin_step(self, state: State, step_grads: StepGrads, number: int) -> State:
         """Returns the state, after which a step can change it; what raises does so here, and has changed nothing.
 
         Args:
           state: The state, detached.
-          found: The gradients of the step.
+          step_grads: The gradients of the step.
           number: The number of the step.
         """
         chooses = self.chooses and (not self.chosen or number % self.settings.select_interval == 0)
@@ -112,7 +112,7 @@ class Flow:
             self.join()
         if chooses:
             state = state if self.run is None else self.land(state)[0]
-            self.choose(found)
+            self.choose(step_grads)
         return state
 
     def end_step(self, state: State, number: int) -> tuple[State, RunStats | None]:
@@ -130,9 +130,9 @@ class Flow:
     def _is_last(self, number: int) -> bool:
         return (number + 1) % self.settings.update_interval == 0
 
-    def choose(self, found: StepGrads) -> None:
+    def choose(self, step_grads: StepGrads) -> None:
         """Takes the columns with the largest gradients to the devices, in place of others; nothing may be late."""
-        chosen = choose_columns(self.plan, {i: found.grads[i].reduced for i in self.chooses})
+        chosen = choose_columns(self.plan, {i: step_grads.grads[i].reduced for i in self.chooses})
         self.update.wait(chosen)
         parts = self._move(self.files.pipeline, chosen)
         self.near = {
@@ -160,26 +160,26 @@ class Flow:
 
     def _move(self, pipeline: Pipeline, chosen: Mapping[int, jax.Array]) -> dict[tuple[int, Any], list[np.ndarray]]:
         """Writes the columns on the devices into the records; returns those that are chosen now, by field."""
-        wanted = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
-        taken: dict[tuple[int, Any], list[np.ndarray]] = {}
+        columns_of = {(i, s.device): np.asarray(s.data) for i, x in chosen.items() for s in x.addressable_shards}
+        columns_read: dict[tuple[int, Any], list[np.ndarray]] = {}
 
         def visit(number: int, buffer: np.ndarray) -> None:
             record = self.files.records[number]
             views, place = self.files.views(number, buffer), (record.param, record.device)
             self.overlay(record, views)
-            if place not in wanted:
+            if place not in columns_of:
                 return
             dim, shape = self.plan.leaves[record.param].grad.column_dim, list(self._part_shape(record.param))
-            shape[dim] = len(wanted[place])
-            into = taken.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
-            inside, columns = _overlap(record, dim, wanted[place])
+            shape[dim] = len(columns_of[place])
+            into = columns_read.setdefault(place, [np.zeros(shape, view.dtype) for view in views])
+            inside, columns = _overlap(record, dim, columns_of[place])
             at = _at(record, dim, inside)
             for x, view in zip(into, views, strict=True):
                 x[at] = np.take(view, columns, dim)
 
         succeed_together(lambda: pipeline.run(visit))
         pipeline.store.commit()
-        return taken
+        return columns_read
 
     def _part_shape(self, i: int) -> tuple[int, ...]:
         return self.plan.leaves[i].grad.part_shape
@@ -195,11 +195,11 @@ class Flow:
         for near, view in zip(self.near[record.param], views, strict=True):
             view[there] = _part(near, record.device)[at]
 
-    def add(self, found: StepGrads) -> None:
+    def add(self, step_grads: StepGrads) -> None:
         """Adds the gradients of a step to the sums."""
         cpu = host_cpu()
         for i in self.far:
-            grad, leaf = found.grads[i], self.plan.leaves[i].grad
+            grad, leaf = step_grads.grads[i], self.plan.leaves[i].grad
             factors = [np.asarray(x) for x in grad.factors]
             parts = {s.device: s.data for s in grad.reduced.addressable_shards}
             for device in dict.fromkeys(first_holders(self.plan, leaf).values()):
@@ -219,15 +219,15 @@ class Flow:
             means[i] = dict.fromkeys(first_holders(self.plan, self.plan.leaves[i].grad).values(), zeros)
         return means
 
-    def note(self, state: State, found: StepGrads) -> dict[int, jax.Array]:
+    def note(self, state: State, step_grads: StepGrads) -> dict[int, jax.Array]:
         """Remembers the numbers of the update of a step, and returns sums over parameters in records.
 
         Args:
           state: The state before the step, detached.
-          found: The gradients of the step.
+          step_grads: The gradients of the step.
         """
-        self.operands, self.numbers = self.update.numbers_of_late(state, found)
-        self.scalars = found._replace(grads=[])
+        self.operands, self.numbers = self.update.numbers_of_late(state, step_grads)
+        self.scalars = step_grads._replace(grads=[])
         return self.numbers
 
     def begin(self, state: State) -> None:

@@ -46,12 +46,12 @@ class StepAgreement:
         key = (jitted, structure, *map(_kind, leaves))
         if key in self._agreed:
             return place()
-        given = {
+        compared = {
             "the training state": describe_plan(plan),
             "the settings of the step": "\n".join(f"{name}={_sort_items(x)}" for name, x in self.settings.items()),
             "the batch": describe_inputs(batch, rng),
         }
-        agree(self.where, plan.mesh, lambda: None, lambda _: given, wait_s=self._wait_s)
+        agree(self.where, plan.mesh, lambda: None, lambda _: compared, wait_s=self._wait_s)
 
         def lower() -> tuple[Placed, Any]:
             placed = place()

@@ -43,41 +43,41 @@ REDUCE_BUCKET = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 """Counts the results of reductions: shards."""
 
 
-def check_compiler_options(given: Any) -> None:
+def check_compiler_options(asked: Any) -> None:
     """Raises unless a step can have these options."""
-    if given is None or isinstance(given, Mapping) or (isinstance(given, str) and given == "recommended"):
+    if asked is None or isinstance(asked, Mapping) or (isinstance(asked, str) and asked == "recommended"):
         return
-    raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {given!r}.")
+    raise ValueError(f"`compiler_options` must be None, 'recommended' or a dictionary of XLA options: got {asked!r}.")
 
 
-def compiler_options(plan: ZeroPlan, given: CompilerOptions | None) -> dict[str, Any] | None:
+def compiler_options(plan: ZeroPlan, asked: CompilerOptions | None) -> dict[str, Any] | None:
     """Returns the compiler options of a step's program.
 
     Args:
       plan: The plan of the state, whose `config` may set buckets.
-      given: The option of the step; its entries override all others.
+      asked: The option of the step; its entries override all others.
     """
     platform = mesh_platform(plan.mesh)
     config = plan.config
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if platform == "gpu":
         count = axis_size(plan.mesh, config)
         exact = config.quantization.reduce == "none" and not config.secondary_grads
         least = 2**23 * count if exact and plan.comm.split() is not None else max(2**24, 2**18 * count)
         reduced = least if config.reduce_bucket_bytes is None else config.reduce_bucket_bytes
-        found[REDUCE_BUCKET] = -(-reduced // count)
+        options[REDUCE_BUCKET] = -(-reduced // count)
         if config.all_gather_bucket_bytes is not None:
-            found[GATHER_BUCKET] = config.all_gather_bucket_bytes
-        if given == "recommended" and config.stage == 3 and config.prefetch_bytes == 0:
-            found |= _compat.pipelined_gathers()
+            options[GATHER_BUCKET] = config.all_gather_bucket_bytes
+        if asked == "recommended" and config.stage == 3 and config.prefetch_bytes == 0:
+            options |= _compat.pipelined_gathers()
     elif platform is not None:
-        asked = [x for x in ("all_gather_bucket_bytes", "reduce_bucket_bytes") if getattr(config, x) is not None]
-        if asked:
+        ignored = [x for x in ("all_gather_bucket_bytes", "reduce_bucket_bytes") if getattr(config, x) is not None]
+        if ignored:
             warnings.warn(
-                f"`ZeroConfig` has {', '.join(asked)}, but only the compiler for GPUs can be told how much to combine "
-                f"into one collective; that for {platform} goes by rules of its own.",
+                f"`ZeroConfig` has {', '.join(ignored)}, but only the compiler for GPUs can be told how much to "
+                f"combine into one collective; that for {platform} goes by rules of its own.",
                 stacklevel=2,
             )
-    if isinstance(given, Mapping):
-        found |= given
-    return found or None
+    if isinstance(asked, Mapping):
+        options |= asked
+    return options or None

@@ -145,13 +145,13 @@ class EquivalenceReport(Report):
         Raises:
           AssertionError: Some deviation is larger, or not a number; the message has the table.
         """
-        found = [
+        compared = [
             ("loss deviates", self.loss, loss),
             ("gradient norm deviates", self.grad_norm, grad_norm),
             (f"leaf {self.worst!r} deviates", self.params, params),
             (f"leaf {self.farthest!r} drifts", self.drift, drift),
         ]
-        over = [f"The {what} by {x:.3g}, more than {limit:g}." for what, x, limit in found if x > limit]
+        over = [f"The {what} by {x:.3g}, more than {limit:g}." for what, x, limit in compared if x > limit]
         if over:
             raise AssertionError(" ".join(over) + f"\n\n{self}")
 
@@ -295,13 +295,13 @@ def _check_batches(batches: Any) -> list[PyTree]:
 def _values(state: Any, mutable: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the compared leaves of a plain state, by path."""
     trees = {"": state.params, **{name: getattr(state, name) for name in adapt(state).compared_fields(mutable)}}
-    found = {}
+    values = {}
     for name, tree in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree):
             if not name or jnp.issubdtype(x.dtype, jnp.inexact):
                 wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
-                found["/".join(filter(None, (name, path_str(path))))] = np.asarray(x, wide)
-    return found
+                values["/".join(filter(None, (name, path_str(path))))] = np.asarray(x, wide)
+    return values
 
 
 def _relative_deviation(x: float, reference: float) -> float:

@@ -78,8 +78,8 @@ def check_donated(state: Any, leaves: Sequence[Any], batch: PyTree, rng: Any) ->
       batch: The batch as the user passed it.
       rng: The key as the user passed it.
     """
-    held = set(map(id, leaves))
-    if len(held) == len(leaves) and held.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
+    ids = set(map(id, leaves))
+    if len(ids) == len(leaves) and ids.isdisjoint(map(id, jax.tree.leaves((batch, rng)))):
         return  # the fast path of each call
     names: dict[int, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state):
@@ -114,13 +114,13 @@ def are_like(inputs: Sequence[Any], kinds: Sequence[InputKind]) -> bool:
 def place_inputs(plan: ZeroPlan, batch: PyTree, rng: Any, accumulate_steps: int) -> tuple[PyTree, Any, bool]:
     """Puts batch and rng on the mesh. Returns them, and whether all of them were already in place."""
     leaves = check_batch(batch, plan, accumulate_steps)
-    split, whole = plan.batch_sharding, plan.whole_sharding
-    placed = [_place(x, split if x.ndim else whole) for x in leaves]
+    split, replicated = plan.batch_sharding, plan.whole_sharding
+    placed = [_place(x, split if x.ndim else replicated) for x in leaves]
     in_place = all(map(operator.is_, placed, leaves))
     if not in_place:
         batch = jax.tree.unflatten(jax.tree.structure(batch), placed)
     check_rng(rng)
-    key = None if rng is None else _place(rng, whole)
+    key = None if rng is None else _place(rng, replicated)
     return batch, key, in_place and key is rng
 
 
@@ -144,12 +144,12 @@ def abstract_inputs(plan: ZeroPlan, state: Any, batch: PyTree, rng: Any) -> tupl
         )
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
-    split, whole = plan.batch_sharding, plan.whole_sharding
+    split, replicated = plan.batch_sharding, plan.whole_sharding
     check_batch(batch, plan)
     check_rng(rng)
     state = map_state(lambda x, leaf: shape(x, leaf.sharding), plan, state)
-    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else whole), batch)
-    return state, batch, None if rng is None else shape(rng, whole)
+    batch = jax.tree.map(lambda x: shape(x, split if x.ndim else replicated), batch)
+    return state, batch, None if rng is None else shape(rng, replicated)
 
 
 def check_batch(batch: PyTree, plan: ZeroPlan, accumulate_steps: int = 1) -> list[Any]:

@@ -197,8 +197,8 @@ class Step:
                 check_donated(state, leaves, batch, rng)
             jitted = jitted or self._jit(plan, state, structure)
             place = functools.partial(place_inputs, plan, batch, rng, self.micro.steps)
-            seen = state if self.donated else for_loss(state)
-            batch, rng, in_place = self._agreement.place(place, jitted, seen, batch, rng)
+            program_state = state if self.donated else for_loss(state)
+            batch, rng, in_place = self._agreement.place(place, jitted, program_state, batch, rng)
             kinds = kinds_of(inputs) if in_place else ()
         try:
             results = self._run(jitted, state, batch, optional_rng(rng))
@@ -222,7 +222,7 @@ class Step:
             return jitted(state, batch, **rng)
         if not plan.params_on_disk:
             return jitted(detached(state), batch, **rng)
-        return run_on_rows(lambda seen: jitted(seen, batch, **rng), state, self._passes(plan))
+        return run_on_rows(lambda program_state: jitted(program_state, batch, **rng), state, self._passes(plan))
 
     def _passes(self, plan: ZeroPlan) -> list[int]:
         """Returns the order in which a program takes rows of parameters on disk, see `RowReader.begin`."""

@@ -19,11 +19,11 @@ def check_keep(remat: Any, plan: ZeroPlan) -> None:
     """Raises if `remat` is a `Keep` that names no parameter of the plan, or one that cannot stay."""
     if not isinstance(remat, Keep) or not remat.params:
         return
-    away = plan.config.offload.params
-    if away in ("host", "disk"):
+    memory = plan.config.offload.params
+    if memory in ("host", "disk"):
         raise ValueError(
             f"`Keep(params={remat.params!s:.100})` keeps parameters whole on the devices, and "
-            f"`Offload(params={away!r})` keeps them elsewhere for want of memory: drop one of the two."
+            f"`Offload(params={memory!r})` keeps them elsewhere to save memory: drop one of the two."
         )
     paths = [leaf.path for leaf in plan.leaves] + [x.path for x in plan.other_leaves if x.is_param]
     named = {"all", *map(re.escape, paths)}  # as `fill_memory` writes them: nothing to search
@@ -38,9 +38,9 @@ def check_keep(remat: Any, plan: ZeroPlan) -> None:
 
 def kept_by(keep: Keep, traced: TracedLoss, plan: ZeroPlan, micro: MicroBatches) -> Kept:
     """Returns what a step keeps on one device between its passes."""
-    held = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
-    held += [(x, x.compute_dtype) for x in plan.other_leaves if x.is_param]
-    cut = [(leaf, dtype) for leaf, dtype in held if leaf.cut is not None]
+    params = [(leaf.param, leaf.compute_dtype) for leaf in plan.leaves]
+    params += [(x, x.compute_dtype) for x in plan.other_leaves if x.is_param]
+    cut = [(leaf, dtype) for leaf, dtype in params if leaf.cut is not None]
     stay = [(leaf, dtype) for leaf, dtype in cut if keep.keeps(leaf.path) or not plan.regathers]
     total = num_blocks(traced.jaxpr)
     return Kept(

@@ -67,47 +67,47 @@ class OutsideStep:
     def _now(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its own gradients."""
         if files.rows is None:
-            found, changed, metrics = self.gradients(detached(state), batch, **rng)
+            step_grads, changed, metrics = self.gradients(detached(state), batch, **rng)
         else:
-            found, changed, metrics = run_on_rows(lambda x: self.gradients(x, batch, **rng), state, self.passes)
+            step_grads, changed, metrics = run_on_rows(lambda x: self.gradients(x, batch, **rng), state, self.passes)
         state = detached(state)
         if self.update.is_one_pass:
             files.pipeline.start_reading()
-        if not self._are_applied(found):
-            new = self.update.rest(state, found, changed, found, NO_DISK)
+        if not self._are_applied(step_grads):
+            new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)
             return attached(new, files), metrics | _rates(files, NOTHING, 0)
-        return self._applied(files, state, found, changed, metrics)
+        return self._applied(files, state, step_grads, changed, metrics)
 
     def _applied(
-        self, files: StateFiles, state: State, found: StepGrads, changed: Any, metrics: dict[str, Any]
+        self, files: StateFiles, state: State, step_grads: StepGrads, changed: Any, metrics: dict[str, Any]
     ) -> tuple[State, dict[str, Any]]:
         """Applies the gradients of a step at once."""
 
         def passes() -> tuple[Prepared, RunStats]:
-            ready = self.update.prepare(files, state, found)
+            ready = self.update.prepare(files, state, step_grads)
             return ready, ready.run.run()
 
         ready, stats = succeed_together(passes)
         disk = FromDisk(ready.sums, ready.run.results())
-        new = self.update.rest(state, ready.found, changed, ready.found, disk)
+        new = self.update.rest(state, ready.step_grads, changed, ready.step_grads, disk)
         files.pipeline.store.commit()
         return attached(new, files), metrics | _rates(files, stats, stats.waited_seconds)
 
     def _flow(self, files: StateFiles, state: State, batch: PyTree, rng: Any) -> tuple[State, dict[str, Any]]:
         """Runs a step that applies its gradients to some columns, see [Note: ZenFlow]."""
         state, flow, number = detached(state), flow_of(files), int(state.step)
-        found, changed, metrics = self.gradients(state, batch, **rng)
-        if not self._are_applied(found):
-            new = self.update.rest(state, found, changed, found, NO_DISK)
+        step_grads, changed, metrics = self.gradients(state, batch, **rng)
+        if not self._are_applied(step_grads):
+            new = self.update.rest(state, step_grads, changed, step_grads, NO_DISK)
             return attached(new, files), metrics | _rates(files, NOTHING, 0)
         if number < flow.settings.warm_up_steps:
-            return self._applied(files, state, found, changed, metrics)
+            return self._applied(files, state, step_grads, changed, metrics)
         begun = time.perf_counter()
-        state = flow.begin_step(state, found, number)
+        state = flow.begin_step(state, step_grads, number)
         waited = time.perf_counter() - begun
-        sums, light = flow.note(state, found), found._replace(grads=[])
-        flow.add(found)
-        new, flow.near = self.update.rest_with_columns(state, found, changed, sums, flow.chosen, light, flow.near)
+        sums, light = flow.note(state, step_grads), step_grads._replace(grads=[])
+        flow.add(step_grads)
+        new, flow.near = self.update.rest_with_columns(state, step_grads, changed, sums, flow.chosen, light, flow.near)
         self.update.wait(new)
         files.version += 1
         begun = time.perf_counter()
@@ -121,24 +121,24 @@ class OutsideStep:
         if bool(state.opt_state.disk.waiting):
             ready = succeed_together(lambda: self._begin(files, state))
         try:
-            found, changed, metrics = self.gradients(state, batch, **rng)
-            is_applied = self._are_applied(found)
-            jax.block_until_ready(found)
+            step_grads, changed, metrics = self.gradients(state, batch, **rng)
+            is_applied = self._are_applied(step_grads)
+            jax.block_until_ready(step_grads)
         finally:
             done = None if ready is None else files.waiting.done
             if done is not None:  # nobody else may use the records before
                 begun = time.perf_counter()
                 concurrent.futures.wait([done])
                 waited = time.perf_counter() - begun
-        light = found._replace(grads=[])  # those that are applied are others
+        light = step_grads._replace(grads=[])  # those that are applied are others
         stats = NOTHING
         if ready is None or done is None:
             new = self.update.rest(state, light, changed, None, NO_DISK)
         else:
             stats = succeed_together(lambda: self._result_of(files, done))
-            new = self.update.rest(state, light, changed, ready.found, FromDisk(ready.sums, ready.run.results()))
+            new = self.update.rest(state, light, changed, ready.step_grads, FromDisk(ready.sums, ready.run.results()))
             files.pipeline.store.commit()
-        files.waiting = Waiting(found) if is_applied else None
+        files.waiting = Waiting(step_grads) if is_applied else None
         return attached(new, files), metrics | _rates(files, stats, waited)
 
     def _begin(self, files: StateFiles, state: State) -> Prepared:
@@ -146,9 +146,9 @@ class OutsideStep:
         waiting: Waiting = files.waiting
         if waiting.done is None:
             files.pipeline.store.check_whole()
-        ready = waiting.ready or self.update.prepare(files, state, waiting.found)
+        ready = waiting.ready or self.update.prepare(files, state, waiting.step_grads)
         done = waiting.done or in_thread(ready.run.run)
-        files.waiting = Waiting(ready.found, ready, done)
+        files.waiting = Waiting(ready.step_grads, ready, done)
         return ready
 
     def _result_of(self, files: StateFiles, done: concurrent.futures.Future[RunStats]) -> RunStats:
@@ -158,9 +158,9 @@ class OutsideStep:
             files.waiting = files.waiting._replace(done=None)  # the next step begins it anew
             raise
 
-    def _are_applied(self, found: StepGrads) -> bool:
-        self.update.wait(found)
-        return found.applied is None or bool(found.applied)
+    def _are_applied(self, step_grads: StepGrads) -> bool:
+        self.update.wait(step_grads)
+        return step_grads.applied is None or bool(step_grads.applied)
 
     def trace(self, state: State, batch: PyTree, **rng: Any) -> Any:
         """Traces the first program, of loss and gradients."""

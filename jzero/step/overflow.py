@@ -16,7 +16,7 @@ LAG = 2
 
 
 MAX_RUNS = 16
-"""Training runs that may alternate on one step; a forgotten run counts as new."""
+"""Training runs that may alternate on one step; one that is evicted starts anew."""
 
 
 class LossScaleError(FloatingPointError):

@@ -47,7 +47,7 @@ class Reference:
         self.clip_norm = clip_norm
         self.axes = batch_axes(plan.config)
         self.mesh = _mesh_of_one(plan.mesh, self.axes)
-        self.whole = NamedSharding(self.mesh, PartitionSpec())
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
         self._steps: dict[Any, Callable[..., Any]] = {}
 
     def start(self, state: Any) -> Any:
@@ -59,8 +59,8 @@ class Reference:
 
         state = map_state(place, plan.plain, state)
         params = plan.flat_params(state.params)
-        wide = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
-        return state.replace(params=plan.params_treedef.unflatten(wide))
+        in_update_dtype = [_cast(x, leaf.update_dtype) for x, leaf in zip(params, plan.leaves, strict=True)]
+        return state.replace(params=plan.params_treedef.unflatten(in_update_dtype))
 
     def __call__(self, state: Any, batch: PyTree, *, scale: float, applied: bool) -> tuple[Any, float, float]:
         """Returns the state after one step, its loss, and the norm of its gradient.
@@ -76,7 +76,7 @@ class Reference:
         kind = (treedef, *((x.shape, x.dtype) for x in leaves))
         if kind not in self._steps:
             step = functools.partial(self._step, self._trace_on_mesh(state, batch))
-            self._steps[kind] = jax.jit(step, out_shardings=self.whole)
+            self._steps[kind] = jax.jit(step, out_shardings=self.replicated)
         with jax.set_mesh(self.mesh):
             new, loss, norm, weight = self._steps[kind](state, batch, jnp.float32(scale))
         skips = float(weight) == 0 or (self.plan.config.policy.skips and not applied)
@@ -85,29 +85,29 @@ class Reference:
     def _place(self, x: Any) -> jax.Array:
         if not isinstance(x, jax.Array):
             x = np.asarray(x)
-            return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.whole)
+            return place_array(x, jax.dtypes.canonicalize_dtype(x.dtype), self.replicated)
         if not x.is_fully_addressable:  # with several processes, it is whole on each
             x = x.addressable_data(0)
-        return place_array(x, x.dtype, self.whole)
+        return place_array(x, x.dtype, self.replicated)
 
     def _step(
         self, traced: Loss | None, state: Any, batch: PyTree, scale: jax.Array
     ) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
         treedef, leaves = self.plan.params_treedef, self.plan.leaves
         params = treedef.flatten_up_to(state.params)
-        seen = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
+        rounded = [round_to(x, leaf.compute_dtype) for x, leaf in zip(params, leaves, strict=True)]
         _, carried = self._bind(state)
-        trained = self._select_trained(seen)
-        (_, (total, weight, changed)), found = jax.shard_map(
+        trained = self._select_trained(rounded)
+        (_, (total, weight, changed)), scaled_grads = jax.shard_map(
             traced or self._loss_and_grads(state),
             mesh=self.mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
             axis_names=self._manual,
             check_vma=False,
-        )(trained, seen, batch, carried, scale)
+        )(trained, rounded, batch, carried, scale)
         divisor = jnp.where(weight == 0, 1, weight)
-        grads = {i: _divide(g, divisor, scale) for i, g in found.items()}
+        grads = {i: _divide(g, divisor, scale) for i, g in scaled_grads.items()}
         norm = jnp.sqrt(sum((jnp.sum(jnp.square(jnp.abs(g))) for g in grads.values()), jnp.zeros(())))
         factors = [] if self.clip_norm is None else [jnp.minimum(1, self.clip_norm / (norm + 1e-6))]
         for_optax = [
@@ -115,8 +115,8 @@ class Reference:
             for i, (x, leaf) in enumerate(zip(params, leaves, strict=True))
         ]
         loss, for_optax, tx = _divide(total, divisor), treedef.unflatten(for_optax), state.tx
-        given = functools.partial(tx.update, **extra_args(tx, loss, for_optax))
-        written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, given))
+        update = functools.partial(tx.update, **extra_args(tx, loss, for_optax))
+        written = _overwrite_fields(state, changed).replace(tx=optax.GradientTransformation(tx.init, update))
         return written.apply_gradients(grads=for_optax).replace(tx=tx), loss, norm, weight
 
     def _loss_and_grads(self, state: Any) -> Loss:
@@ -124,9 +124,9 @@ class Reference:
         call, _ = self._bind(state)
         treedef = self.plan.params_treedef
 
-        def scaled_loss(trained: dict[int, Any], seen: list[Any], batch: PyTree, carried: Any, scale: Any) -> Any:
-            whole = treedef.unflatten([trained.get(i, x) for i, x in enumerate(seen)])
-            result, changed = call(whole, batch, **carried)
+        def scaled_loss(trained: dict[int, Any], rounded: list[Any], batch: PyTree, carried: Any, scale: Any) -> Any:
+            params = treedef.unflatten([trained.get(i, x) for i, x in enumerate(rounded)])
+            result, changed = call(params, batch, **carried)
             loss, aux = result if self.has_aux else (result, {})
             changed = {**changed, **{name: by_path(aux[name]) for name in self.mutable}}
             total, weight = (loss.sum, loss.weight) if isinstance(loss, Weighted) else (loss, jnp.int32(1))
@@ -138,12 +138,12 @@ class Reference:
     def _trace_on_mesh(self, state: Any, batch: PyTree) -> Loss | None:
         """Returns a function like `_loss_and_grads`, on the reference's mesh; `None` unless the loss names a mesh."""
         _, carried = self._bind(state)
-        seen = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
+        rounded = [jax.ShapeDtypeStruct(leaf.param.shape, leaf.compute_dtype) for leaf in self.plan.leaves]
         batch, carried = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, carried))
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         names = [(name, 1) for name in self.axes]
         trace = jax.make_jaxpr(self._loss_and_grads(state), axis_env=names, return_shape=True)
-        jaxpr, out_shape = trace(self._select_trained(seen), seen, batch, carried, scale)
+        jaxpr, out_shape = trace(self._select_trained(rounded), rounded, batch, carried, scale)
         if not MeshFacts().of(jaxpr).carried:
             return None
         walk = start_walk(frozenset(self._manual))
@@ -173,8 +173,10 @@ class Reference:
         bound, carried = adapt(state).bind_loss(self.loss_fn, self.mutable, axes=self.axes)
         values, treedef = jax.tree.flatten(carried)
         layouts = carried_leaves(self.plan, carried)
-        seen = [x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)]
-        carried = treedef.unflatten(seen)
+        rounded = [
+            x if leaf is None else round_to(x, leaf.compute_dtype) for x, leaf in zip(values, layouts, strict=True)
+        ]
+        carried = treedef.unflatten(rounded)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result, changed = bound(*args, **kwargs)

@@ -43,7 +43,7 @@ def results_of(traced: TracedLoss) -> list[Result]:
     """Returns the arrays that a traced loss returns, except the new values of the state."""
     loss, (aux, _) = traced.out_shape
     marked = [*_marked("loss", loss), *(x for path, tree in _leaves(aux) for x in _marked(_name(path), tree))]
-    return [Result(*x, found) for x, found in zip(marked, traced.row_facts, strict=False)]
+    return [Result(*x, facts) for x, facts in zip(marked, traced.row_facts, strict=False)]
 
 
 def _leaves(aux: Any) -> list[tuple[Any, Any]]:
@@ -90,13 +90,13 @@ def check_row_dims(results: list[Result], num_rows: int | None) -> None:
 
 def warn_coupled(results: list[Result], plan: ZeroPlan, num_parts: int, maker: str) -> bool:
     """Warns about results that are no means over independent rows. Returns whether it did."""
-    found = [(x, says) for x in results if (says := _trouble(x))]
-    if not found:
+    troubled = [(x, says) for x in results if (says := _trouble(x))]
+    if not troubled:
         return False
     axes = batch_axes(plan.config)
     axis = repr(axes[0] if len(axes) == 1 else axes)
-    lines = [f"  {x.name} {says}" for x, says in found]
-    if any(x.facts.coupled and x.facts.coupled.how != "ratio" for x, _ in found):
+    lines = [f"  {x.name} {says}" for x, says in troubled]
+    if any(x.facts.coupled and x.facts.coupled.how != "ratio" for x, _ in troubled):
         lines.append(
             f"Rows that need all others get them by `jax.lax.all_gather(x, {axis}, tiled=True)`, their mean by "
             f"`jax.lax.pmean(x.mean(0), {axis})`, and batch statistics by `nn.BatchNorm(axis_name={axis})`."

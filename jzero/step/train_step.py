@@ -94,9 +94,9 @@ class TrainStep(Step):
                 f"A state outside of programs (`Offload({option})`) is trained by calls of this step from Python: call "
                 "it outside of `jax.jit`, or keep the state where programs see it (`Offload(optimizer='host')`)."
             )
-        found, changed, metrics = self._gradients(state, batch, rng=rng)
+        step_grads, changed, metrics = self._gradients(state, batch, rng=rng)
         with jax.named_scope("zero_update"):
-            return next_state(state, found, changed, found), metrics
+            return next_state(state, step_grads, changed, step_grads), metrics
 
     def _make_jit(self, plan: ZeroPlan, state: Any) -> Any:
         if plan.has_files:
@@ -115,13 +115,13 @@ class TrainStep(Step):
         result = loss_and_grads(traced, tx.plan, inputs, self.micro, grads_to_host=True)
         weighted = isinstance(traced.out_shape[0], Weighted)
         with jax.named_scope("zero_update"):
-            found = self._step_grads(tx.plan, result, weighted=weighted)
-        applied = jnp.ones((), jnp.bool_) if found.applied is None else found.applied
+            step_grads = self._step_grads(tx.plan, result, weighted=weighted)
+        applied = jnp.ones((), jnp.bool_) if step_grads.applied is None else step_grads.applied
         metrics = {"loss": result.loss, "grad_norm": result.grad_norm, "step_applied": applied}
         if inputs.loss_scale is not None:
             metrics["loss_scale"] = inputs.loss_scale
         changed = traced.by_field(result.written)
-        return found, changed, {**metrics, "aux": result.aux} if self.has_aux else metrics
+        return step_grads, changed, {**metrics, "aux": result.aux} if self.has_aux else metrics
 
     def _step_grads(self, plan: ZeroPlan, result: LossResult, *, weighted: bool) -> StepGrads:
         """Returns the gradients with their factors, and whether they are to be applied."""

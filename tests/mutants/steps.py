@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "skipped_own_update_applied_on_the_host",
         "state/next_state.py",
-        "state.replace(tx=dataclasses.replace(tx, applied=applied, value=value), ",
-        "state.replace(tx=dataclasses.replace(tx, value=value), ",
+        "tx=dataclasses.replace(tx, applied=applied, value=value)",
+        "tx=dataclasses.replace(tx, value=value)",
         "test_offload_optimizer.py::test_a_skipped_step_changes_nothing_on_the_host",
         "Cleans",
     ),
