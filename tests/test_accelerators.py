@@ -103,8 +103,8 @@ def off_by(model, topology, stage):
     plain = jax.eval_shape(make_state, jax.random.key(0))
     config = jzero.ZeroConfig(stage=stage, precision="bf16")
     report = jzero.analyze(jzero.make_train_step(loss_fn), plain, batch, topology=topology, config=config)
-    assert report.memory.arguments == pytest.approx(report.reckoned.arguments, rel=1e-3)
-    return report.reckoned.peak / report.memory.peak - 1
+    assert report.memory.arguments == pytest.approx(report.estimated.arguments, rel=1e-3)
+    return report.estimated.peak / report.memory.peak - 1
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -87,7 +87,7 @@ def test_no_share_is_told_where_no_rates_are_known():
     report = report_of(3)
     assert report.exposed_communication is None
     assert report.timeline is None
-    assert any("rates" in note for note in report.notes)
+    assert any("bandwidth" in note for note in report.notes)
 
 
 def test_other_steps_and_layouts():
@@ -265,4 +265,6 @@ def test_what_a_checkpoint_gathers_again_is_noted():
     gathers = report.communication_elements / plain.params["w"].size - 1
     is_noted = any("times what `plan.gathered_bytes` counts" in note for note in report.notes)
     assert is_noted == (gathers > 1.1)
-    assert report.reckoned.gathered_bytes == pytest.approx(gathers * plain.params["w"].nbytes, rel=0.01)
+    assert report.estimated.gathered_bytes == pytest.approx(gathers * plain.params["w"].nbytes, rel=0.01)
+    with pytest.warns(DeprecationWarning, match=r"is now `report.estimated`"):
+        assert report.reckoned is report.estimated

@@ -150,7 +150,7 @@ def test_analyze_with_and_without_remat(run):
     """What is kept of a layer: its input; by default its product, too; else hyperbolic tangents t and, as jax has it,
     1 - t.
     """
-    kept = [data_of(run(f"analyze users:factory {option} --json"))["reckoned"]["activation_bytes"]
+    kept = [data_of(run(f"analyze users:factory {option} --json"))["estimated"]["activation_bytes"]
             for option in ("--remat", "--no-remat", "")]  # fmt: skip
     rows, last = cli_models.BATCH // 8, 4 * WIDTH * cli_models.BATCH // 8
     assert kept[0] == pytest.approx(4 * rows * LAYERS * WIDTH + last, abs=8)
@@ -184,9 +184,9 @@ def test_fit_as_json(run):
     assert found["chosen"]["verdict"] == "chosen"
     assert found["chosen"]["stage"] > 0
     whole = next(x for x in found["tried"] if x["stage"] == 0)
-    assert whole["reckoned_peak"] > 12 * PSI
+    assert whole["estimated_peak"] > 12 * PSI
     assert whole["verdict"].endswith("too much")
-    assert found["notes"][0] == "Nothing was compiled: the figures are reckoned."
+    assert found["notes"][0] == "Nothing was compiled: the figures are estimated."
 
 
 def test_fit_compares_host_memory_if_asked(run):

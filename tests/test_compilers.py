@@ -32,7 +32,7 @@ def test_step_compiles_for(topology):
     gathered = sum(row.elements for row in report.collectives if row.kind == "all-gather" and row.dtype == "bf16")
     assert gathered > num_params
     assert report.exposed_communication is not None
-    assert report.reckoned is not None
+    assert report.estimated is not None
 
 
 @pytest.mark.parametrize(("bucket", "most"), [(None, 16 * 2**20), (8 * 2**20, 8 * 2**20)])

@@ -38,7 +38,7 @@ def test_no_program_departs_from_the_plan(tmp_path, name, stage, precision, offl
     sizes = report.plan.bytes_per_device
     assert report.memory.aliased >= sizes.params + sizes.opt_state
     assert report.memory.host == report.plan.host_bytes_per_device.total
-    assert report.reckoned.disk == report.plan.disk_bytes_per_device
+    assert report.estimated.disk == report.plan.disk_bytes_per_device
     assert any(f"The step is {len(stages(state))} programs" in note for note in report.notes)
 
 

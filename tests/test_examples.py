@@ -128,5 +128,5 @@ def test_what_the_compiler_makes_of_the_example(framework, monkeypatch):
     size = sum(leaf.param.size for leaf in report.plan.leaves)
     assert report.communication_elements == pytest.approx(3 * size, rel=0.05)
     # The compiler for CPUs allots each temporary its own memory more often than those that the model is of.
-    assert report.reckoned.arguments == pytest.approx(report.memory.arguments, rel=0.01)
-    assert 0.4 < report.reckoned.peak / report.memory.peak < 1.2
+    assert report.estimated.arguments == pytest.approx(report.memory.arguments, rel=0.01)
+    assert 0.4 < report.estimated.peak / report.memory.peak < 1.2

@@ -102,7 +102,7 @@ def test_the_compiler_has_the_last_word(monkeypatch, error):
         asked.append(number)
         if error is None and number > len(filling.paths) + 3:
             return None  # a compiler for TPUs refuses what does not fit
-        return CompiledStep(round((error or 1) * filling.reckoned(number).peak), seconds=1 / (1 + number))
+        return CompiledStep(round((error or 1) * filling.estimated(number).peak), seconds=1 / (1 + number))
 
     monkeypatch.setattr(Filling, "_compile", compiled)
     limit = (error or 1.2) * reckoned(jzero.make_train_step(loss_fn, remat=jzero.Keep(params="all", blocks=3))) + 100
@@ -115,7 +115,7 @@ def test_the_compiler_has_the_last_word(monkeypatch, error):
 
 @pytest.mark.parametrize("fastest", [0, 11, 16])  # nothing, all parameters, blocks as well
 def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
-    compiled = lambda filling, number: CompiledStep(filling.reckoned(number).peak, seconds=abs(number - fastest))
+    compiled = lambda filling, number: CompiledStep(filling.estimated(number).peak, seconds=abs(number - fastest))
     monkeypatch.setattr(Filling, "_compile", compiled)
     monkeypatch.setattr(fill, "hardware_of", lambda *args, **kwargs: (machine("h200:8"), jax.devices(), []))
     step, found = filled(None, confirm=True)
@@ -127,7 +127,7 @@ def test_what_takes_longer_is_not_kept(monkeypatch, fastest):
 def test_what_is_compiled_already_is_not_compiled_again(monkeypatch):
     """`fit` has compiled the step that it fills."""
     asked = []
-    made = lambda filling, number: asked.append(number) or CompiledStep(filling.reckoned(number).peak, seconds=1.0)
+    made = lambda filling, number: asked.append(number) or CompiledStep(filling.estimated(number).peak, seconds=1.0)
     monkeypatch.setattr(Filling, "_compile", made)
     state, step = make_state(), jzero.make_train_step(loss_fn)
     facts = {"plan": jzero.plan_of(state), "machine": machine("h200:8"), "topology": "h200:8"}
@@ -150,7 +150,7 @@ def test_the_choice_fits_by_the_compiler_for_gpus():
 
 def test_a_step_that_takes_too_much_stays_as_it_is():
     with pytest.warns(
-        UserWarning, match=r"Nothing is kept: the step as it is takes .* per device \(reckoned\).*jzero.fit"
+        UserWarning, match=r"Nothing is kept: the step as it is takes .* per device \(estimated\).*jzero.fit"
     ):
         step, found = filled(1000)
     assert found is step

@@ -74,7 +74,7 @@ def test_near_the_limit_a_reckoned_choice_says_so():
     peak = fitted(40, confirm=False).chosen.peak
     near, far = (fitted(share * peak / 1e6, confirm=False) for share in (1.05, 1.2))
     assert [x.chosen.peak for x in (near, far)] == [peak, peak]
-    assert any("reckoned to take 95% of the limit" in note for note in near.notes)
+    assert any("estimated at 95% of the limit" in note for note in near.notes)
     assert not any("of the limit" in note for note in far.notes)
     assert not any("of the limit" in note for note in fitted(1.05 * peak / 1e6).notes)
 
@@ -121,12 +121,12 @@ def test_what_the_compiler_refuses_does_not_fit(monkeypatch):
     choice = fitted(1000, max_accumulate_steps=1, remat=(None,))
     first, *_ = choice.tried
     assert (first.config.stage, first.refused, first.compiled_peak) == (0, True, None)
-    assert first.verdict == "refused by the compiler for want of memory"
+    assert first.verdict == "rejected by the compiler: out of memory"
     assert "refused" in str(choice)
     assert choice.config.stage == 1
     nothing = fitted(1000, max_accumulate_steps=1, remat=(None,), stages=(0,))
     assert nothing.chosen is None
-    assert "the compiler refuses it for want of memory" in str(nothing)
+    assert "the compiler rejects it: out of memory" in str(nothing)
 
 
 def test_recomputation_without_products_is_tried():
@@ -357,7 +357,7 @@ def test_frozen_parameters_are_known():
     reckoned = jzero.estimate_step_memory(step, state, BATCH, topology="h200:8", **options)
     found = jzero.fit(state, stack_loss, BATCH, topology="h200:8", stages=[3], confirm=False, **options)
     compiled = jzero.analyze(step, state, BATCH, **options)
-    for x in (reckoned, found.chosen.memory, compiled.reckoned):
+    for x in (reckoned, found.chosen.memory, compiled.estimated):
         assert (x.params, x.opt_state) == (plan.bytes_per_device.params, plan.bytes_per_device.opt_state)
     assert compiled.plan.bytes_per_device == plan.bytes_per_device
     compiled.verify()

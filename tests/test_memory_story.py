@@ -34,11 +34,11 @@ def test_a_ledger_says_what_it_knows():
         12 * GIB, 6 * GIB, 17 * GIB, 3 * GIB, True,
     )  # fmt: skip
     assert str(known).splitlines() == [
-        "states  exact     12.00 GiB  parameters 3.00, gradients 1.00, optimizer 8.00",
-        "step    reckoned   6.00 GiB  activations, gathered weights, logits",
-        "peak    reckoned  18.00 GiB",
-        "peak    compiled  17.00 GiB",
-        "device  usable    20.00 GiB  fits: 3.00 GiB left",
+        "states  exact      12.00 GiB  parameters 3.00, gradients 1.00, optimizer 8.00",
+        "step    estimated   6.00 GiB  activations, gathered weights, logits",
+        "peak    estimated  18.00 GiB",
+        "peak    compiled   17.00 GiB",
+        "device  usable     20.00 GiB  fits: 3.00 GiB left",
     ]
 
 
@@ -60,7 +60,7 @@ def test_a_ledgers_verdict(ledger, fits, verdict):
 def test_a_ledger_of_states_that_are_more_than_the_peak():
     """Stage 1 adds up whole gradients only if there are several micro-batches; the plan counts them."""
     step = str(Ledger(STATES, 11 * GIB)).splitlines()[1]
-    assert "reckoned  -1.00 GiB" in step
+    assert "estimated  -1.00 GiB" in step
     assert "never all there at once" in step
 
 
@@ -112,8 +112,8 @@ def test_all_four_agree_on_the_states_to_the_byte(ask, options):
     assert len({x["num_params"] for x in found}) == 1
     assert {x["stage"] for x in found} == {3}
     assert chosen["chosen"]["states_bytes"] == sizes["states_bytes"] == leaves["bytes_per_device"]["total"]
-    assert (sizes["reckoned_peak"], leaves["compiled_peak"], chosen["compiled_peak"]) == (None, None, None)
-    assert chosen["reckoned_peak"] == chosen["states_bytes"] + chosen["step_bytes"]
+    assert (sizes["estimated_peak"], leaves["compiled_peak"], chosen["compiled_peak"]) == (None, None, None)
+    assert chosen["estimated_peak"] == chosen["states_bytes"] + chosen["step_bytes"]
     assert compiled["compiled_peak"] == compiled["memory"]["peak"]
     assert (sizes["fits"], chosen["fits"], compiled["fits"]) == (None, True, None)
 

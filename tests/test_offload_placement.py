@@ -187,10 +187,10 @@ def test_plan_and_analysis_tell_host_bytes_apart():
     assert plan.bytes_per_device.params + plan.bytes_per_device.opt_state == held("device")
     assert "on the host" in str(plan)
     report = jzero.analyze(jzero.make_train_step(models.mlp_loss), state, models.mlp_batch(48))
-    assert report.memory.host == report.reckoned.host == held("pinned_host")
-    assert report.reckoned.params + report.reckoned.opt_state == held("device")
+    assert report.memory.host == report.estimated.host == held("pinned_host")
+    assert report.estimated.params + report.estimated.opt_state == held("device")
     batch = sum(x.nbytes for x in models.mlp_batch(48).values()) // 8
-    assert report.memory.arguments == report.reckoned.arguments == held("device") + batch + 4  # the step's number
+    assert report.memory.arguments == report.estimated.arguments == held("device") + batch + 4  # the step's number
     report.verify()
 
 

@@ -109,7 +109,7 @@ def test_what_the_loss_recomputes_itself_is_gathered_as_often_as_the_plan_says(s
     planned = 1 + jzero.plan_of(state).gathered_bytes / stack.nbytes  # gathers, and one reduction
     assert planned == (3 if regathers else 2)
     assert report.communication_elements / stack.size == pytest.approx(planned, rel=0.02)
-    assert report.reckoned.gathered_bytes == report.reckoned.planned_bytes == jzero.plan_of(state).gathered_bytes
+    assert report.estimated.gathered_bytes == report.estimated.planned_bytes == jzero.plan_of(state).gathered_bytes
 
 
 def test_what_calls_gather_again_is_not_merged_with_what_was_gathered_before():

@@ -77,10 +77,10 @@ def test_sent_bytes_are_those_of_the_compiled_program(stage, accumulate_steps):
     step = jzero.make_train_step(stack_loss, accumulate_steps=accumulate_steps)
     report = jzero.analyze(step, state, BATCH)
     sent = sum(row.sent_bytes for row in report.collectives)
-    assert report.reckoned.sent_bytes == pytest.approx(sent, rel=1e-3)
-    assert report.reckoned == jzero.estimate_step_memory(step, state, BATCH)
+    assert report.estimated.sent_bytes == pytest.approx(sent, rel=1e-3)
+    assert report.estimated == jzero.estimate_step_memory(step, state, BATCH)
     gathered = sum(4 * row.elements for row in report.collectives if row.kind == "all-gather")
-    assert report.reckoned.gathered_bytes == report.reckoned.planned_bytes == gathered
+    assert report.estimated.gathered_bytes == report.estimated.planned_bytes == gathered
 
 
 def test_what_an_update_gathers_in_a_branch_is_sent():
@@ -88,7 +88,7 @@ def test_what_an_update_gathers_in_a_branch_is_sent():
     state = mlp_state(config_of(3), optax.MultiSteps(optax.contrib.muon(1e-3), 2))
     report = jzero.analyze(jzero.make_train_step(mlp_loss), state, BATCH)
     report.verify()
-    assert report.reckoned.sent_bytes == pytest.approx(sum(row.sent_bytes for row in report.collectives), rel=0.01)
+    assert report.estimated.sent_bytes == pytest.approx(sum(row.sent_bytes for row in report.collectives), rel=0.01)
 
 
 def test_products_are_counted():

@@ -119,9 +119,9 @@ def test_loops_that_close_over_parameters_are_recomputed_at_every_stage(stage, c
     report = jzero.analyze(step, mlp_state(config_of(stage)), many)
     rows = 64 * LOCAL
     if checkpointed or remat is True:
-        assert report.reckoned.activation_bytes <= rows * WIDTH * 4 + 64
+        assert report.estimated.activation_bytes <= rows * WIDTH * 4 + 64
     else:
-        assert report.reckoned.activation_bytes >= rows * (2 * HIDDEN + WIDTH) * 4
+        assert report.estimated.activation_bytes >= rows * (2 * HIDDEN + WIDTH) * 4
     limit = rows * 2 * HIDDEN * 4 // 2 + 4 * 4 * 2 * WIDTH * HIDDEN
     assert (report.memory.temporaries < limit) == (checkpointed or remat is True), report.memory
 
@@ -139,7 +139,7 @@ def test_checkpoints_in_branches_hold_at_stage_3():
 
         step = jzero.make_train_step(loss, check_rows=False)  # a branch on one row
         report = jzero.analyze(step, mlp_state(config_of(3)), many)
-        kept[branch is block] = report.reckoned.activation_bytes
+        kept[branch is block] = report.estimated.activation_bytes
         temporaries[branch is block] = report.memory.temporaries
     assert kept[False] == pytest.approx(2 * rows * WIDTH * 4, abs=16)
     assert kept[True] > rows * 2 * HIDDEN * 4

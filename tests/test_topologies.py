@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jzero
 from jzero.analysis import topologies
+from jzero.analysis.accelerators import GPUS, TPUS
 from jzero.analysis.collectives import find_collectives
-from jzero.analysis.machines import GPUS, TPUS, machine
+from jzero.analysis.machines import machine
 from jzero.analysis.topologies import target_config, topology_devices
 
 GIB = 2**30

@@ -77,6 +77,6 @@ def tell_of(job: Job, name: str, options: argparse.Namespace, mesh: Mesh) -> tup
     )
     training = found[name]["run"]
     report = jzero.analyze(training.step, training.state, training.batch)
-    reckoned = report.reckoned and report.reckoned.peak
+    reckoned = report.estimated and report.estimated.peak
     job.tell(name, peak=report.memory.peak, reckoned=reckoned, violations=list(report.violations))
     return there, back

@@ -33,7 +33,7 @@ from jzero.plan.plan import ZeroPlan
 from jzero.step.train_step import EvalStep, TrainStep, ValueAndGrad
 
 RECOMPUTED = (
-    "By default (`remat=None`) what is heavy to compute is kept of activations, and the rest of scans and repeated "
+    "By default (`remat=None`) results of expensive operations are saved, and the rest of scans and repeated "
     'blocks is computed again in the backward pass. `remat="as_written"` keeps what the loss keeps.'
 )
 
@@ -119,7 +119,7 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
     if _recomputes_by_default(fn, placed, keywords):
         notes.append(RECOMPUTED)
     hardware = machine(topology) if topology is not None else this_machine(_devices_of(mesh))
-    reckoned = None
+    estimated = None
     if isinstance(fn, TrainStep | ValueAndGrad) and plans:
         gathered = [x.times * hop.num_elements for x in facts.sent if x.gathers for hop in x.hops]
         planned = sum(
@@ -129,17 +129,17 @@ def analyze(  # noqa: PLR0913  # a program, a machine, and how to place a plain 
         notes += gathers_more(sum(gathered), planned)
     if isinstance(fn, TrainStep) and plans:
         arguments = fn.abstract_arguments(*placed, **keywords)
-        reckoned = memory_of_trace(
+        estimated = memory_of_trace(
             stages[0].traced, arguments, plans[0], hardware, gpu=platform == "gpu", micro_batches=fn.micro.steps
         )
-        excess = facts.memory.arguments / reckoned.arguments - 1
+        excess = facts.memory.arguments / estimated.arguments - 1
         if excess > TILES_WORTH_A_NOTE:
             notes.append(
                 f"State and batch take {100 * excess:.0f} % more than their elements do: the compiler stores some "
                 "shards in tiles that they do not fill."
             )
     limit = usable_bytes(hardware)
-    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), reckoned=reckoned, limit=limit)
+    return dataclasses.replace(_report(facts, used, mesh, hardware, notes), estimated=estimated, limit=limit)
 
 
 def _compiler(topology: str | None, compiler_options: Mapping[str, Any] | None) -> Callable[[Any], Any]:
@@ -212,7 +212,7 @@ def _report(
         notes += found
     timeline = None
     if hardware is None:
-        notes.append(f"No rates are known of these {facts.platform} devices: exposed_communication is not told.")
+        notes.append(f"No bandwidth figures for these {facts.platform} devices: exposed_communication is unavailable.")
     else:
         timeline, found = simulate(facts.programs[0], hardware)
         notes += [*found, *filter(None, [hardware.remark])]

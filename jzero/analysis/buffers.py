@@ -12,7 +12,7 @@ from jzero.analysis.sizes import bytes_of
 Kind = Literal["activations", "gradients", "gathered", "working"]
 
 JOINED = ":concatenate"
-"""What compilers write for each reader anew, rather than keep it beside its parts."""
+"""The operation that compilers repeat for each reader instead of storing its result beside its operands."""
 SLICES = ("slice", "dynamic_slice", "gather", "split")
 """Operations that read no more of an array than they return."""
 SLICE_NAMES = tuple(f":{kind}" for kind in SLICES)

@@ -16,7 +16,7 @@ from jzero.engine.recompute import Remat
 from jzero.plan.table import format_bytes
 
 CHOSEN = "chosen"
-"""The verdict on what was chosen."""
+"""The verdict on the chosen candidate."""
 
 NEARLY = 1.01
 """Costs within this ratio count as equal."""
@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Bytes on one device: the compiler's figure if it is known, else the estimate."""
+        """Bytes on one device: the compiler's figure if known, else the estimate."""
         return self.memory.peak if self.compiled_peak is None else self.compiled_peak
 
     def ledger(self, limit: int) -> Ledger:
@@ -107,7 +107,7 @@ class Candidate:
         return self.disk_seconds + (self.host_seconds or 0.0)
 
     def cost(self) -> float:
-        """What it is reckoned to cost: seconds of a step, or bytes sent if no rates are known."""
+        """Its estimated cost: seconds of a step, or bytes sent if no rates are known."""
         seconds = self.memory.seconds
         return self.memory.sent_bytes if seconds is None else seconds + self.waits
 
@@ -116,7 +116,7 @@ class Candidate:
         return None if self.compiled_seconds is None else self.compiled_seconds + self.waits
 
     def best_cost(self) -> float:
-        """The compiler's figure if it is known, else what is reckoned."""
+        """The compiler's figure if known, else the estimate."""
         compiled = self.compiled_cost()
         return self.cost() if compiled is None else compiled
 
@@ -134,10 +134,12 @@ class Candidate:
             "accumulate_steps": self.accumulate_steps,
             "remat": self.remat if isinstance(self.remat, bool | str | None) else str(self.remat),
             "states_bytes": self.memory.states.total,
-            "reckoned_peak": self.memory.peak,
+            "estimated_peak": self.memory.peak,
+            "reckoned_peak": self.memory.peak,  # its former name
             "compiled_peak": self.compiled_peak,
             "refused": self.refused,
-            "reckoned_seconds": self.memory.seconds,
+            "estimated_seconds": self.memory.seconds,
+            "reckoned_seconds": self.memory.seconds,  # its former name
             "compiled_seconds": self.compiled_seconds,
             "gathered_bytes": self.memory.gathered_bytes,
             "planned_bytes": self.memory.planned_bytes,
@@ -160,7 +162,7 @@ class Fit(Report):
     Attributes:
       machine: The machine.
       limit: Most bytes of a step on one device.
-      tried: Every candidate, the one first whose step is reckoned to take least time.
+      tried: Every candidate, by the estimated time of a step, the fastest first.
       chosen: The fastest of them that fits, or `None`.
       notes: Remarks about the search, such as a missing compiler.
       workload: The model and the batch.
@@ -220,25 +222,25 @@ class Fit(Report):
 
     @property
     def ledger(self) -> Ledger:
-        """The account of the memory of what was chosen; of what needs least, if nothing fits."""
+        """The ledger of the chosen candidate, or of the smallest if nothing fits."""
         return (self.chosen or self.least).ledger(self.limit)
 
     @property
     def least(self) -> Candidate:
-        """The candidate that needs least, which says by how much nothing fits."""
+        """The candidate that needs least memory."""
         return min(self.tried, key=lambda x: (x.refused, bool(x.lacks), x.peak))
 
     def _headline(self) -> str:
         if self.chosen is not None:
             x = self.chosen
-            how = "reckoned" if x.compiled_peak is None else "compiled"
+            how = "estimated" if x.compiled_peak is None else "compiled"
             sizes = f"{format_bytes(x.peak)} ({how}) of {format_bytes(self.limit)} per device"
             time = "" if x.memory.seconds is None else f"; a step takes {_milliseconds(x.best_cost())} ms"
             return f"{self.machine}: {describe(x)} fits: {sizes}{time}"
         least = self.least
         excess = f"{format_bytes(least.peak - self.limit)} more than the {format_bytes(self.limit)} there are"
         excess = least.lacks if least.lacks and least.peak <= self.limit else excess
-        excess = "and the compiler refuses it for want of memory" if least.refused else excess
+        excess = "and the compiler rejects it: out of memory" if least.refused else excess
         need = f"{describe(least)} with {format_bytes(least.peak)} per device"
         return f"{self.machine}: nothing fits. The least is {need}, {excess}."
 
@@ -251,7 +253,7 @@ class Fit(Report):
             "whole up to": lambda x: f"{x.config.persistence_threshold:,}",
             "secondary": lambda x: "yes" if x.config.secondary_params or x.config.secondary_grads else "",
             "states": lambda x: format_bytes(x.memory.states.total),
-            "reckoned": lambda x: format_bytes(x.memory.peak),
+            "estimated": lambda x: format_bytes(x.memory.peak),
             "compiled": lambda x: "refused" if x.refused else _known(x.compiled_peak, format_bytes),
             "sends": lambda x: format_bytes(x.memory.sent_bytes),
             "ms": lambda x: "" if x.memory.seconds is None else _milliseconds(x.cost()),
@@ -280,7 +282,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _recomputation(remat: Any) -> Recomputation:
-    """Returns the names of an option `remat`; one without a name says itself what it is."""
+    """Returns the names of an option `remat`; a policy is its own name."""
     if isinstance(remat, Keep):
         params = "all parameters" if remat.params == "all" else _count(len(remat.params), "parameter")
         kept = f"keeps {' and '.join(filter(None, [params, _count(remat.blocks, 'block')]))}"
@@ -300,7 +302,7 @@ def recomputation_rank(remat: Any) -> int:
 
 
 def choose(tried: Sequence[Candidate], limit: int, *, confirmed: bool) -> Candidate | None:
-    """Returns the fastest that fits of candidates that are sorted by cost.
+    """Returns the fastest candidate that fits; candidates are sorted by cost.
 
     Args:
       tried: The candidates.
@@ -317,7 +319,7 @@ def judge(tried: Sequence[Candidate], chosen: Candidate | None, limit: int) -> I
         if x is chosen:
             verdict = CHOSEN
         elif x.refused:
-            verdict = "refused by the compiler for want of memory"
+            verdict = "rejected by the compiler: out of memory"
         elif x.peak > limit:
             verdict = f"{format_bytes(x.peak - limit)} too much"
         elif x.lacks:

@@ -30,14 +30,14 @@ class CompiledStep(NamedTuple):
 def compile_step(
     step: TrainStep, arguments: Sequence[Any], *, platform: str, topology: str | None, machine: Machine | None
 ) -> CompiledStep | None:
-    """Returns the figures of a step; `None` if the compiler refuses it for want of memory, as that for TPUs does.
+    """Returns the figures of a step; `None` if the compiler rejects it as out of memory, as that for TPUs does.
 
     Args:
       step: The step.
       arguments: Its state, batch and key.
       platform: The platform of the devices.
       topology: The machine, if it is not this one.
-      machine: What is known about it.
+      machine: Its specifications.
     """
     *placed, rng = arguments
     options = (None if topology is None else topology_options(topology)) or None

@@ -13,7 +13,7 @@ from jzero.analysis.search import Search, by_cost
 from jzero.layout.mesh import platform_of
 
 RIVALS = 3
-"""How many candidates that fit are compiled, as reckoned times are not exact."""
+"""How many candidates that fit are compiled, as estimated times are not exact."""
 
 
 def confirm(search: Search, tried: Sequence[Candidate]) -> list[Candidate]:

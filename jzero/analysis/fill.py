@@ -73,9 +73,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
       hbm_bytes: Most bytes of a step on one device. By default 90 % of the device's memory, and no more than jax may
         take of it.
       topology: A machine such as `"h200:8"`; by default the devices of the state.
-      confirm: Whether to compile the choice, others if its memory is not as reckoned, the step as it is, and the one
+      confirm: Whether to compile the choice, others if its memory is not as estimated, the step as it is, and the one
         that keeps parameters alone; the fastest by its compiled schedule is returned. Without it, or without the
-        compiler of `topology`, the choice is the most that is reckoned to take at most 90 % of the limit.
+        compiler of `topology`, the choice is the most whose estimate is within 90 % of the limit.
 
     Returns:
       A step that differs in `remat`. If nothing more fits, or nothing could be kept, `step` itself.
@@ -101,7 +101,7 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         warnings.warn(note, stacklevel=2)
     limit = limit_of(hbm_bytes, topology, hardware)
     if step.remat == "offload":
-        raise ValueError("With `remat='offload'` activations wait on the host for want of memory: leave `remat` out.")
+        raise ValueError("With `remat='offload'` activations wait on the host, as memory is short: leave `remat` out.")
     if topology is not None:
         state = relaid(state, devices=hardware.num_devices if devices is None and hardware is not None else devices)
     plan = plan_of_argument(state)
@@ -111,9 +111,9 @@ def fill_memory(  # noqa: PLR0913  # the arguments of a step, and a machine
         said = {"the memory that a step may take": f"{limit} bytes"}
         agree("fill_memory", plan.mesh, lambda: None, lambda _: said)
     filling = Filling(step=step, arguments=(state, batch, rng), plan=plan, machine=hardware, topology=topology)
-    if (excess := filling.reckoned(0).peak - limit) > 0:
+    if (excess := filling.estimated(0).peak - limit) > 0:
         warnings.warn(
-            f"Nothing is kept: the step as it is takes {format_bytes(limit + excess)} per device (reckoned), "
+            f"Nothing is kept: the step as it is takes {format_bytes(limit + excess)} per device (estimated), "
             f"{format_bytes(excess)} more than there are. `jzero.fit` finds a layout that fits.",
             stacklevel=2,
         )
@@ -175,29 +175,29 @@ class Filling:
             )
         )
 
-    def reckoned(self, number: int) -> StepMemory:
-        """Returns the reckoned memory of that step."""
+    def estimated(self, number: int) -> StepMemory:
+        """Returns the estimated memory of that step."""
         if number not in self._known:
             self._known[number] = memory_of_step(self.step_keeping(number), self.arguments, self.plan, self.machine)
         return self._known[number]
 
     def longest(self, limit: float) -> int:
-        """Returns the length of the longest prefix whose reckoned peak is within a limit; 0 if there is none.
+        """Returns the length of the longest prefix whose estimated peak is within a limit; 0 if there is none.
 
         Peaks are nearly linear in the bytes of parameters and in the number of blocks, so interpolation finds it.
         """
         low, high = 0, len(self.paths) + self.num_blocks
         for end in (high, len(self.paths)):
-            if not end or self.reckoned(end).peak <= limit:
+            if not end or self.estimated(end).peak <= limit:
                 low = end
                 break
             high = end
         turn = 0
         while high - low > 1:
-            a, b = self.reckoned(low).peak, self.reckoned(high).peak
+            a, b = self.estimated(low).peak, self.estimated(high).peak
             share = 0.5 if turn % 3 == 2 or a >= b else (limit - a) / (b - a)  # now and then a half: it ends soon
             middle = min(max(self._at(low, high, share), low + 1), high - 1)
-            if self.reckoned(middle).peak <= limit:
+            if self.estimated(middle).peak <= limit:
                 low = middle
             else:
                 high = middle
@@ -223,14 +223,14 @@ class Filling:
         number, most = self.longest(limit), len(self.compiled) + MOST_COMPILED
         while number > longest and len(self.compiled) < most:
             found = self.compiled[number] = self._compile(number)
-            reckoned = self.reckoned(number).peak
+            estimated = self.estimated(number).peak
             if found is None:
-                fails, number = number, self.longest(NEAR * reckoned)
+                fails, number = number, self.longest(NEAR * estimated)
                 continue
             fits = found.peak <= limit
             longest, fails = (number, fails) if fits else (longest, number)
             # The next may be off by as much, or in the same ratio: where there is room, the bolder guess is compiled.
-            guesses = self.longest(limit - (found.peak - reckoned)), self.longest(limit * reckoned / found.peak)
+            guesses = self.longest(limit - (found.peak - estimated)), self.longest(limit * estimated / found.peak)
             number = min(max(guesses) if fits else min(guesses), fails - 1)
         if longest == 0 or self.machine is None:
             return longest

@@ -28,7 +28,7 @@ from jzero.state.adapter import adapt
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 CLOSE = (
-    "What was chosen is reckoned to take {share:.0%} of the limit, and what is reckoned can be 10 % low: compile it "
+    "The choice is estimated at {share:.0%} of the limit, and estimates can be 10 % low: compile it "
     "(`confirm=True`) before a long run, or leave room with a lower `hbm_bytes`."
 )
 HOST = "The state takes {num_bytes} of each node's memory, pinned: pass `host_bytes` to refuse what is too much."
@@ -64,8 +64,8 @@ def fit(  # noqa: PLR0913  # what is searched, and what is not
     """Finds the fastest way to train a model that fits a machine.
 
     It searches stage, micro-batches and recomputation; over several hosts, also one replica per host, and hops between
-    and within them (`ZeroConfig.node_axis`, `secondary_params`, `secondary_grads`). `estimate_step_memory` reckons the
-    memory and the time of each candidate from its trace. If nothing fits, it cuts smaller parameters, too, and then
+    and within them (`ZeroConfig.node_axis`, `secondary_params`, `secondary_grads`). `estimate_step_memory` gives
+    the memory and the time of each candidate from its trace. If nothing fits, it cuts smaller parameters, too, and then
     keeps optimizer state in host memory. With `disk_path`, it also tries optimizer state on that disk; a step then
     waits for as long as the state takes to be read and written once. It searches no other offload, nor what changes
     numbers: a note tells what `Quantization` would save.
@@ -193,7 +193,7 @@ def _filled(search: Search, x: Candidate, *, compiles: bool) -> Candidate | None
         return None
     found = filling.compiled.get(number)
     peak, seconds = (None, None) if found is None else found
-    remat, memory = filling.step_keeping(number).remat, filling.reckoned(number)
+    remat, memory = filling.step_keeping(number).remat, filling.estimated(number)
     filled = dataclasses.replace(x, remat=remat, memory=memory, compiled_peak=peak, compiled_seconds=seconds)
     return filled if filled.best_cost() <= x.best_cost() else None
 
@@ -233,15 +233,15 @@ def _workload(state: Any, batch: Any) -> str:
 
 
 def _allowed(stages: Sequence[Stage], config: ZeroConfig | None) -> tuple[Stage, ...]:
-    """Returns the stages that a configuration can have; it says itself which it cannot."""
-    found: list[Stage] = []
+    """Returns the stages that a configuration allows, by trying them."""
+    allowed: list[Stage] = []
     for stage in stages:
         try:
             dataclasses.replace(config or ZeroConfig(), stage=stage)
         except ValueError as error:
             excluded = error
         else:
-            found.append(stage)
-    if not found:
-        raise ValueError(f"`config` excludes all of `stages`, {tuple(stages)}: {excluded}")
-    return tuple(found)
+            allowed.append(stage)
+    if not allowed:
+        raise ValueError(f"`config` excludes all of `stages`, {tuple(stages)}: {excluded} Search other stages.")
+    return tuple(allowed)

@@ -81,7 +81,7 @@ def footprint(program: TracedProgram, *, gpu: bool, limit: float = math.inf, is_
 
 
 def regathered_bytes(sizes: list[int], limit: float) -> int:
-    """Returns the bytes gathered at the end of a step: together, or one by one if that would exceed the limit."""
+    """Returns the bytes gathered at the end of a step: together, or one by one if all would exceed the limit."""
     together = sum(sizes)
     return together if together <= limit else max(sizes, default=0)
 

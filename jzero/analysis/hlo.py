@@ -22,7 +22,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 TRIVIAL = ("bitcast", "copy", "reshape", "transpose", "convert", "get-tuple-element", "opt-barrier")
-"""What hands the elements of an array on."""
+"""Opcodes that forward an array unchanged."""
 
 
 class Array(NamedTuple):

@@ -20,7 +20,7 @@ class Ledger:
 
     Attributes:
       states: Parameters, gradients and optimizer state, exactly; the same whoever fills the ledger.
-      reckoned_peak: The most memory of a step, as estimated from its trace; `None` if it was not traced.
+      estimated_peak: The most memory of a step, as estimated from its trace; `None` if it was not traced.
       compiled_peak: The same by the compiler; `None` if it was not compiled.
       limit: What a step may take of the device's memory; `None` if that is not known.
       host: State in the memory of the device's host, which is no part of `states`.
@@ -34,7 +34,7 @@ class Ledger:
     """
 
     states: BytesPerDevice
-    reckoned_peak: int | None = None
+    estimated_peak: int | None = None
     compiled_peak: int | None = None
     limit: int | None = None
     host: int = 0
@@ -48,12 +48,12 @@ class Ledger:
     @property
     def peak(self) -> int | None:
         """The most memory of a step: the compiler's figure if it is known, else the estimate."""
-        return self.reckoned_peak if self.compiled_peak is None else self.compiled_peak
+        return self.estimated_peak if self.compiled_peak is None else self.compiled_peak
 
     @property
     def step_bytes(self) -> int | None:
-        """What a step is reckoned to take beside the states."""
-        return None if self.reckoned_peak is None else self.reckoned_peak - self.states_bytes
+        """The estimated memory of a step beside the states."""
+        return None if self.estimated_peak is None else self.estimated_peak - self.states_bytes
 
     @property
     def left(self) -> int | None:
@@ -74,7 +74,8 @@ class Ledger:
             "states_bytes": self.states_bytes,
             "states": self.states._asdict(),
             "step_bytes": self.step_bytes,
-            "reckoned_peak": self.reckoned_peak,
+            "estimated_peak": self.estimated_peak,
+            "reckoned_peak": self.estimated_peak,  # its former name
             "compiled_peak": self.compiled_peak,
             "limit": self.limit,
             "fits": self.fits,
@@ -84,7 +85,7 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        most = max(self.states_bytes, self.reckoned_peak or 0, self.compiled_peak or 0)
+        most = max(self.states_bytes, self.estimated_peak or 0, self.compiled_peak or 0)
         unit = next(name for name, size in UNITS.items() if 2 * most >= size or size == 1)
 
         def show(num_bytes: int | None) -> str:
@@ -94,8 +95,8 @@ class Ledger:
         made = f"parameters {params}, gradients {grads}, optimizer {opt_state}"
         rows = [
             ("states", "exact", show(self.states_bytes), made),
-            ("step", "reckoned", show(self.step_bytes), STEP if (self.step_bytes or 0) >= 0 else LESS),
-            ("peak", "reckoned", show(self.reckoned_peak), "" if self.reckoned_peak else "jzero fit"),
+            ("step", "estimated", show(self.step_bytes), STEP if (self.step_bytes or 0) >= 0 else LESS),
+            ("peak", "estimated", show(self.estimated_peak), "" if self.estimated_peak else "jzero fit"),
             ("peak", "compiled", show(self.compiled_peak), "" if self.compiled_peak else "jzero analyze"),
         ]
         if self.limit is not None:

@@ -6,27 +6,28 @@ from collections.abc import Sequence
 
 import jax
 
-from jzero.analysis.machines import GPUS, Machine, machine
+from jzero.analysis.accelerators import GPUS
+from jzero.analysis.machines import Machine, machine
 from jzero.analysis.topologies import topology_devices
 
 USABLE = 0.9
 """Share of a machine's memory that a step may use; runtime, collectives and fragmentation take the rest."""
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-RECKONED = "Nothing was compiled: the figures are reckoned."
+NOT_COMPILED = "Nothing was compiled: the figures are estimated."
 
 
 def hardware_of(topology: str | None, *, confirm: bool) -> tuple[Machine | None, list[jax.Device] | None, list[str]]:
     """Returns the facts about a machine, its devices if its compiler is installed, and notes."""
     if topology is None:
         devices = jax.devices()
-        return this_machine(devices), devices, [] if confirm else [RECKONED]
+        return this_machine(devices), devices, [] if confirm else [NOT_COMPILED]
     hardware = machine(topology)
     if not confirm:
-        return hardware, None, [RECKONED]
+        return hardware, None, [NOT_COMPILED]
     try:
         return hardware, topology_devices(topology), []
     except ImportError as error:
-        return hardware, None, [f"{RECKONED} {error}"]
+        return hardware, None, [f"{NOT_COMPILED} {error}"]
 
 
 def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
@@ -40,12 +41,12 @@ def this_machine(devices: Sequence[jax.Device]) -> Machine | None:
         shape = str(len(devices))
     try:
         return machine(f"{chip}:{shape}")
-    except ValueError:
+    except ValueError:  # devices that are in no table: their rates are unknown
         return None
 
 
 def usable_bytes(hardware: Machine | None) -> int | None:
-    """Returns what a step may take of the memory of one of a machine's devices; `None` if that is not known."""
+    """Returns the memory of one device that a step may use; `None` if unknown."""
     return None if hardware is None else int(USABLE * hardware.hbm_bytes)
 
 

@@ -1,7 +1,4 @@
-"""What the nodes of a machine have beside their devices: whether a candidate's state fits there, and how long it moves.
-
-In: a candidate's memory, reckoned per device, and its configuration. Out: what is too much, and seconds.
-"""
+"""Host memory and disks of a machine's nodes: whether a candidate's state fits there, and how long transfers take."""
 
 from __future__ import annotations
 
@@ -46,13 +43,13 @@ class NodeMemory:
             )
 
     def offloads(self, base: Offload) -> list[Offload]:
-        """Returns what to try: what the configuration says, and optimizer state on the disk."""
+        """Returns the offloads to try: the configuration's, and optimizer state on disk."""
         if self.disk_path is None or base.optimizer == "disk":
             return [base]
         return [base, dataclasses.replace(base, optimizer="disk", path=self.disk_path)]
 
     def lacks(self, memory: StepMemory, offload: Offload) -> str:
-        """Returns what a node has too little of; an empty string if all fits."""
+        """Returns which memory of a node is too small; an empty string if all fits."""
         buffers = (2 * offload.disk_threads + 1) * offload.chunk_bytes if memory.disk else 0
         wanted = {
             "host": (self.devices * memory.host + buffers, self.host_bytes),

@@ -1,8 +1,8 @@
-"""The memory of an update on records: in goes a plan, out come the bytes on a device beside its state.
+"""The device memory of an update on records, beside the state, from a plan.
 
-`estimate_step_memory` reckons with it beside loss and gradients, whose program ends before. All reduced gradients are
-there, and the new parameters that come out of the records, as shards. Then either records are on their way through the
-device, or new parameters are gathered that every device stores whole.
+`estimate_step_memory` adds it to that of loss and gradients, whose program ends before. All reduced gradients are
+there, and the shards of new parameters. Beside them either records pass through the device, or parameters that every
+device stores unsharded are gathered.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def update_at_peak(plan: ZeroPlan, *, gpu: bool, limit: float) -> Mapping[Kind, 
 
 
 def _moving_bytes(plan: ZeroPlan) -> int:
-    """Returns the bytes of the records that are on their way through a device at a time."""
+    """Returns the bytes of the records that pass through a device at a time."""
     offload = plan.config.offload
     if offload.compute == "host":
         return 0
     sizes = []
     for i, fields in plan.disk_fields.items():
         leaf = plan.leaves[i]
-        # Fields come and go; the gradient comes, and a parameter that has no master; the new one goes.
+        # Fields pass both ways; the gradient, and a parameter without a master, come in; the new parameter goes out.
         read = itemsize(leaf.grad.dtype) + (0 if leaf.master else itemsize(leaf.param.dtype))
         per_element = 2 * sum(itemsize(x.dtype) for x in fields) + read + _result_bytes(plan, i)
         sizes.append(per_element * max(record.size for record in plan.records_of(i)))

@@ -110,5 +110,5 @@ def _as_state(x: Any) -> Any:
     """Returns `x` as a train state; `None` if it is not one."""
     try:
         return adapt(x).state
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # arguments of a user's own jitted function may be anything
         return None

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import warnings
 from collections.abc import Iterable
 
 from jzero._text import Report, format_rows
@@ -88,7 +89,7 @@ class AnalysisReport(Report):
       plan: The plan of the state among the arguments, if there is one.
       violations: Departures of the program from the plan; `verify` raises them.
       notes: Facts that the figures leave out, and facts that are unknown.
-      reckoned: For a training step, the memory by `estimate_step_memory`, with activations by layer. It models the
+      estimated: For a training step, the memory by `estimate_step_memory`, with activations by layer. It models the
         compilers for GPUs and TPUs; the one for CPUs orders unrolled code differently.
       limit: What a step may take of a device's memory, 90 % of it; `None` if the machine is not known.
 
@@ -109,7 +110,7 @@ class AnalysisReport(Report):
     plan: ZeroPlan | None = dataclasses.field(repr=False)
     violations: tuple[str, ...]
     notes: tuple[str, ...]
-    reckoned: StepMemory | None = None
+    estimated: StepMemory | None = None
     limit: int | None = None
 
     @property
@@ -126,8 +127,14 @@ class AnalysisReport(Report):
         """
         if self.plan is None:
             raise ValueError(f"There are no states to account for: {NO_PLAN}")
-        reckoned = None if self.reckoned is None else self.reckoned.peak
-        return Ledger(self.plan.bytes_per_device, reckoned, self.memory.peak, self.limit, self.memory.host)
+        estimated = None if self.estimated is None else self.estimated.peak
+        return Ledger(self.plan.bytes_per_device, estimated, self.memory.peak, self.limit, self.memory.host)
+
+    @property
+    def reckoned(self) -> StepMemory | None:
+        """The former name of `estimated`."""
+        warnings.warn("`report.reckoned` is now `report.estimated`: use that.", DeprecationWarning, stacklevel=2)
+        return self.estimated
 
     def verify(self) -> None:
         """Raises if the compiled program departs from the plan.
@@ -148,7 +155,7 @@ class AnalysisReport(Report):
         fields["collectives"] = [dataclasses.asdict(row) for row in self.collectives]
         fields["nic_bytes"] = self.nic_bytes
         fields["timeline"] = self.timeline and self.timeline.totals()
-        fields["reckoned"] = self.reckoned and self.reckoned.to_dict()
+        fields["estimated"] = fields["reckoned"] = self.estimated and self.estimated.to_dict()  # its former name, too
         fields["plan"] = self.plan and plan_summary(self.plan)
         return json.dumps(fields, indent=2, ensure_ascii=False)
 
@@ -193,13 +200,13 @@ class AnalysisReport(Report):
     def _memory_lines(self) -> list[str]:
         sizes = {f.name: getattr(self.memory, f.name) for f in dataclasses.fields(Memory)}
         lines = ["", "memory per device", *(f"  {name:12}{format_bytes(size):>12}" for name, size in sizes.items())]
-        if self.reckoned is None:
+        if self.estimated is None:
             return lines
-        off = self.reckoned.peak / self.memory.peak - 1
+        off = self.estimated.peak / self.memory.peak - 1
         lines.append(
-            f"  {'reckoned':12}{format_bytes(self.reckoned.peak):>12}  from the trace, {off:+.1%} off the peak"
+            f"  {'estimated':12}{format_bytes(self.estimated.peak):>12}  from the trace, {off:+.1%} off the peak"
         )
-        return [*lines, "", *activation_lines(self.reckoned.activations)]
+        return [*lines, "", *activation_lines(self.estimated.activations)]
 
     def _collective_lines(self) -> list[str]:
         header = ("collective", "axis", "dtype", "level", "use", "in loop", "per step", "elements", "sent", "per port")

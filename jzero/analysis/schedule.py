@@ -26,7 +26,7 @@ from jzero.analysis.hlo import Computation, Instruction, Program
 from jzero.analysis.machines import Machine
 
 MAX_SPANS = 2000
-"""Most spans that a timeline keeps; the totals include all."""
+"""The number of spans that a timeline stores; the totals include all."""
 
 
 WORK = frozenset({"while", "fusion", "dot", "convolution", "custom-call", "call", "conditional"})
@@ -186,7 +186,7 @@ class _Run:
         self.span(Span("communication", begin, begin + seconds, collective.kind, part, collective, level))
 
     def start(self, name: str, stream: str, seconds: float) -> float:
-        """Begins something on a stream that is waited for; returns when it begins."""
+        """Starts an asynchronous operation on a stream; returns when it begins."""
         begin = max(self.now, self.free[stream])
         self.free[stream] = begin + seconds
         self.pending[name] = (stream, begin + seconds)
@@ -200,7 +200,7 @@ class _Run:
             self.now = end
 
     def loop(self, x: Instruction) -> None:
-        """Runs the body for each trip; once no more spans are kept, multiplies the rest."""
+        """Runs the body for each trip; once the spans are full, multiplies the rest."""
         trips = self.program.trip_count(x)
         bodies = [self.program.computations[name] for name in x.called if name in self.program.computations]
         before = (self.now, self.compute, self.communication, self.exposed)

@@ -1,4 +1,4 @@
-"""The search of `fit`: every layout, with as many micro-batches as its reckoned memory needs."""
+"""The search of `fit`: every layout, with as many micro-batches as its estimated memory needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORTH_A_NOTE = 0.1
 
 
 def by_cost(x: Candidate) -> tuple[float, ...]:
-    """Sorts by reckoned cost, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
+    """Sorts by estimated cost, in steps of a percent; then arithmetic, micro-batches, recomputation, stage."""
     knows_rates = x.memory.seconds is not None
     return (
         x.host_seconds is None,
@@ -54,7 +54,7 @@ def _steps(x: float) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """The facts that all candidates share, and their reckoned costs.
+    """The facts that all candidates share, and their estimated costs.
 
     Attributes:
       state: The state, as shapes.
@@ -95,7 +95,7 @@ class Search:
     last: tuple[Offload, ...] = ()
 
     def estimate(self, offloads: Sequence[Offload]) -> list[Candidate]:
-        """Returns every layout, the cheapest first, with as many micro-batches as its reckoned memory needs."""
+        """Returns every layout, the cheapest first, with as many micro-batches as its estimated memory needs."""
         tried = self._layouts(offloads)
         while more := self.more(tried):
             tried = [*tried, *more]
@@ -252,7 +252,7 @@ class Search:
         ]
 
     def memory(self, step: TrainStep, placed: Any) -> StepMemory:
-        """Returns the reckoned memory and time of a step of a placed state."""
+        """Returns the estimated memory and time of a step of a placed state."""
         plan = plan_of_argument(placed)
         assert plan is not None
         return memory_of_step(step, (placed, self.batch, self.rng), plan, self.hardware)

@@ -31,11 +31,11 @@ MOVES = primitives_with(Trait.LAYOUT | Trait.ALIAS) | {"convert_element_type", "
 
 
 class Fate(enum.Enum):
-    """What becomes of a gathered parameter, besides being used.
+    """How a gathered parameter outlives its use, if it does.
 
     Attributes:
-      USED: Nothing.
-      STACKED: The loop that gathers it returns the rows of all turns.
+      USED: It does not.
+      STACKED: The loop that gathers it returns the rows of all iterations.
       SCANNED: A loop runs over it, or over what is computed from it: a stack that is whole before the loop.
       KEPT: The backward pass reads what the forward pass gathered.
     """
@@ -153,7 +153,7 @@ class _Walk:
         )
 
     def _fate(self, gather: JaxprEqn, jaxpr: Jaxpr) -> Fate:
-        """Returns what becomes of a gathered parameter in the jaxpr that gathers it."""
+        """Returns the fate of a gathered parameter in the jaxpr that gathers it."""
         whole = {gather.outvars[0]}
         alike = {gather.outvars[0]}  # what is computed from it, in its shape
         for eqn in jaxpr.eqns:
@@ -165,7 +165,7 @@ class _Walk:
             alike |= {v for v in eqn.outvars if _compat.type_of(v).shape == gather.params["cut"].shape}
             if not any(eqn.invars[i] is x for i in reads for x in whole):
                 continue
-            # A loop's body has both in one turn where it recomputes.
+            # A loop's body has both in one iteration if it recomputes.
             if not self.in_loop and _compat.is_transposed(eqn) and not _compat.is_transposed(gather):
                 return Fate.KEPT
             if eqn.primitive.name in MOVES:

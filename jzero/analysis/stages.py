@@ -130,7 +130,7 @@ class _Largest(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """What passes over records leave for the rest of the update.
+    """The results of passes over records, for the rest of the update.
 
     Attributes:
       disk: Their results, as shapes.

@@ -118,7 +118,7 @@ class StepMemory(Report):
 
     @property
     def seconds(self) -> float | None:
-        """The step's reckoned time; `None` without a machine."""
+        """The step's estimated time; `None` without a machine."""
         return None if self.time is None else self.time.seconds
 
     @property
@@ -146,7 +146,7 @@ class StepMemory(Report):
             **({"on the host": self.host} if self.host else {}),
             **({"on disk, two copies": self.disk} if self.disk else {}),
         }
-        lines = ["reckoned per device"]
+        lines = ["estimated per device"]
         lines += [f"  {name:28}{format_bytes(num_bytes):>12}" for name, num_bytes in terms.items()]
         planned = f"planned: {format_bytes(self.planned_bytes)}"
         lines += ["", f"gathered per step: {format_bytes(self.gathered_bytes)} ({planned})"]

@@ -1,4 +1,4 @@
-"""The time of a traced step on a machine, reckoned without a compiler.
+"""The time of a traced step on a machine, estimated without a compiler.
 
 In: a traced program, its mesh and a machine. Out: seconds of computation, of communication, and of the whole step.
 
@@ -36,7 +36,7 @@ EXPOSED = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The reckoned seconds of a training step on one device.
+    """The estimated seconds of a training step on one device.
 
     Attributes:
       compute: The device's own work, the update included.

@@ -27,7 +27,8 @@ from typing import Literal
 import jax
 from jax.experimental import topologies
 
-from jzero.analysis.machines import GPUS, GPUS_PER_HOST, KIB, TPUS, GpuFacts, TpuFacts, parse_machine
+from jzero.analysis.accelerators import GPUS, KIB, TPUS, GpuFacts, TpuFacts
+from jzero.analysis.machines import GPUS_PER_HOST, parse_machine
 
 Kind = Literal["gpu", "tpu"]
 
@@ -111,7 +112,7 @@ def target_config(facts: GpuFacts) -> str:
       A protocol buffer in text form.
 
     Example:
-      >>> from jzero.analysis.machines import GPUS
+      >>> from jzero.analysis.accelerators import GPUS
       >>> from jzero.analysis.topologies import target_config
       >>> "core_count: 132" in target_config(GPUS["h200"])
       True

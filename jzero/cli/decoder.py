@@ -1,4 +1,4 @@
-"""A decoder in plain JAX by the sizes of a `ModelConfig`, to reckon and compile steps of published models.
+"""A decoder in plain JAX by the sizes of a `ModelConfig`, to estimate and compile steps of published models.
 
 Scanned layers, each recomputed in the backward pass; grouped queries, rotary positions, gated feed-forward blocks.
 Windows and soft caps of attention change no shape, so they are left out: this decoder is for memory and time, not for
@@ -38,8 +38,12 @@ def make_state(config: ModelConfig, *, rank: int, base_dtype: Any) -> Callable[[
     def make(key: jax.Array) -> TrainState:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
         keys = jax.random.split(key, len(leaves))
-        made = [_leaf(path[-1].key, shape, base_dtype, key) for (path, shape), key in zip(leaves, keys, strict=True)]
-        return TrainState.create(params=jax.tree.unflatten(treedef, made), tx=optax.adamw(3e-4, weight_decay=0.1))
+        initialised = [
+            _leaf(path[-1].key, shape, base_dtype, key) for (path, shape), key in zip(leaves, keys, strict=True)
+        ]
+        return TrainState.create(
+            params=jax.tree.unflatten(treedef, initialised), tx=optax.adamw(3e-4, weight_decay=0.1)
+        )
 
     return make
 

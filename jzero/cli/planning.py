@@ -138,10 +138,10 @@ def fit(
 ) -> None:
     """Finds the configuration that fits and takes the least time per step; exits with 1 if nothing fits."""
     with messages(traceback):
-        choose_devices(request.topology, request.devices)  # without its compiler, what is reckoned decides
+        choose_devices(request.topology, request.devices)  # without its compiler, estimates decide
         source = _load(request)
         user = source.model
-        found = jzero.fit(
+        choice = jzero.fit(
             user.state,
             user.loss_fn,
             user.batch,
@@ -155,10 +155,10 @@ def fit(
             confirm=confirm,
             **user.keywords,
         )
-        stage = (found.chosen or found.least).config.stage
-        result = _account(request, source, found.ledger, stage=stage, result=found)
+        stage = (choice.chosen or choice.least).config.stage
+        result = _account(request, source, choice.ledger, stage=stage, result=choice)
     show(result, as_json)
-    if found.chosen is None:
+    if choice.chosen is None:
         raise typer.Exit(1)
 
 
@@ -167,10 +167,10 @@ def _planned(request: Request, *, with_leaves: bool = False) -> Any:
 
     source = _load(request)
     user, config = source.model, request.config
-    found = jzero.plan_train_state(user.state, config=config, mesh=request.mesh, trainable=user.trainable)
-    host, disk = found.host_bytes_per_device.total, found.disk_bytes_per_device
-    ledger = Ledger(found.bytes_per_device, limit=request.limit, host=host, disk=disk)
-    return _account(request, source, ledger, stage=config.stage, result=found if with_leaves else None)
+    layout = jzero.plan_train_state(user.state, config=config, mesh=request.mesh, trainable=user.trainable)
+    host, disk = layout.host_bytes_per_device.total, layout.disk_bytes_per_device
+    ledger = Ledger(layout.bytes_per_device, limit=request.limit, host=host, disk=disk)
+    return _account(request, source, ledger, stage=config.stage, result=layout if with_leaves else None)
 
 
 def _load(request: Request) -> Source:
