@@ -49,14 +49,14 @@ def from_accelerate(raw: Mapping[str, Any], file: Mapping[str, Any] | None) -> t
     block = raw[BLOCK]
     if unknown := [name for name in block if name not in {*KEYS, *NOT_DEEPSPEEDS, FILE}]:
         raise ValueError(f"`{BLOCK}` has {unknown}, which Accelerate does not know: it has {sorted({*KEYS, FILE})}.")
-    found = DEFAULTS if file is None else file
+    config = DEFAULTS if file is None else file
     for name, path in KEYS.items():
         if file is None and block.get(name) not in (None, *(("none",) if name.endswith("_path") else ())):
-            found = with_value(found, path, block[name])
+            config = with_value(config, path, block[name])
     for name in ("bf16", "fp16"):
         is_on = raw.get("mixed_precision") == name
         at = f"{name}.enabled"
-        if value_at(found, at) == AUTO or (is_on and value_at(found, at) is None):
-            found = with_value(found, at, is_on)
+        if value_at(config, at) == AUTO or (is_on and value_at(config, at) is None):
+            config = with_value(config, at, is_on)
     processes = raw.get("num_processes")
-    return found, processes if isinstance(processes, int) else None
+    return config, processes if isinstance(processes, int) else None

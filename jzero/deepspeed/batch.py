@@ -6,27 +6,27 @@ from typing import NamedTuple
 
 
 class BatchSizes(NamedTuple):
-    """Rows of a step, rows of a device's micro-batch, micro-batches of a step; `None` where it is not known."""
+    """Rows of a step, rows of a device's micro-batch, micro-batches of a step; `None` if unknown."""
 
     train: int | None
     micro: int | None
     accumulate: int | None
 
 
-def solve_batch(given: BatchSizes, num_devices: int | None, *, has_auto: bool = False) -> BatchSizes:
-    """Returns the sizes with what follows from those that are given, as DeepSpeed derives it.
+def solve_batch(sizes: BatchSizes, num_devices: int | None, *, has_auto: bool = False) -> BatchSizes:
+    """Returns the sizes, the missing ones derived as DeepSpeed does.
 
     Two sizes give the third. With one of `train` and `micro` alone there is one micro-batch.
 
     Args:
-      given: The sizes of the file.
-      num_devices: Devices that the batch is split over. `None` leaves open what follows from it.
-      has_auto: One is left to a trainer. Then nothing is assumed about those that are missing.
+      sizes: Those of the file.
+      num_devices: Devices that the batch is split over; `None` leaves sizes that depend on it unknown.
+      has_auto: A trainer decides one of them. Then missing ones have no default.
 
     Raises:
       ValueError: The sizes contradict each other or `num_devices`.
     """
-    train, micro, accumulate = given
+    train, micro, accumulate = sizes
     if accumulate is None and not has_auto and (train is None or micro is None):
         accumulate = 1
     if num_devices is None:
@@ -48,16 +48,16 @@ def solve_batch(given: BatchSizes, num_devices: int | None, *, has_auto: bool = 
 
 
 def _check_divides(sizes: BatchSizes, num_devices: int) -> None:
-    """Raises if no number for what is missing could be right."""
+    """Raises if the given sizes cannot be completed."""
     factors = {
         "`train_micro_batch_size_per_gpu`": sizes.micro,
         "`gradient_accumulation_steps`": sizes.accumulate,
         "the number of devices": num_devices,
     }
-    known = {name: size for name, size in factors.items() if size not in (None, 1)}
+    set_sizes = {name: size for name, size in factors.items() if size not in (None, 1)}
     product = 1
-    for size in known.values():
+    for size in set_sizes.values():
         product *= size
     if sizes.train is not None and sizes.train % product:
-        names = " × ".join(f"{name} ({size})" for name, size in known.items())
+        names = " × ".join(f"{name} ({size})" for name, size in set_sizes.items())
         raise ValueError(f"`train_batch_size` ({sizes.train}) must be a multiple of {names}: change one of them.")

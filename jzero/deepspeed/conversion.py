@@ -140,7 +140,7 @@ def _convert(
 
 
 def _judge_sizes(settings: Settings, sizes: BatchSizes) -> None:
-    """Says of an "auto" whether it followed from the others."""
+    """Marks each "auto" size that follows from the others."""
     for name, size in zip(SIZES, sizes, strict=True):
         if name in settings.autos and size is not None:
             settings.judge_auto(name, f"{size}, which follows from the others")

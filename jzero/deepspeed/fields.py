@@ -1,4 +1,4 @@
-"""The layout that a configuration asks for: fields of `ZeroConfig`, `Offload` and `Precision`."""
+"""The layout of a configuration: fields of `ZeroConfig`, `Offload` and `Precision`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAGE_3_KEYS = (
 )
 STAGE_1_2_KEYS = ("allgather_partitions", "allgather_bucket_size", "use_multi_rank_bucket_allreduce")
 ADAM_BYTES = 12
-"""Of one parameter: its fp32 master and Adam's two moments."""
+"""Per parameter: its fp32 master and Adam's two moments."""
 
 CHUNK = "`Offload.chunk_bytes` = 16 MiB"
 
@@ -50,7 +50,7 @@ class ConfigFields(NamedTuple):
 
 
 def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
-    """Returns what goes into a `ZeroConfig`; takes in verdicts where they depend on other keys.
+    """Returns the arguments of a `ZeroConfig`; changes verdicts that depend on other keys.
 
     Raises:
       ValueError: Two keys contradict each other.
@@ -68,7 +68,7 @@ def config_fields(settings: Settings, num_devices: int | None) -> ConfigFields:
 
 
 def _judge_by_stage(settings: Settings, stage: int) -> None:
-    """Takes back verdicts on what DeepSpeed does not read at this stage."""
+    """Ignores keys that DeepSpeed does not read at this stage."""
     for name in STAGE_3_KEYS if stage < 3 else STAGE_1_2_KEYS:
         which = "stage 3" if stage < 3 else "stages 1 and 2"
         settings.judge(f"{ZERO}.{name}", "ignored", f"DeepSpeed reads it at {which} only")
@@ -123,15 +123,15 @@ def _prefetching(settings: Settings, precision: Precision) -> dict[str, Any]:
 
 
 def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
-    """MiCS shards over so many devices, and keeps the shards of each group of devices."""
+    """Maps `mics_shard_size` to `replica_axis`: each group of devices holds all shards."""
     fields = {"replica_axis": REPLICA_AXIS}
-    found = _groups(settings, "mics_shard_size", 1, num_devices, fields, "nothing is replicated")
+    fields_of_groups = _groups(settings, "mics_shard_size", 1, num_devices, fields, "nothing is replicated")
     path = f"{ZERO}.mics_hierarchical_params_gather"
     if not settings[path]:
-        return found
-    if not found:
+        return fields_of_groups
+    if not fields_of_groups:
         settings.judge(path, "ignored", "`mics_shard_size` makes no groups")
-        return found
+        return fields_of_groups
     mesh = f"jzero.make_mesh({REPLICA_AXIS}=..., {NODE_AXIS}=..., data=...)"
     size = settings[f"{ZERO}.mics_shard_size"]
     settings.judge(
@@ -139,30 +139,30 @@ def _replicas(settings: Settings, num_devices: int | None) -> dict[str, Any]:
         "honoured",
         f"`node_axis={NODE_AXIS!r}`: needs `mesh={mesh}`, with the nodes of a group and {size} devices",
     )
-    return {**found, "node_axis": NODE_AXIS}
+    return {**fields_of_groups, "node_axis": NODE_AXIS}
 
 
 def _nodes(settings: Settings, num_devices: int | None) -> dict[str, Any]:
-    """Secondary shards (hpZ) are on each of so many devices, those of a node."""
+    """Maps `zero_hpz_partition_size` to `node_axis`: each node holds secondary shards of all parameters (hpZ)."""
     fields = {"node_axis": NODE_AXIS, "secondary_params": True}
     return _groups(settings, "zero_hpz_partition_size", 2, num_devices, fields, "there is one node")
 
 
 def _quantized(settings: Settings) -> dict[str, Any]:
-    found = Quantization(
+    quantization = Quantization(
         gather="int8" if settings[f"{ZERO}.zero_quantized_weights"] else "none",
         reduce="int4" if settings[f"{ZERO}.zero_quantized_gradients"] else "none",
         frozen="int8" if settings[f"{ZERO}.zero_quantized_nontrainable_weights"] else "none",
     )
-    return {} if found == Quantization() else {"quantization": found}
+    return {} if quantization == Quantization() else {"quantization": quantization}
 
 
 def _groups(
     settings: Settings, key: str, least: int, num_devices: int | None, fields: dict[str, Any], alone: str
 ) -> dict[str, Any]:
-    """Returns the fields of a key that says how many devices a group has; their first is the mesh axis over groups.
+    """Returns the fields of a key that sets the devices of a group; the first is the mesh axis over groups.
 
-    `least` is the smallest group, and `alone` what one group of all devices means.
+    `least` is the smallest group, `alone` the note if one group has all devices.
     """
     path = f"{ZERO}.{key}"
     size = settings[path]
@@ -176,8 +176,8 @@ def _groups(
         return {}
     number = "..." if num_devices is None else num_devices // size
     mesh = f"jzero.make_mesh({next(iter(fields.values()))}={number}, data={size})"
-    told = ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
-    settings.judge(path, "honoured", f"{told}: needs `mesh={mesh}`")
+    arguments = ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
+    settings.judge(path, "honoured", f"{arguments}: needs `mesh={mesh}`")
     return fields
 
 
@@ -223,20 +223,20 @@ def _zenflow(settings: Settings, params: str) -> dict[str, Any]:
     if settings[f"{ZENFLOW_BLOCK}select_strategy"] == "epoch":
         settings.judge(f"{ZENFLOW_BLOCK}select_strategy", "refused", "steps are not told of epochs: set it to step")
     every = settings[f"{ZENFLOW_BLOCK}update_interval"] or ZenFlow().update_interval
-    whole = {}
+    multiples = {}
     if f"{ZENFLOW_BLOCK}update_interval" in settings.autos:
         settings.judge_auto(f"{ZENFLOW_BLOCK}update_interval", f"`ZenFlow.update_interval={every}`")
     for name, key in (("select_interval", "select_interval"), ("warm_up_steps", "full_warm_up_rounds")):
-        given = settings[f"{ZENFLOW_BLOCK}{key}"]
-        given = getattr(ZenFlow(), name) if given is None else given
-        whole[name] = -(-given // every) * every
+        steps = settings[f"{ZENFLOW_BLOCK}{key}"]
+        steps = getattr(ZenFlow(), name) if steps is None else steps
+        multiples[name] = -(-steps // every) * every
         if f"{ZENFLOW_BLOCK}{key}" in settings.autos:
-            settings.judge_auto(f"{ZENFLOW_BLOCK}{key}", f"`ZenFlow.{name}={whole[name]}`")
-        if whole[name] != given:
-            note = f"`ZenFlow.{name}={whole[name]}`, the next multiple of `update_interval`"
+            settings.judge_auto(f"{ZENFLOW_BLOCK}{key}", f"`ZenFlow.{name}={multiples[name]}`")
+        if multiples[name] != steps:
+            note = f"`ZenFlow.{name}={multiples[name]}`, the next multiple of `update_interval`"
             settings.judge(f"{ZENFLOW_BLOCK}{key}", "honoured", note)
     ratio, overlap = settings[f"{ZENFLOW_BLOCK}topk_ratio"], settings[f"{ZENFLOW_BLOCK}overlap_step"]
-    flow = ZenFlow(topk_ratio=ratio, update_interval=every, overlap=overlap, **whole)
+    flow = ZenFlow(topk_ratio=ratio, update_interval=every, overlap=overlap, **multiples)
     return {"compute": "host", "zenflow": flow}
 
 

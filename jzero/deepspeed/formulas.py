@@ -122,20 +122,20 @@ def _table(P: float, L: float, g: int, n: int, f: float) -> dict[tuple[int, str]
     """
     # Floats round as in DeepSpeed only in these orders of operations.
     N = g * n  # noqa: N806  # as papers write
-    made = P * 4 * g * f  # by each process of a node, whole and in fp32
+    initialised = P * 4 * g * f  # by each process of a node, whole and in fp32
     stage_3: tuple[Needs, ...] = (
         (P * 18 * (1 / n) * f, 4 * L, True, True, True),
         (P * max(4 * g, 18 * (1 / n)) * f, 4 * L, True, True, False),
         (P * 16 * (1 / n) * f, 4 * L + int(2 * P / N), True, False, True),
         (P * max(4 * g, 16 * (1 / n)) * f, 4 * L + int(2 * P / N), True, False, False),
         (L * 4 * g * f, 4 * L + int(18 * P / N), False, False, True),
-        (made, 4 * L + int(18 * P / N), False, False, False),
+        (initialised, 4 * L + int(18 * P / N), False, False, False),
     )
     return {  # with offload stage 1 holds whole gradients until the step, and stage 2 hands them over by parts
-        (1, "documented"): ((P * max(4 * g, 16) * f, 4 * P, True), (made, 4 * P + int(12 * P / N), False)),
-        (1, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 4 * P, True), (made, 4 * P + int(16 * P / N), False)),
-        (2, "documented"): ((P * max(4 * g, 16) * f, 2 * P, True), (made, 4 * P + int(16 * P / N), False)),
-        (2, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 2 * P, True), (made, 2 * P + int(18 * P / N), False)),
+        (1, "documented"): ((P * max(4 * g, 16) * f, 4 * P, True), (initialised, 4 * P + int(12 * P / N), False)),
+        (1, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 4 * P, True), (initialised, 4 * P + int(16 * P / N), False)),
+        (2, "documented"): ((P * max(4 * g, 16) * f, 2 * P, True), (initialised, 4 * P + int(16 * P / N), False)),
+        (2, "deepspeed-0.19"): ((P * max(4 * N, 16) * f, 2 * P, True), (initialised, 2 * P + int(18 * P / N), False)),
         (3, "documented"): stage_3,
         (3, "deepspeed-0.19"): stage_3,
     }

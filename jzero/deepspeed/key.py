@@ -1,4 +1,4 @@
-"""What is known about one key of a DeepSpeed configuration."""
+"""One key of a DeepSpeed configuration, with its verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUIRED = "required"
 """The default of a key that has none."""
 
 USUAL = frozenset({"betas", "eps", "weight_decay", "warmup_min_lr", "warmup_type", "gradient_clipping"})
-"""Where it is "auto", a trainer fills in DeepSpeed's default unless it is told otherwise."""
+"""For an "auto" of these, trainers fill in DeepSpeed's default unless told otherwise."""
 
 PARAMS_ON_NVME = "for parameters on NVMe, which jzero keeps in the files of optimizer state"
 
@@ -23,14 +23,14 @@ class Key:
 
     Attributes:
       path: The names that lead to it, joined by dots.
-      kind: What its value must be; a "pair" is two numbers, a "rate" one number, or one for each parameter group.
-      default: DeepSpeed's value where the file has none.
-      verdict: What becomes of a value. One that asks for nothing (`default`, or in `off`) is never refused.
-      note: Which field or argument takes it; or why it is ignored; or what to do instead.
-      off: Further values that ask for nothing.
+      kind: The type of its value; a "pair" is two numbers, a "rate" one number, or one for each parameter group.
+      default: DeepSpeed's default.
+      verdict: The verdict on the value. One that turns nothing on (`default`, or in `off`) is never refused.
+      note: The field or argument that takes it, why it is ignored, or what to do instead.
+      off: Further values that turn nothing on.
       least: The smallest number that is allowed.
       choices: The strings that are allowed; all if there are none.
-      old_names: Names that it had, or has as well, in the same block.
+      old_names: Former and alternative names in the same block.
     """
 
     path: str

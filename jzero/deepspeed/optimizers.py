@@ -23,9 +23,9 @@ class OptimizerKind:
     """A type of optimizer.
 
     Attributes:
-      keys: What it takes.
-      make: Makes it from that, a learning rate, b1 and b2 (`None` where it has none).
-      note: What it is here.
+      keys: Its parameters.
+      make: A function from their values, a learning rate, b1 and b2 (`None` if it has none) to the optimizer.
+      note: Its optax equivalent.
     """
 
     keys: tuple[Key, ...]
@@ -34,12 +34,12 @@ class OptimizerKind:
 
     @property
     def has_betas(self) -> bool:
-        """Whether it has a momentum that a schedule can cycle."""
+        """Whether a schedule can cycle its momentum."""
         return any(key.path == "betas" for key in self.keys)
 
 
 class OptimizerBlock(NamedTuple):
-    """What an optimizer block comes to: its learning rate if that is known, and how the optimizer is made."""
+    """An optimizer block: its learning rate, if known, and a function that builds the optimizer."""
 
     lr: float | None
     has_betas: bool
@@ -166,7 +166,7 @@ OPTIMIZERS = {
 }
 
 TORCH_ADAMW_DECAY = 0.01
-"""What `torch.optim.AdamW` decays by unless told otherwise; DeepSpeed's own does not."""
+"""The default weight decay of `torch.optim.AdamW`; that of DeepSpeed's own is 0."""
 
 _COMPRESSED = "it compresses what it sends, which jzero does not: take Adam or Lamb"
 _MUP = "it scales rates by each layer's width: use `optax.multi_transform`"
@@ -178,7 +178,7 @@ REFUSED = {
 
 
 def read_optimizer(settings: Settings) -> OptimizerBlock:
-    """Reads the optimizer block: takes in verdicts and problems, and tells how to make the optimizer."""
+    """Reads the optimizer block: adds verdicts and problems, and returns how to build the optimizer."""
     name = settings["optimizer.type"]
     kind = None if name is None else OPTIMIZERS.get(name.lower())
     if kind is None:
@@ -193,10 +193,10 @@ def read_optimizer(settings: Settings) -> OptimizerBlock:
     lr = None if f"{PATH}.lr" in settings.autos else params["lr"]
 
     def make(schedule: Scheduled) -> optax.GradientTransformation | None:
-        made = _make(kind, params, schedule)
-        if made is None:
+        optimizer = _make(kind, params, schedule)
+        if optimizer is None:
             settings.judge_unmade("optimizer.type", PATH, params.open)
-        return made
+        return optimizer
 
     return OptimizerBlock(lr, kind.has_betas, make)
 
@@ -212,7 +212,7 @@ def _with_torch_default(settings: Settings, kind: OptimizerKind, name: str) -> P
 
 
 def _make(kind: OptimizerKind, params: Params, schedule: Scheduled) -> optax.GradientTransformation | None:
-    """Makes the optimizer, unless there are numbers that only a trainer knows, or that jzero would get wrong."""
+    """Builds the optimizer, unless a value is open or refused."""
     scheduled = "lr" if schedule.lr is not None else None
     if not schedule.is_complete or not params.is_complete(but_for=scheduled):
         return None

@@ -17,8 +17,8 @@ class Params:
 
     Attributes:
       values: By name, with DeepSpeed's defaults.
-      given: The names that the block has a value for.
-      open: The names whose value is not to be had: refused, or "auto" without a usual value.
+      given: The names that the block sets.
+      open: The names without a usable value: refused, or "auto" without a usual value.
     """
 
     values: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Params:
         return self.values[name]
 
     def is_complete(self, *, but_for: str | None = None) -> bool:
-        """Whether all values are known, but perhaps for one."""
+        """Whether all values are known, except perhaps one."""
         return self.open <= {but_for}
 
     def with_value(self, name: str, value: Any) -> Params:
@@ -42,28 +42,28 @@ def read_params(settings: Settings, prefix: str, keys: tuple[Key, ...]) -> Param
     """Returns the values of a block, with DeepSpeed's defaults; unknown names become problems of `settings`.
 
     Args:
-      settings: Takes in the verdicts.
+      settings: Receives the verdicts.
       prefix: "optimizer.params" or "scheduler.params".
-      keys: What the type that the block is for takes; their paths are names in the block.
+      keys: The keys of the block's type; their paths are names in the block.
     """
     block = settings.params.get(prefix, {})
-    known = {key.path: key for key in keys}
+    by_name = {key.path: key for key in keys}
     for name, value in block.items():
-        if name in known:
-            settings.read_key(known[name], f"{prefix}.{name}", f"{prefix}.{name}", value)
+        if name in by_name:
+            settings.read_key(by_name[name], f"{prefix}.{name}", f"{prefix}.{name}", value)
         else:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else f" There are {', '.join(known)}."
+            close = difflib.get_close_matches(name, by_name, n=1)
+            hint = f" Did you mean `{close[0]}`?" if close else f" There are {', '.join(by_name)}."
             settings.problems.append(f"`{prefix}.{name}` is not known.{hint}")
     for key in keys:
         if key.default == REQUIRED and key.path not in block:
             settings.problems.append(f"`{prefix}.{key.path}` is missing: DeepSpeed has no default for it.")
-    return _params(settings, prefix, known)
+    return _params(settings, prefix, by_name)
 
 
-def _params(settings: Settings, prefix: str, known: Mapping[str, Key]) -> Params:
+def _params(settings: Settings, prefix: str, by_name: Mapping[str, Key]) -> Params:
     values, open_names = {}, set()
-    for name, key in known.items():
+    for name, key in by_name.items():
         path = f"{prefix}.{name}"
         value = settings.values.get(path, None if key.default == REQUIRED else key.default)
         if key.kind == "rate" and isinstance(value, list | tuple):
@@ -74,5 +74,5 @@ def _params(settings: Settings, prefix: str, known: Mapping[str, Key]) -> Params
         is_refused = path in settings.rows and settings.rows[path].verdict == "refused"
         if is_refused or (path in settings.autos and name not in USUAL):
             open_names.add(name)
-    given = frozenset(name for name in known if f"{prefix}.{name}" in settings.values)
+    given = frozenset(name for name in by_name if f"{prefix}.{name}" in settings.values)
     return Params(values, given, frozenset(open_names))

@@ -1,4 +1,4 @@
-"""What became of a DeepSpeed configuration, key by key, as data and as text."""
+"""The verdicts on a DeepSpeed configuration, key by key, as data and as text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KeyVerdict:
     Attributes:
       key: The names that lead to it, as the file has them, joined by dots.
       value: Its value.
-      verdict: "honoured", "compiler" (left to XLA), "ignored" (means nothing here), "open" ("auto", and the numbers of
+      verdict: "honoured", "compiler" (left to XLA), "ignored" (has no effect here), "open" ("auto", and the numbers of
         a run depend on what a trainer would fill in) or "refused" (jzero lacks it, or does other numbers).
       note: Which field or argument took it; or why it means nothing; or what to do instead.
       is_undecided: Whether it is "auto", and nothing here decides it.
@@ -52,14 +52,14 @@ class KeyVerdict:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedReport(Report):
-    """What `jzero.from_deepspeed` made of a file: a verdict on each key, and what is not the config's to hold.
+    """What `jzero.from_deepspeed` made of a file: a verdict on each key, and the settings that belong to the step.
 
-    `print` it for a table. What is `None` is not in the file, or "auto", or depends on a number of devices that was not
-    given.
+    `print` it for a table. A field is `None` if the file lacks it, leaves it "auto", or if it depends on an unknown
+    number of devices.
 
     Attributes:
-      rows: One for each key, in the order of the file; and for the keys that it lacks whose default counts.
-      num_devices: What `from_deepspeed` was told.
+      rows: One for each key, in the order of the file, and one for each missing key whose default has an effect.
+      num_devices: The argument of `from_deepspeed`, or the processes of Accelerate's file.
       train_batch_size: Rows of the batch that a step is called with.
       micro_batch_size: Rows of one device in one micro-batch.
       accumulate_steps: Micro-batches in a step.
@@ -87,24 +87,24 @@ class DeepSpeedReport(Report):
 
     @property
     def refused(self) -> tuple[KeyVerdict, ...]:
-        """The rows of what jzero lacks, or does with other numbers."""
+        """The rows of keys that jzero lacks, or computes differently."""
         return tuple(row for row in self.rows if row.verdict == "refused")
 
     @property
     def open(self) -> tuple[KeyVerdict, ...]:
-        """The rows of what is undecided and changes the numbers of a run."""
+        """The rows of undecided keys that change the numbers of a run."""
         return tuple(row for row in self.rows if row.verdict == "open")
 
     @property
     def undecided(self) -> tuple[KeyVerdict, ...]:
-        """The rows of what is "auto", which neither an argument of `from_deepspeed` nor another key decides.
+        """The rows of each "auto" that neither an argument of `from_deepspeed` nor another key decides.
 
         Those that are not open have DeepSpeed's default, which trainers fill in as well, or change no numbers.
         """
         return tuple(row for row in self.rows if row.is_undecided)
 
     def verify(self) -> None:
-        """Raises a `ValueError` that lists what is refused or open, if anything is."""
+        """Raises a `ValueError` that lists all refused and open keys, if there are any."""
         if self.refused:
             raise ValueError(
                 f"jzero does not do all that this DeepSpeed configuration asks for:\n{_listed(self.refused)}"
@@ -117,7 +117,7 @@ class DeepSpeedReport(Report):
             )
 
     def step_arguments(self) -> dict[str, Any]:
-        """Returns what the file says about a step, for `make_train_step(loss_fn, **report.step_arguments())`.
+        """Returns the settings of a step, for `make_train_step(loss_fn, **report.step_arguments())`.
 
         Raises:
           ValueError: The number of micro-batches is not known.
@@ -185,9 +185,9 @@ class DeepSpeedReport(Report):
         optimizer, schedule = self._made("optimizer", self.optimizer), self._made("scheduler", self.schedule)
         return f"clipping: {self._or_open('gradient_clipping', clipping)}; optimizer: {optimizer}; schedule: {schedule}"
 
-    def _made(self, block: str, made: Any) -> str:
+    def _made(self, block: str, built: Any) -> str:
         """Whether a block gave an optimizer or a schedule, and why not."""
-        if made is not None:
+        if built is not None:
             return "yes"
         rows = [row for row in self.rows if row.key.partition(".")[0] == block]
         is_refused = any(row.verdict == "refused" for row in rows)

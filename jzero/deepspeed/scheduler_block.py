@@ -1,4 +1,4 @@
-"""The block `scheduler`: what it comes to, beside an optimizer."""
+"""Reads the `scheduler` block, which depends on the optimizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LATEST_STAIR = 2**31
 
 
 class Scheduled(NamedTuple):
-    """What a scheduler block comes to.
+    """The schedules of a scheduler block.
 
     Attributes:
       lr: The learning rate of a step.
-      momentum: The optimizer's `betas[0]` of a step, where that cycles. `betas[1]` is then `CYCLED_B2`.
-      is_complete: Whether the block, if there is one, could be followed.
+      momentum: The optimizer's `betas[0]` of a step, if it cycles. `betas[1]` is then `CYCLED_B2`.
+      is_complete: Whether there is no block, or all its values are known.
     """
 
     lr: Schedule | None
@@ -34,8 +34,8 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
     """Reads the scheduler block, and returns a function that makes the schedule once there are no problems.
 
     Args:
-      settings: Has the block, and takes in the verdicts.
-      lr: The optimizer's rate, if it is known.
+      settings: Holds the block, and receives the verdicts.
+      lr: The optimizer's rate, if known.
       has_betas: Whether there is an optimizer with momentum to cycle.
     """
     name = settings["scheduler.type"]
@@ -54,17 +54,17 @@ def make_schedule(settings: Settings, lr: float | None, *, has_betas: bool) -> C
         _judge_momentum(settings, has_betas=has_betas, cycles=cycles)
 
     def make() -> Scheduled:
-        made = kind.make(params, lr) if params.is_complete() else None
-        if made is None and params.is_complete() and "optimizer.params.lr" not in settings.autos:
+        schedule = kind.make(params, lr) if params.is_complete() else None
+        if schedule is None and params.is_complete() and "optimizer.params.lr" not in settings.autos:
             settings.judge("scheduler.type", "refused", "it scales the rate of an optimizer, and there is none")
         if not params.is_complete():
             settings.judge_unmade("scheduler.type", PATH, params.open)
-        momentum = cycled_momentum(params) if cycles and has_betas and made is not None else None
-        if made is not None and not _scales_lr(name, params):
+        momentum = cycled_momentum(params) if cycles and has_betas and schedule is not None else None
+        if schedule is not None and not _scales_lr(name, params):
             settings.judge("optimizer.params.lr", "ignored", f"{name} has rates of its own")
         if momentum is not None:
             settings.judge("optimizer.params.betas", "ignored", f"{name} cycles b1, and b2 is {CYCLED_B2}")
-        return Scheduled(_promoting(made), _promoting(momentum), made is not None)
+        return Scheduled(_promoting(schedule), _promoting(momentum), schedule is not None)
 
     return make
 

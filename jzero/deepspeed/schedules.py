@@ -1,10 +1,10 @@
 """DeepSpeed's learning rate schedules, as optax has them: functions of the number of steps that came before.
 
 [Note: Which step has which rate]
-DeepSpeed moves its scheduler after each step of the optimizer, and the scheduler counts its moves from -1. So step 0
-has the rate that the scheduler is made with, and step k that of count k - 1. Warm-ups begin at count 0, where the share
-of the warm-up is 0: steps 0 and 1 both have the smallest rate. A step that is skipped for an overflow moves nothing;
-nor does it here, where the count is in the state of the optimizer.
+DeepSpeed advances its scheduler after each step of the optimizer, and the scheduler counts from -1. So step 0 has
+the initial rate, and step k that of count k - 1. Warm-ups begin at count 0 with a fraction of 0: steps 0 and 1 both
+have the smallest rate. A step that is skipped for an overflow does not advance the scheduler; nor does it here, where
+the count is in the optimizer's state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schedule: TypeAlias = Callable[[Any], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleKind:
-    """A type of scheduler: what it takes, and how it is made from that and the optimizer's rate."""
+    """A type of scheduler: its keys, and a function from their values and the optimizer's rate to a schedule."""
 
     keys: tuple[Key, ...]
     make: Callable[[Params, float | None], Schedule | None]
@@ -59,7 +59,7 @@ _WARMUP_TYPE = Key("warmup_type", "string", "log", "honoured", '`report.schedule
 
 
 def _warmup_lr(params: Params, lr: float | None) -> Schedule | None:
-    """WarmupLR, whose upper rate is the optimizer's unless it is given."""
+    """WarmupLR; its upper rate defaults to the optimizer's."""
     high = lr if params["warmup_max_lr"] is None else params["warmup_max_lr"]
     return (
         None if high is None else _between(params["warmup_min_lr"], high, lambda last: _warmup_share(params, last, 1.0))
@@ -67,7 +67,7 @@ def _warmup_lr(params: Params, lr: float | None) -> Schedule | None:
 
 
 def _warmup_decay_lr(params: Params, lr: float | None) -> Schedule:
-    """WarmupDecayLR: down to nothing in a line."""
+    """WarmupDecayLR: linear decay to zero."""
     end, warm = params["total_num_steps"], max(2, params["warmup_num_steps"])
 
     def share(last: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def _warmup_decay_lr(params: Params, lr: float | None) -> Schedule:
 
 
 def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
-    """WarmupCosineLR: shares of the optimizer's rate; no rate at all in step 0."""
+    """WarmupCosineLR: fractions of the optimizer's rate; zero in step 0."""
     end, warm = params["total_num_steps"], max(2, params["warmup_num_steps"])
     first, floor = params["warmup_min_ratio"], params["cos_min_ratio"]
     if lr is None:
@@ -85,7 +85,7 @@ def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
 
     def schedule(step: Any) -> jax.Array:
         last = _last(step)
-        # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², with nothing to cancel where x, what is left, is small.
+        # (1 + cos(π (1 - x))) / 2 = sin(π x / 2)², which avoids cancellation for small x (the fraction remaining).
         left = jnp.clip((end - last - 1) / max(1, end - warm), 0, 1)
         decayed = floor + (1 - floor) * jnp.sin(jnp.pi / 2 * left) ** 2
         warming = first + (1 - first) * _warmup_share(params, last, 1.0)
@@ -95,7 +95,7 @@ def _warmup_cosine_lr(params: Params, lr: float | None) -> Schedule | None:
 
 
 def _lr_range_test(params: Params, lr: float | None) -> Schedule:
-    """LRRangeTest: up in a line or in stairs, for ever."""
+    """LRRangeTest: rises without end, linearly or in stairs."""
     size = params["lr_range_test_step_size"]
 
     def schedule(step: Any) -> jax.Array:
@@ -107,7 +107,7 @@ def _lr_range_test(params: Params, lr: float | None) -> Schedule:
 
 
 def _one_cycle(params: Params, lr: float | None) -> Schedule:
-    """The rate of OneCycle: up, down, and then perhaps lower in each step."""
+    """The rate of OneCycle: rises, falls, then decays if it is told to."""
     low, high, rate = params["cycle_min_lr"], params["cycle_max_lr"], params["decay_lr_rate"]
 
     def schedule(step: Any) -> jax.Array:

@@ -34,14 +34,14 @@ IN_WORDS = {
 
 
 class Settings:
-    """What a configuration says: values by path, what is wrong with it, and a verdict for each key.
+    """A configuration: checked values by path, problems, and a verdict for each key.
 
     Attributes:
-      values: What is given, checked; numbers that must be whole as `int`, dtypes by jax's name. Without "auto".
+      values: Checked values of the file; integers as `int`, dtypes by jax's name. Without "auto".
       autos: The paths whose value is "auto".
       rows: The verdicts by path, in the order of the file.
-      params: The blocks `optimizer.params` and `scheduler.params` as they are.
-      problems: Sentences on what cannot be read.
+      params: The blocks `optimizer.params` and `scheduler.params`, unchecked.
+      problems: A sentence for each value that cannot be read.
     """
 
     def __init__(self) -> None:
@@ -52,29 +52,29 @@ class Settings:
         self.problems: list[str] = []
 
     def __getitem__(self, path: str) -> Any:
-        """Returns the value of a key of the table: what is given, or else DeepSpeed's default."""
+        """Returns the value of a key of the table: the file's, or else DeepSpeed's default."""
         return self.values.get(path, KEYS[path].default)
 
     def judge(self, path: str, verdict: Verdict, note: str) -> None:
         """Changes the verdict on a key, if the file has it."""
         row = self.rows.get(path)
-        # What an "auto" comes to counts nothing where the key means nothing; that of a switch stays open.
+        # An "auto" is undecided only if its key has an effect; a switch always has one.
         is_open = path in self.autos and (verdict != "ignored" or path in SWITCHES)
         if row is not None and not is_open:
             self.rows[path] = KeyVerdict(row.key, row.value, verdict, note)
 
     def judge_all(self, prefix: str, verdict: Verdict, note: str) -> None:
-        """Changes the verdict on every key that begins so."""
+        """Changes the verdict on every key with this prefix."""
         for path in [path for path in self.rows if path.startswith(prefix)]:
             self.judge(path, verdict, note)
 
     def judge_auto(self, path: str, here: str) -> None:
-        """Says what an "auto" came to."""
+        """Marks an "auto" as decided, with its value."""
         row = self.rows[path]
         self._add(path, row.key, row.value, "ignored", f"{AUTO_NOTE}; here: {here}")
 
     def replace_all(self, prefix: str, note: str) -> None:
-        """Says of every key that begins so that an argument took its place."""
+        """Marks every key with this prefix as replaced by an argument."""
         for path, row in list(self.rows.items()):
             if path.startswith(prefix):
                 self._add(path, row.key, row.value, "ignored", note)
@@ -85,18 +85,18 @@ class Settings:
             self.rows[path] = KeyVerdict(path, NOT_SET, verdict, note)
 
     def judge_unmade(self, path: str, block: str, open_names: Iterable[str]) -> None:
-        """Says of an optimizer or a schedule that none is made for want of numbers, unless it is refused."""
+        """Notes that no optimizer or schedule is built, since values are missing; unless it is refused."""
         row = self.rows.get(path)
         if row is not None and row.verdict != "refused":
             names = ", ".join(f"`{block}.{name}`" for name in sorted(open_names))
-            self.judge(path, row.verdict, f"{row.note}; none is made, for want of {names or 'its schedule'}")
+            self.judge(path, row.verdict, f"{row.note}; not built without {names or 'its schedule'}")
 
     def skip(self, path: str, value: Any, note: str) -> None:
-        """Takes in a key that nothing reads."""
+        """Adds a row for a key that nothing reads."""
         self._add(path, path, value, "ignored", note)
 
     def read_key(self, key: Key, path: str, written: str, value: Any) -> None:
-        """Takes in the value of a key; its row is the table's."""
+        """Reads the value of a key, with the verdict of the table."""
         if path in self.rows:
             self.problems.append(f"`{written}` and `{self.rows[path].key}` are the same key: keep one.")
         elif value == AUTO:
@@ -125,7 +125,7 @@ class Settings:
         self.rows[path] = KeyVerdict(written, value, verdict, note)
 
     def unknown(self, written: str, value: Any, names: Sequence[str], *, strict: bool) -> None:
-        """Takes in a key that is not in the table: an error in blocks where it is one for DeepSpeed."""
+        """Reads a key that is not in the table: an error in the blocks where DeepSpeed has one."""
         close = difflib.get_close_matches(written.rpartition(".")[2], names, n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""
         if strict:
@@ -141,7 +141,7 @@ class Settings:
 
 
 def read_settings(raw: Mapping[str, Any]) -> Settings:
-    """Returns the checked keys of a configuration, but for those of `PARAMS`; what is wrong is in its `problems`."""
+    """Returns the checked keys of a configuration except those of `PARAMS`; errors are in its `problems`."""
     settings = Settings()
     if "bfloat16" in raw and "bf16" in raw:
         settings.problems.append("`bfloat16` and `bf16` are the same key: keep one.")
@@ -183,18 +183,18 @@ def _keep_params(settings: Settings, value: Any, path: str, written: str) -> Non
 
 
 def _names(prefix: str) -> list[str]:
-    """The names that a block may have, old ones included."""
+    """Returns the names that a block may have, old ones included."""
     paths = [path for path in (*KEYS, *LOOKED_INTO, *PARAMS, *OLD_NAMES) if path.startswith(prefix)]
     return [path[len(prefix) :] for path in paths if "." not in path[len(prefix) :]]
 
 
 def _changes_numbers(path: str) -> bool:
-    """Whether a run has other numbers if a trainer fills in what trainers do."""
+    """Whether a run has other numbers with the value that a trainer fills in."""
     return not path.startswith("zero_optimization.") and path.rpartition(".")[2] not in USUAL
 
 
 def _problem(key: Key, value: Any) -> str | None:
-    """Says what a value of this key must be, if it is not."""
+    """Returns what a value of this key must be, if it is not that."""
     allowed = {
         "bool": isinstance(value, bool),
         "int": _is_number(value) and value == int(value),
@@ -224,7 +224,7 @@ def _plain(key: Key, value: Any) -> Any:
 
 
 def _say_current_name(path: str, written: str) -> str:
-    """Says what a key is called today; "stage3_" before a name is as good as none."""
+    """Notes the current name of a key; the prefix "stage3_" is ignored."""
     name, as_written = path.rpartition(".")[2], written.rpartition(".")[2]
     return "" if as_written in (name, f"stage3_{name}") else f"now `{name}`: "
 

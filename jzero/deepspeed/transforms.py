@@ -1,4 +1,4 @@
-"""Steps of an optimizer that DeepSpeed's have and optax's lack."""
+"""DeepSpeed transformations missing from optax."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import optax
 
 
 def scale_by_uncorrected_adam(b1: Any, b2: Any, eps: float, *, eps_root: float = 0.0) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_adam` without the correction of its moments for their start at zero."""
+    """Returns `optax.scale_by_adam` without bias correction."""
     adam = optax.scale_by_adam(b1, b2, eps)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -35,8 +35,8 @@ def lamb(  # noqa: PLR0913  # as many as the optimizer has
 ) -> optax.GradientTransformation:
     """Returns LAMB as DeepSpeed's `FusedLamb` computes it.
 
-    It differs from `optax.lamb` in two things. The ratio of norms is kept between two bounds. And moments are used as
-    they are, also in those norms: the correction for their start at zero is a factor on the learning rate.
+    It differs from `optax.lamb` in two things. The ratio of norms is clipped. And moments are not corrected, also in
+    those norms: the bias correction is a factor on the learning rate.
     """
     outside, inside = (0.0, eps) if eps_inside_sqrt else (eps, 0.0)
     steps = [
