@@ -57,8 +57,8 @@ class Account:
     def _why_other(self) -> str:
         if self.stage < 3:
             return f"{BYTES[self.stage]}, all trained"
-        held = self.ledger.states_bytes + self.ledger.host
-        ours = held * self.num_devices / self.num_params
+        on_all = self.ledger.states_bytes + self.ledger.host
+        ours = on_all * self.num_devices / self.num_params
         return f"{BYTES[3]}, not {ours:.3g}/N, and the largest layer whole"
 
     def to_json(self) -> str:
@@ -71,8 +71,8 @@ class Account:
             **self.ledger.to_dict(),
             "deepspeed_bytes": self.deepspeed_bytes,
         }
-        found = {} if self.result is None else json.loads(self.result.to_json())
-        return json.dumps({**found, **data}, indent=2, ensure_ascii=False)
+        extra = {} if self.result is None else json.loads(self.result.to_json())
+        return json.dumps({**extra, **data}, indent=2, ensure_ascii=False)
 
 
 def account(request: Request, source: Source, ledger: Ledger, *, stage: int, result: _Result | None = None) -> Account:

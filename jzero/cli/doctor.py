@@ -197,13 +197,13 @@ def _donation(mesh: Mesh) -> str:
     expected = np.asarray(x) + 1
     compiled = jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile()
     stats = compiled.memory_analysis()
-    reused, wanted = int(getattr(stats, "alias_size_in_bytes", 0)), x.nbytes // mesh.size
+    reused, donated = int(getattr(stats, "alias_size_in_bytes", 0)), x.nbytes // mesh.size
     result = compiled(x)
     if not np.array_equal(result, expected):
         raise _WrongResultError("the result of a call with a donated argument is wrong")
-    if reused < wanted or not x.is_deleted():
+    if reused < donated or not x.is_deleted():
         fate = "was deleted" if x.is_deleted() else "still exists"
-        raise _WrongResultError(f"{reused} of {wanted} donated bytes per device are reused, and the argument {fate}")
+        raise _WrongResultError(f"{reused} of {donated} donated bytes per device are reused, and the argument {fate}")
     return "the memory of a donated argument is reused"
 
 
@@ -212,12 +212,12 @@ def _host_memory(mesh: Mesh) -> str:
     values = np.random.default_rng(0).normal(size=(mesh.size, 2**18)).astype(np.float32)
     x = _place(values, mesh)
     before = _bytes_in_use(mesh)
-    away = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
+    on_host = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind(HOST)))
     after = _bytes_in_use(mesh)
-    if away.sharding.memory_kind != HOST:
-        raise _WrongResultError(f"an array moved to {HOST} is in {away.sharding.memory_kind}")
-    back = jax.device_put(away, x.sharding)
-    if not (np.array_equal(away, values) and np.array_equal(back, values)):
+    if on_host.sharding.memory_kind != HOST:
+        raise _WrongResultError(f"an array moved to {HOST} is in {on_host.sharding.memory_kind}")
+    back = jax.device_put(on_host, x.sharding)
+    if not (np.array_equal(on_host, values) and np.array_equal(back, values)):
         raise _WrongResultError(f"an array moved to {HOST} and back has changed")
     if before is not None and after is not None and after - before >= x.nbytes // mesh.size:
         raise _WrongResultError(f"an array in {HOST} takes {format_bytes(after - before)} of device memory")
@@ -232,8 +232,8 @@ def _need_host_memory(mesh: Mesh) -> None:
 
 def _bytes_in_use(mesh: Mesh) -> int | None:
     stats = mesh.local_devices[0].memory_stats() or {}
-    found = stats.get("bytes_in_use")
-    return None if found is None else int(found)
+    in_use = stats.get("bytes_in_use")
+    return None if in_use is None else int(in_use)
 
 
 def _offload(mesh: Mesh) -> str:
@@ -255,9 +255,11 @@ def _train_step(mesh: Mesh, offload: Offload | None = None) -> str:
     state = TrainState.create(params=jax.tree.map(jnp.asarray, params), tx=optax.adam(1e-2))
     batches = [rng.normal(size=(2 * mesh.size, 61)).astype(np.float32) for _ in range(3)]
     config = ZeroConfig(stage=3, axis=AXIS, persistence_threshold=0, offload=offload or Offload())
-    whole = [leaf.path for leaf in plan_train_state(state, config=config, mesh=mesh).leaves if leaf.param.cut is None]
-    if 1 < mesh.size <= params["v"].size and whole:
-        raise _WrongResultError(f"stage 3 over {mesh.size} devices leaves parameters whole: {', '.join(whole)}")
+    unsharded = [
+        leaf.path for leaf in plan_train_state(state, config=config, mesh=mesh).leaves if leaf.param.cut is None
+    ]
+    if 1 < mesh.size <= params["v"].size and unsharded:
+        raise _WrongResultError(f"stage 3 over {mesh.size} devices leaves parameters whole: {', '.join(unsharded)}")
     with jax.default_matmul_precision("highest"):  # by default, some accelerators multiply in lower precision
         report = check_equivalence(_loss, state, batches, config=config, mesh=mesh)
     try:
@@ -293,7 +295,7 @@ def _device_groups(devices: Sequence[jax.Device]) -> tuple[DeviceGroup, ...]:
     groups: dict[tuple[str, str], list[jax.Device]] = {}
     for device in devices:
         groups.setdefault((device.device_kind, device.platform), []).append(device)
-    return tuple(_device_group(kind, platform, found) for (kind, platform), found in groups.items())
+    return tuple(_device_group(kind, platform, members) for (kind, platform), members in groups.items())
 
 
 def _device_group(kind: str, platform: str, devices: Sequence[jax.Device]) -> DeviceGroup:

@@ -139,13 +139,14 @@ class Request:
 
     @property
     def limit(self) -> int | None:
-        """What a step may take of a device's memory; `None` if that is not known."""
+        """The memory of a device that a step may use; `None` if unknown."""
         from jzero.analysis.limits import limit_of
         from jzero.analysis.machines import machine
 
+        hardware = None if self.topology is None else machine(self.topology)
         try:
-            return limit_of(None, self.topology, None if self.topology is None else machine(self.topology))
-        except ValueError:
+            return limit_of(None, self.topology, hardware)
+        except ValueError:  # devices that do not say, such as CPUs: `limit_of` asks for a number then
             return None
 
     def sequences(self) -> tuple[int, int]:

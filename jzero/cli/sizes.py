@@ -44,9 +44,9 @@ def parse_count(text: str) -> int:
     Raises:
       ValueError: It is none.
     """
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
     try:
-        number = round(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+        number = round(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     except (ValueError, OverflowError):  # "1.2.3", "1e999"
         number = 0
     if number < 1:
@@ -54,27 +54,27 @@ def parse_count(text: str) -> int:
     return number
 
 
-def model_sizes(text: str, given: Mapping[str, int]) -> ModelConfig:
+def model_sizes(text: str, sizes: Mapping[str, int]) -> ModelConfig:
     """Returns the sizes of a decoder of so many parameters.
 
     Args:
       text: The number, as for `parse_count`.
-      given: Sizes that are not to be chosen, by their name in `ModelConfig`.
+      sizes: Sizes that are fixed, by their name in `ModelConfig`.
 
     Raises:
       ValueError: `text` is no number, a size is out of range, or the sizes contradict the number.
     """
-    wanted = parse_count(text)
-    name = next((name for name in NAMED if parse_count(name) == wanted), None)
+    target = parse_count(text)
+    name = next((name for name in NAMED if parse_count(name) == target), None)
     if name is None:
-        found = _by_rule(wanted, given)
+        config = _by_rule(target, sizes)
     else:
-        found = _replaced(llama(*NAMED[name]), given)
-        wanted = count(llama(*NAMED[name]))
-    got = count(found)
-    if abs(got / wanted - 1) > NEAR:
-        raise _contradiction(text, wanted, got, given)
-    return found
+        config = _replaced(llama(*NAMED[name]), sizes)
+        target = count(llama(*NAMED[name]))
+    got = count(config)
+    if abs(got / target - 1) > NEAR:
+        raise _contradiction(text, target, got, sizes)
+    return config
 
 
 def count(config: ModelConfig) -> int:
@@ -119,62 +119,65 @@ def llama(  # noqa: PLR0913  # the sizes of a decoder
     )
 
 
-def _by_rule(wanted: int, given: Mapping[str, int]) -> ModelConfig:
+def _by_rule(target: int, sizes: Mapping[str, int]) -> ModelConfig:
     def sized(d_model: int, num_layers: int) -> ModelConfig:
-        heads = given.get("num_heads", max(1, d_model // HEAD))
+        heads = sizes.get("num_heads", max(1, d_model // HEAD))
         hidden = -(-8 * d_model // 3 // 256) * 256  # up to whole multiples
         base = llama(d_model, num_layers, 1, 1, hidden, VOCABULARY)
-        return _replaced(base, {"num_heads": heads, "num_kv_heads": heads, **given, "num_layers": num_layers})
+        return _replaced(base, {"num_heads": heads, "num_kv_heads": heads, **sizes, "num_layers": num_layers})
 
     def depth(d_model: int) -> int:
-        return given.get("num_layers", max(1, d_model // HEAD))
+        return sizes.get("num_layers", max(1, d_model // HEAD))
 
-    widths = [given["d_model"]] if "d_model" in given else range(HEAD, WIDEST + 1, HEAD)
-    width = min(widths, key=lambda d_model: abs(count(sized(d_model, depth(d_model))) - wanted))
-    if "num_layers" in given:
-        return sized(width, given["num_layers"])
+    widths = [sizes["d_model"]] if "d_model" in sizes else range(HEAD, WIDEST + 1, HEAD)
+    width = min(widths, key=lambda d_model: abs(count(sized(d_model, depth(d_model))) - target))
+    if "num_layers" in sizes:
+        return sized(width, sizes["num_layers"])
     one, two = count(sized(width, 1)), count(sized(width, 2))
-    return sized(width, max(1, 1 + round((wanted - one) / (two - one))))
+    return sized(width, max(1, 1 + round((target - one) / (two - one))))
 
 
-def _replaced(config: ModelConfig, given: Mapping[str, Any]) -> ModelConfig:
+def _replaced(config: ModelConfig, sizes: Mapping[str, Any]) -> ModelConfig:
     """Returns other sizes, and what follows from them."""
-    found = dataclasses.replace(config, **given)
-    if "num_heads" in given and "num_kv_heads" not in given and config.num_kv_heads == config.num_heads:
-        found = dataclasses.replace(found, num_kv_heads=found.num_heads)
-    for what, size, by in (("d_model", found.d_model, "num_heads"), ("num_heads", found.num_heads, "num_kv_heads")):
-        number = getattr(found, by)
+    replaced = dataclasses.replace(config, **sizes)
+    if "num_heads" in sizes and "num_kv_heads" not in sizes and config.num_kv_heads == config.num_heads:
+        replaced = dataclasses.replace(replaced, num_kv_heads=replaced.num_heads)
+    for what, size, by in (
+        ("d_model", replaced.d_model, "num_heads"),
+        ("num_heads", replaced.num_heads, "num_kv_heads"),
+    ):
+        number = getattr(replaced, by)
         if rest := size % number:
             raise ValueError(
                 f"`{OPTIONS[what]} {size}` must be a multiple of `{OPTIONS[by]} {number}`, as "
                 f"{size - rest or number} and {size - rest + number} are."
             )
-    if (head_dim := found.d_model // found.num_heads) % 2:
+    if (head_dim := replaced.d_model // replaced.num_heads) % 2:
         raise ValueError(
-            f"`--d-model {found.d_model}` over `--heads {found.num_heads}` gives heads of {head_dim}, which must be "
-            "even, since rotary positions turn pairs: take half as many heads."
+            f"`--d-model {replaced.d_model}` over `--heads {replaced.num_heads}` gives heads of {head_dim}, which must "
+            "be even, since rotary positions turn pairs: take half as many heads."
         )
     return llama(
-        found.d_model,
-        found.num_layers,
-        found.num_heads,
-        found.num_kv_heads,
-        found.d_hidden,
-        found.vocab_size,
-        found.tied,
+        replaced.d_model,
+        replaced.num_layers,
+        replaced.num_heads,
+        replaced.num_kv_heads,
+        replaced.d_hidden,
+        replaced.vocab_size,
+        replaced.tied,
     )
 
 
-def _contradiction(text: str, wanted: int, got: int, given: Mapping[str, int]) -> ValueError:
-    sizes = " ".join(f"{OPTIONS[name]} {size}" for name, size in given.items())
-    if not sizes:
+def _contradiction(text: str, target: int, got: int, sizes: Mapping[str, int]) -> ValueError:
+    options = " ".join(f"{OPTIONS[name]} {size}" for name, size in sizes.items())
+    if not options:
         return ValueError(
-            f"`--params {text}` asks for {wanted:,} parameters, and the nearest that the rule makes is {got:,}: say "
+            f"`--params {text}` asks for {target:,} parameters, and the nearest that the rule makes is {got:,}: say "
             "sizes, too, such as `--vocab 1000 --d-model 64 --heads 2`."
         )
     return ValueError(
-        f"`--params {text}` and `{sizes}` contradict each other: the first is {wanted:,} parameters, and with the "
-        f"second it is {got:,}. `--params {short(got)} {sizes}` would do, or `--params {text}` alone."
+        f"`--params {text}` and `{options}` contradict each other: the first is {target:,} parameters, and with the "
+        f"second it is {got:,}. `--params {short(got)} {options}` would do, or `--params {text}` alone."
     )
 
 

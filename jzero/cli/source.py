@@ -43,9 +43,9 @@ def load_source(request: Request) -> Source:
       ValueError: None is, or several are, or an option is not for this kind of model; or as `load_model`,
         `read_config` and `model_sizes` do.
     """
-    given = {"MODULE:FUNCTION": request.model, "--model": request.folder, "--params": request.params}
-    if len(found := [name for name, value in given.items() if value is not None]) != 1:
-        got = " and ".join(found) or "none"
+    models = {"MODULE:FUNCTION": request.model, "--model": request.folder, "--params": request.params}
+    if len(named := [name for name, value in models.items() if value is not None]) != 1:
+        got = " and ".join(named) or "none"
         raise ValueError(f"Pass one model, as MODULE:FUNCTION, `--model FOLDER` or `--params 7B`: got {got}.")
     if request.model is not None:
         return _of_user(request, request.model)
@@ -58,8 +58,8 @@ def load_source(request: Request) -> Source:
 
 
 def _of_user(request: Request, name: str) -> Source:
-    own = {"batch": request.batch, "seq": request.seq, "lora_rank": request.lora_rank or None, **request.sizes}
-    if refused := [x for x, value in own.items() if value is not None]:
+    unsupported = {"batch": request.batch, "seq": request.seq, "lora_rank": request.lora_rank or None, **request.sizes}
+    if refused := [x for x, value in unsupported.items() if value is not None]:
         _refuse(refused, f"{name} returns its own state and batch", "`--model` and `--params`")
     if os.getcwd() not in sys.path:  # unlike `python -m`, scripts do not search it
         sys.path.insert(0, os.getcwd())

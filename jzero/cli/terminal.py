@@ -70,10 +70,10 @@ def in_flags(text: str) -> str:
     The library says "`hbm_bytes=80e9`" where the command line takes "`--hbm-bytes 80e9`".
     """
 
-    def as_flag(found: re.Match[str]) -> str:
-        name, value = found[1], found[3]
+    def as_flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[3]
         if name not in _flags.get():
-            return found[0]
+            return match[0]
         flag, negated = _flags.get()[name]
         if value in ("True", "False"):
             return f"`{flag if value == 'True' else negated}`"
@@ -103,11 +103,11 @@ def messages(traceback: bool) -> Iterator[None]:
 def _in_users_code(error: Exception) -> str | None:
     """Returns where a user's code raised an error; `None` if jzero did."""
     frames = tracebacks.extract_tb(error.__traceback__)
-    own = [x for x in frames if "site-packages" not in pathlib.Path(x.filename).parts]
-    if not own or pathlib.Path(own[-1].filename).is_relative_to(JZERO):
+    outside = [x for x in frames if "site-packages" not in pathlib.Path(x.filename).parts]
+    if not outside or pathlib.Path(outside[-1].filename).is_relative_to(JZERO):
         return None
-    name = os.path.relpath(own[-1].filename)
-    return f"{type(error).__name__} in {name}, line {own[-1].lineno}, `{own[-1].line}`: {error}."
+    name = os.path.relpath(outside[-1].filename)
+    return f"{type(error).__name__} in {name}, line {outside[-1].lineno}, `{outside[-1].line}`: {error}."
 
 
 @contextlib.contextmanager

@@ -78,8 +78,8 @@ def _find(name: str) -> Callable[[], Any]:
         )
     function = getattr(_import(module_name), function_name, None)
     if not callable(function):
-        found = f"{module_name!r} has no such name" if function is None else f"got {type(function).__name__}"
-        raise ValueError(f"`{name}` must be a function that takes no arguments: {found}.")
+        problem = f"{module_name!r} has no such name" if function is None else f"got {type(function).__name__}"
+        raise ValueError(f"`{name}` must be a function that takes no arguments: {problem}.")
     return function
 
 
@@ -102,8 +102,8 @@ def _call(what: str, function: Callable[..., Any], *args: Any) -> Any:
     except TypeError as error:
         expected = "that takes no arguments" if not args else "of one argument, a PRNG key"
         raise TypeError(f"{what} must be a function {expected}: {error}.") from error
-    except ValueError:  # some callables have no signature
-        pass
+    except ValueError:
+        pass  # some callables have no signature: the call itself will say what they take
     try:
         return function(*args)
     except (Exception, SystemExit) as error:

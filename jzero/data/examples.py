@@ -85,8 +85,8 @@ def example_spec(example: Any) -> ExampleSpec:
             f"Examples have a key {WEIGHTS!r}, under which batches say which rows are padding. Give it another name, "
             "and multiply the two in the loss."
         )
-    found, treedef = jax.tree_util.tree_flatten_with_path(example)
-    leaves = [(path_str(path), np.asarray(x)) for path, x in found]
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(example)
+    leaves = [(path_str(path), np.asarray(x)) for path, x in with_paths]
     bad = [f"  {path}: {x.dtype}" for path, x in leaves if not _is_numeric(x.dtype)]
     if bad:
         raise TypeError(

@@ -110,13 +110,13 @@ class FileSource:
             error.add_note(f"This was example {number} of {path!r}.")
             raise
 
-    def _count(self, known: Mapping[str, int]) -> tuple[int, ...]:
+    def _count(self, counts: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the number of examples of each file; the processes share the counting of unknown ones."""
-        unknown = [path for path in self.paths if path not in known]
+        unknown = [path for path in self.paths if path not in counts]
         mine = unknown[jax.process_index() :: jax.process_count()]
         answers = exchange(lambda: [(path, self._count_one(path)) for path in mine])
         counted = {path: count for answer in answers for path, count in answer}
-        return tuple(int(known[path]) if path in known else counted[path] for path in self.paths)
+        return tuple(int(counts[path]) if path in counts else counted[path] for path in self.paths)
 
     def _count_one(self, path: str) -> int:
         try:

@@ -88,7 +88,7 @@ def make_loader(
     References:
       Grain's `ElasticIterator`, PyTorch's `DistributedSampler`.
     """
-    found: list[Pipeline] = []
+    pipelines: list[Pipeline] = []
 
     def attempt() -> Mapping[str, Any]:
         check("batch_size", batch_size, whole(1))
@@ -108,11 +108,11 @@ def make_loader(
         _check_source(source, order, schedule)
         if getattr(source, "sequential", False):
             _check_sequential(order, num_workers)
-        found.append(Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers))
-        return found[0].description()
+        pipelines.append(Pipeline(OrderedExamples(source, transform, order), schedule, rows, prefetch, num_workers))
+        return pipelines[0].description()
 
     check_agreement(exchange(attempt))
-    return Loader(found[0])
+    return Loader(pipelines[0])
 
 
 def _check_source(source: Any, order: Order, schedule: Schedule) -> None:

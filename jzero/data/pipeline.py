@@ -29,8 +29,8 @@ class OrderedExamples:
         self.fingerprint = str(getattr(source, "fingerprint", ""))
         self.sequential = bool(getattr(source, "sequential", False))
         if transform is not None:
-            whole = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
-            source = whole.random_map(transform, seed=order.seed)
+            dataset = source if isinstance(source, grain.MapDataset) else grain.MapDataset.source(source)
+            source = dataset.random_map(transform, seed=order.seed)
         self._source = source
         first = self._read(0, 0)
         self.spec: ExampleSpec = example_spec(first)
@@ -80,10 +80,10 @@ class LocalBatches:
         span = self.schedule.span(number, self.start)
         places = [span.start + row for row in self.rows]
         real = [place < span.stop for place in places]
-        found = [self.examples.at(span.epoch, place) for place in itertools.compress(places, real)]
-        missing = len(places) - len(found)  # at the end, since rows and places are in order
-        leaves = [leaf for _, leaf in found] + [self.examples.filler] * missing
-        stacked = stack(leaves, [index for index, _ in found] + [0] * missing, self.examples.spec)
+        examples = [self.examples.at(span.epoch, place) for place in itertools.compress(places, real)]
+        missing = len(places) - len(examples)  # at the end, since rows and places are in order
+        leaves = [leaf for _, leaf in examples] + [self.examples.filler] * missing
+        stacked = stack(leaves, [index for index, _ in examples] + [0] * missing, self.examples.spec)
         return [*stacked, np.array(real, np.float32)], self.schedule.after(span)
 
 

@@ -54,8 +54,8 @@ class Schedule:
             return None
         if start.epoch >= self.num_epochs:
             return 0
-        whole = self.num_epochs - start.epoch - 1
-        return self._num_batches(self.num_examples - start.example) + whole * self.batches_per_epoch
+        full_epochs = self.num_epochs - start.epoch - 1
+        return self._num_batches(self.num_examples - start.example) + full_epochs * self.batches_per_epoch
 
     def span(self, number: int, start: Position) -> Span:
         """Returns the places of the `number`-th batch after a position."""

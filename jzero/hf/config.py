@@ -129,11 +129,11 @@ def read_config(path: Any) -> ModelConfig:
       >>> config.head_dim, config.tied, config.windows
       (6, False, (None, None, None))
     """
-    file, given = read_fields(path)
-    kind = given.get("model_type")
+    file, raw = read_fields(path)
+    kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"`model_type` in {file} must be one of {', '.join(FAMILIES)}: got {kind!r}. {OWN_MODEL}")
-    fields = _Fields(file, {**FAMILIES[kind], **given})
+    fields = _Fields(file, {**FAMILIES[kind], **raw})
     fields.check_known()
     num_layers, d_model = fields.size("num_hidden_layers"), fields.size("hidden_size")
     num_heads = fields.size("num_attention_heads")
@@ -173,8 +173,8 @@ def read_config(path: Any) -> ModelConfig:
 
 def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
     """Returns the file `config.json`, given it or its folder, and its fields as they are."""
-    given = epath.Path(path).expanduser()
-    file = given if given.name.endswith(".json") else given / CONFIG
+    folder = epath.Path(path).expanduser()
+    file = folder if folder.name.endswith(".json") else folder / CONFIG
     try:
         fields = json.loads(file.read_text())
     except OSError as error:
@@ -192,9 +192,9 @@ def read_fields(path: Any) -> tuple[epath.Path, dict[str, Any]]:
 class _Fields:
     """The fields of a file, and how errors name them."""
 
-    def __init__(self, file: epath.Path, given: Mapping[str, Any]) -> None:
-        self.file, self.given = file, given
-        self.kind: str = given["model_type"]
+    def __init__(self, file: epath.Path, fields: Mapping[str, Any]) -> None:
+        self.file, self.given = file, fields
+        self.kind: str = fields["model_type"]
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.given.get(name, default)
@@ -205,8 +205,10 @@ class _Fields:
             raise ValueError(f"`{name}` in {self.file} must be a positive whole number: got {value!r}.")
         return value
 
-    def reject(self, name: str, value: Any, known: str) -> ValueError:
-        return ValueError(f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {known}. {OWN_MODEL}")
+    def reject(self, name: str, value: Any, allowed: str) -> ValueError:
+        return ValueError(
+            f"`{name}` in {self.file} is {value!r}, but of {self.kind} jzero knows {allowed}. {OWN_MODEL}"
+        )
 
     def check_known(self) -> None:
         """Raises if a field asks for what `ModelConfig` cannot say."""
@@ -255,8 +257,8 @@ class _Fields:
         if kind == "llama3":  # long waves are stretched, short ones stay, those between are a mixture
             before = rotary.get("original_max_position_embeddings") or self.size("max_position_embeddings")
             low, high = rotary["low_freq_factor"], rotary["high_freq_factor"]
-            kept = np.clip((before * freq / (2 * np.pi) - low) / (high - low), 0, 1)
-            freq = (1 - kept) * freq / rotary["factor"] + kept * freq
+            share = np.clip((before * freq / (2 * np.pi) - low) / (high - low), 0, 1)
+            freq = (1 - share) * freq / rotary["factor"] + share * freq
         return tuple(freq.tolist())
 
     def _rotary(self, layer_type: str) -> tuple[str, Mapping[str, Any]]:

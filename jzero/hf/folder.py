@@ -33,9 +33,9 @@ def companions(folder: Any, dtype: str | None) -> dict[str, bytes]:
     file, fields = read_fields(folder)
     if dtype is not None:
         fields["dtype" if "dtype" in fields else "torch_dtype"] = dtype
-    found = {file.name: (json.dumps(fields, indent=2) + "\n").encode()}
+    files = {file.name: (json.dumps(fields, indent=2) + "\n").encode()}
     beside = file.parent
-    return found | {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).exists()}
+    return files | {name: (beside / name).read_bytes() for name in COMPANIONS if (beside / name).exists()}
 
 
 def known_shapes(folder: Any) -> dict[str, tuple[int, ...]] | None:

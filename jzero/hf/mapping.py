@@ -112,8 +112,8 @@ class Mapping:
         """Returns the sources of a parameter, with the groups of its key put in; none if no key matches its path."""
         for key, value in self.sources.items():
             if (hit := re.fullmatch(key, path)) is not None:
-                found = value if isinstance(value, tuple) else (value,)
-                return tuple(dataclasses.replace(x, name=hit.expand(x.name)) for x in found)
+                sources = value if isinstance(value, tuple) else (value,)
+                return tuple(dataclasses.replace(x, name=hit.expand(x.name)) for x in sources)
         return ()
 
     def ignores(self, name: str) -> bool:

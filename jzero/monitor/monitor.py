@@ -179,9 +179,9 @@ class Monitor:
         named = scalars(values)
         self._settle()
         if self._speaks:
-            (found,) = fetch([named])
-            self._emit(self.step, found)
-            self._report(found)
+            (fetched,) = fetch([named])
+            self._emit(self.step, fetched)
+            self._report(fetched)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -37,9 +37,9 @@ def scalars(metrics: Any) -> dict[str, Any]:
     twice = sorted({path for path in names if names.count(path) > 1})
     if twice:
         raise ValueError(f"Each metric needs a name of its own: these are there more than once: {twice}.")
-    own = [path for path in names if path.startswith(OWN_PREFIX) and path not in OF_STEPS]
-    if own:
-        raise ValueError(f"Names that start with {OWN_PREFIX!r} are the monitor's own: got {own}. Rename them.")
+    reserved = [path for path in names if path.startswith(OWN_PREFIX) and path not in OF_STEPS]
+    if reserved:
+        raise ValueError(f"Names that start with {OWN_PREFIX!r} are the monitor's own: got {reserved}. Rename them.")
     return dict(rows)
 
 

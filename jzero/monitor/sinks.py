@@ -22,11 +22,11 @@ CSV_OWN = ("step", "time")
 FLUSH_SECONDS = 10
 
 
-def check_names(values: Mapping[str, float], own: tuple[str, ...]) -> None:
+def check_names(values: Mapping[str, float], reserved: tuple[str, ...]) -> None:
     """Raises if a value has a name that a sink uses itself."""
-    taken = [name for name in values if name in own]
-    if taken:
-        raise ValueError(f"This sink writes {own} of its own: rename the values {taken}.")
+    clashes = [name for name in values if name in reserved]
+    if clashes:
+        raise ValueError(f"This sink writes {reserved} of its own: rename the values {clashes}.")
 
 
 class Lines:
@@ -96,11 +96,11 @@ class JsonLines:
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one line."""
         check_names(values, ("step", "time", NON_FINITE))
-        found = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
+        nonfinite = {name: str(x) for name, x in values.items() if not math.isfinite(x)}
         line: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        line |= {name: None if name in found else x for name, x in values.items()}
-        if found:
-            line |= {NON_FINITE: found}
+        line |= {name: None if name in nonfinite else x for name, x in values.items()}
+        if nonfinite:
+            line |= {NON_FINITE: nonfinite}
         self._lines.append(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class TensorBoard:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         try:
-            # Without `SummaryWriter`: its thread ends at a full disk, and then the training waits for it for ever.
+            # Without `SummaryWriter`: its thread ends at a full disk, and training would then wait for it forever.
             self._files, self._events, self._summary = (
                 importlib.import_module(f"tensorboardX.{name}")
                 for name in ("event_file_writer", "proto.event_pb2", "summary")

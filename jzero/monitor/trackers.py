@@ -93,13 +93,13 @@ class WandB:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begins the run, or goes on with it."""
-        given = {"settings": self._wandb.Settings(init_timeout=INIT_TIMEOUT), **self._settings}
-        given |= {"project": self.project, "id": self.run_id, "config": dict(config), "resume": "allow"}
+        options = {"settings": self._wandb.Settings(init_timeout=INIT_TIMEOUT), **self._settings}
+        options |= {"project": self.project, "id": self.run_id, "config": dict(config), "resume": "allow"}
         try:
-            self._run = self._wandb.init(**given)
+            self._run = self._wandb.init(**options)
         except self._wandb.errors.CommError as error:
             self._wandb.teardown()  # else the run's id would be in use
-            self._run = self._wandb.init(**given | {"mode": "offline"})
+            self._run = self._wandb.init(**options | {"mode": "offline"})
             warnings.warn(
                 f"Weights & Biases cannot be reached, so this run is recorded in {self._run.settings.sync_dir}; "
                 f"`wandb sync` uploads it: {str(error).splitlines()[-1]}",
@@ -229,8 +229,8 @@ class MLflow:
     def _begin(self) -> None:
         """Makes the run, or opens the given one, and records the settings that it does not have."""
         if self.run_id is None:
-            found = self._client.get_experiment_by_name(self.experiment)
-            name = self._client.create_experiment(self.experiment) if found is None else found.experiment_id
+            experiment = self._client.get_experiment_by_name(self.experiment)
+            name = self._client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id
             self.run_id = self._client.create_run(name, run_name=self._run_name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
