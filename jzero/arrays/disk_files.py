@@ -62,10 +62,10 @@ def first_holders(plan: ZeroPlan, leaf: StateLeaf, *, everywhere: bool = False) 
       everywhere: Whether devices of other processes count, too.
     """
     sharding = leaf.device_sharding
-    found = sharding.devices_indices_map(leaf.stored_shape)
+    index_of = sharding.devices_indices_map(leaf.stored_shape)
     mine = sharding.addressable_devices
     firsts: dict[str, Any] = {}
-    holders = {d: firsts.setdefault(str(index), d) for d, index in found.items() if everywhere or d in mine}
+    holders = {d: firsts.setdefault(str(index), d) for d, index in index_of.items() if everywhere or d in mine}
     return {d: holder for d, holder in holders.items() if d in mine}
 
 
@@ -123,10 +123,10 @@ class StateFiles:
     @functools.cached_property
     def of_param(self) -> dict[int, list[int]]:
         """The numbers of each parameter's records."""
-        found: dict[int, list[int]] = {i: [] for i in self.plan.disk_fields}
+        numbers: dict[int, list[int]] = {i: [] for i in self.plan.disk_fields}
         for number, record in enumerate(self.records):
-            found[record.param].append(number)
-        return found
+            numbers[record.param].append(number)
+        return numbers
 
     def wait(self) -> None:
         """Waits for an update that runs beside other steps: nobody else may use the records meanwhile."""
@@ -169,13 +169,13 @@ class StateFiles:
 
     def _tell(self, num_bytes: int) -> None:
         """Counts bytes that were laid out, and logs now and then how many, if that takes long."""
-        now, whole = time.monotonic(), self.pipeline.store.num_bytes
+        now, total = time.monotonic(), self.pipeline.store.num_bytes
         if not self._filled:
             self._tells_at = now + QUIET_S
-        self._filled = (self._filled + num_bytes) % whole  # the next state begins anew
+        self._filled = (self._filled + num_bytes) % total  # the next state begins anew
         if self._filled and now > self._tells_at:
             self._tells_at = now + QUIET_S
-            written = format_bytes(self._filled), format_bytes(whole)
+            written = format_bytes(self._filled), format_bytes(total)
             logging.getLogger("jzero").warning("Laying out records of optimizer state: %s of %s are written.", *written)
 
     def rewrite(self, new: Mapping[str, jax.Array]) -> None:

@@ -101,15 +101,15 @@ def agree(
     assert isinstance(mesh, Mesh)
     talk = _Exchange(where, _group(mesh), wait_s)
     try:
-        made = make()
-        parts = describe(made)
+        result = make()
+        parts = describe(result)
     except Exception as error:
         talk.fail(error)
         raise
     complaint = talk.compare(parts)
     if complaint:
         raise ValueError(complaint)
-    return made
+    return result
 
 
 def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] = (RuntimeError,)) -> T:
@@ -132,8 +132,8 @@ def succeed_together(attempt: Callable[[], T], kinds: Sequence[type[Exception]] 
         return result
     last = len(kinds) - 1
     own = next((i for i, kind in enumerate(kinds[:-1]) if isinstance(error, kind)), last)
-    told = gather_json(None if error is None else [own, f"{type(error).__name__}: {error}"])
-    failures = {i: failure for i, failure in enumerate(told) if failure is not None}
+    messages = gather_json(None if error is None else [own, f"{type(error).__name__}: {error}"])
+    failures = {i: failure for i, failure in enumerate(messages) if failure is not None}
     joint = max(number for number, _ in failures.values())
     if error is not None and own == joint:
         raise error
@@ -256,9 +256,9 @@ class _Exchange:
         """Returns the differences between processes with different digests, this one first."""
         asked = [processes[0] for processes in opinions]
         self._say("verdict", asked)
-        told = self._hear({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
-        known = {self.me: parts} | {i: _unpack(text) for i, text in told.items()}
-        return str(_disagreement([(who, known.get(who[0], {})) for who in opinions]))
+        messages = self._hear({i: f"parts/{i}" for i in asked[1:]}, time.monotonic() + self.wait_s)
+        parts_of = {self.me: parts} | {i: _unpack(text) for i, text in messages.items()}
+        return str(_disagreement([(who, parts_of.get(who[0], {})) for who in opinions]))
 
     def _linger(self, processes: Sequence[int]) -> None:
         """Waits until the others have read the complaint: if this process ends, the key-value store may end, too."""
@@ -329,17 +329,17 @@ def _describe_elsewhere(words: Mapping[int, _Word]) -> ValueError:
     )
 
 
-def _disagreement(told: Sequence[tuple[list[int], Parts]]) -> ValueError:
+def _disagreement(groups: Sequence[tuple[list[int], Parts]]) -> ValueError:
     """Returns the differences between processes; processes with equal digests share one text."""
-    parts = [own for _, own in told]
+    parts = [own for _, own in groups]
     names = list(dict.fromkeys(name for part in parts for name in part))
     differ = [name for name in names if any(part.get(name) != parts[0].get(name) for part in parts)]
     differ = [name for name in differ if name != PROGRAM] or differ
     lines: list[str] = []
     for name in differ:
         rows = [part.get(name, "").splitlines() for part in parts]
-        for (processes, _), row in zip(told, _own_lines(rows), strict=True):
-            limit = MAX_LINES // len(told)
+        for (processes, _), row in zip(groups, _own_lines(rows), strict=True):
+            limit = MAX_LINES // len(groups)
             lines += [f"  {_names(processes)}: {line.strip()[:MAX_COLUMNS]}" for line in row[:limit]]
             lines += [f"  ... {len(row) - limit} more"] if len(row) > limit else []
     return ValueError(

@@ -103,10 +103,10 @@ def _nearest_level(x: jax.Array) -> jax.Array:
 
 def _levels(z: jax.Array) -> jax.Array:
     """Returns the levels of nf4 by their numbers. By selects, since an equation that travels has no constants."""
-    found = jnp.zeros(z.shape, jnp.float32)
+    levels = jnp.zeros(z.shape, jnp.float32)
     for i, level in enumerate(NF4):
-        found = jnp.where(z == i - 8, np.float32(level), found)
-    return found
+        levels = jnp.where(z == i - 8, np.float32(level), levels)
+    return levels
 
 
 def _blocks_of(size: int, kind: str) -> tuple[int, int]:

@@ -108,9 +108,13 @@ class Levels(NamedTuple):
 
     def far(self, cut: Cut) -> Cut:
         """Returns how one such part is cut over nodes."""
-        near = self.near(cut)
+        within_node = self.near(cut)
         return Cut(
-            cut.dim, near.shard_shape, self.num_nodes, other_axes=near.axes_beside(), num_stacked=cut.num_stacked
+            cut.dim,
+            within_node.shard_shape,
+            self.num_nodes,
+            other_axes=within_node.axes_beside(),
+            num_stacked=cut.num_stacked,
         )
 
 

@@ -196,10 +196,10 @@ class Cut:
             names = tuple(n for n in (names if isinstance(names, tuple) else (names,)) if sizes[n] > 1)
             return names if names and self.shape[d] % math.prod(sizes[n] for n in names) == 0 else None
 
-        given = tuple(spec)
-        if not any(given) and not self.other_axes:
+        axes = tuple(spec)
+        if not any(axes) and not self.other_axes:
             return self
-        entries = [*given, *[None] * len(self.shape)][: len(self.shape)]
+        entries = [*axes, *[None] * len(self.shape)][: len(self.shape)]
         other_axes = tuple(kept(d, names) for d, names in enumerate(entries))
         return dataclasses.replace(self, other_axes=other_axes if any(other_axes) else ())
 
@@ -269,6 +269,6 @@ class Cut:
         part = np.zeros([len(range(*s.indices(n))) for s, n in zip(index, self.stored_shape, strict=True)], dtype)
         inside = self.inside(index)
         if inside is not None:
-            found = read(inside)
-            part[tuple(slice(0, n) for n in found.shape)] = found
+            values = read(inside)
+            part[tuple(slice(0, n) for n in values.shape)] = values
         return part

@@ -292,8 +292,8 @@ def gather_leaves(arrays: Sequence[jax.Array], leaves: Sequence[StateLeaf]) -> l
     """Returns stored leaves whole on every device, in their natural shapes, gathered by one program."""
     if not arrays:
         return []
-    whole = NamedSharding(leaves[0].mesh, PartitionSpec())
-    return gather_arrays([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), whole)
+    replicated = NamedSharding(leaves[0].mesh, PartitionSpec())
+    return gather_arrays([on_device(x) for x in arrays], tuple(leaf.cut for leaf in leaves), replicated)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

@@ -44,10 +44,10 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
       >>> jzero.make_mesh(replica=2, data=4).shape["data"]
       4
     """
-    given: Any = jax.devices() if devices is None else devices
-    chosen = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    listed: Any = jax.devices() if devices is None else devices
+    chosen = list(listed) if isinstance(listed, Iterable) and not isinstance(listed, str) else [listed]
     strange = [x for x in chosen if not isinstance(x, jax.Device)]
-    if strange or isinstance(given, jax.Device):
+    if strange or isinstance(listed, jax.Device):
         raise TypeError(f"`devices` must be a sequence of devices, such as `jax.devices()[:4]`: got {devices!r:.200}.")
     if not chosen:
         raise ValueError("`devices` is empty: a mesh needs at least one device.")
@@ -58,11 +58,11 @@ def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axis_sizes: int)
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(f"Mesh axis {name!r} must have a size >= 1 (or -1 for the rest): got {size!r}.")
     free = [name for name, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if len(free) > 1:
         raise ValueError(f"Only one mesh axis may be -1: got {free}.")
-    if free and len(chosen) % known == 0:
-        sizes[free[0]] = len(chosen) // known
+    if free and len(chosen) % product == 0:
+        sizes[free[0]] = len(chosen) // product
     if math.prod(sizes.values()) != len(chosen):
         raise ValueError(
             f"Mesh axes {axis_sizes} do not multiply to the {len(chosen)} devices given. Pass `devices=` with as "
@@ -87,8 +87,8 @@ def _over_slices(sizes: Mapping[str, int], num_slices: int, devices: Sequence[ja
             "such as `replica` and `node`, multiply to the number of slices."
         )
     inside = [size // parts for size, parts in zip(sizes.values(), over, strict=True)]
-    made: np.ndarray = create_hybrid_device_mesh(inside, over, devices)
-    return made
+    grid: np.ndarray = create_hybrid_device_mesh(inside, over, devices)
+    return grid
 
 
 def check_mesh(mesh: AnyMesh, config: ZeroConfig) -> None:

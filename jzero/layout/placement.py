@@ -89,8 +89,8 @@ def place_array(
     if isinstance(x, jax.Array):
         x = make_strongly_typed(x, dtype)
         if not x.is_fully_addressable:
-            near = _relayout(on_device(x), device_sharding(sharding), cut)
-            return jax.device_put(near, sharding) if sharding.memory_kind == HOST_MEMORY else near
+            on_devices = _relayout(on_device(x), device_sharding(sharding), cut)
+            return jax.device_put(on_devices, sharding) if sharding.memory_kind == HOST_MEMORY else on_devices
         if sharding.is_fully_addressable and cut is None:
             return _put(x, sharding)
     host = np.asarray(x, dtype)
@@ -126,8 +126,8 @@ def gather_padded(x: Any) -> Any:
     is_placed = isinstance(x.stored, jax.Array) and not isinstance(x.stored, jax.core.Tracer)
     if not is_placed or not isinstance(sharding, NamedSharding):
         return x.natural
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return gather_arrays([on_device(x.stored)], (x.cut_now,), whole)[0]
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return gather_arrays([on_device(x.stored)], (x.cut_now,), replicated)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -136,7 +136,7 @@ def gather_arrays(arrays: list[jax.Array], cuts: tuple[Cut | None, ...], shardin
 
     def gather(x: jax.Array, cut: Cut | None) -> jax.Array:
         # Gather first, then slice: an uneven array cannot leave `jit`.
-        whole = lax.with_sharding_constraint(x, sharding)
-        return whole if cut is None else lax.with_sharding_constraint(cut.to_natural(whole), sharding)
+        gathered = lax.with_sharding_constraint(x, sharding)
+        return gathered if cut is None else lax.with_sharding_constraint(cut.to_natural(gathered), sharding)
 
     return [gather(x, cut) for x, cut in zip(arrays, cuts, strict=True)]

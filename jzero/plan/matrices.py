@@ -118,8 +118,8 @@ def find_matrices(plan: ZeroPlan, jaxpr: Jaxpr, owners: Sequence[int | None]) ->
     for inner in plan.inner_leaves:
         if inner.owner is not None and plan.leaves[inner.owner].trained:
             layouts[inner.owner].setdefault(inner.shape, inner)
-    known = {v: frozenset(() if i is None else (i,)) for v, i in zip(jaxpr.invars, owners, strict=True)}
-    regions, refused = find_regions(jaxpr, known, lambda v, owner: _compat.type_of(v).shape in layouts[owner])
+    owner_of_var = {v: frozenset(() if i is None else (i,)) for v, i in zip(jaxpr.invars, owners, strict=True)}
+    regions, refused = find_regions(jaxpr, owner_of_var, lambda v, owner: _compat.type_of(v).shape in layouts[owner])
     notes: dict[WholeMatrix, None] = {}
     for i, (of, why) in refused.items():
         shape = max((tuple(_compat.type_of(v).shape) for v in jaxpr.eqns[i].invars), key=math.prod)
@@ -263,15 +263,15 @@ def _described(plan: ZeroPlan, matrices: Matrices) -> MatrixWork:
         busiest += max(schedule.loads)
         for group in groups:
             paths = tuple(plan.leaves[w.region.owner].path for w in group)
-            whole = plan.leaves[group[0].region.owner].param.shape
-            shape = tuple(n for d, n in enumerate(whole) if d not in group[0].inputs[0].dims)
+            shape = plan.leaves[group[0].region.owner].param.shape
+            shape = tuple(n for d, n in enumerate(shape) if d not in group[0].inputs[0].dims)
             kinds.append(MatrixKind(shape, sum(w.count for w in group), group[0].cost, paths))
     return MatrixWork(tuple(kinds), tuple(matrices.notes), busiest)
 
 
-def warn_of_whole(found: Sequence[WholeMatrix]) -> None:
+def warn_of_whole(matrices: Sequence[WholeMatrix]) -> None:
     """Warns of large matrices that every device computes."""
-    large = [f"  {x}" for x in found if math.prod(x.shape) >= LARGE]
+    large = [f"  {x}" for x in matrices if math.prod(x.shape) >= LARGE]
     if large:
         warnings.warn(
             "Every device computes the optimizer's matrix work of these parameters, so it takes as long as on one "

@@ -38,11 +38,11 @@ class _Owned:
 
 
 def plan_opt_leaf(
-    leaf: StateLeaf, owner: int | None, made: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
+    leaf: StateLeaf, owner: int | None, init_dtype: Any, plans: Sequence[LeafPlan], config: ZeroConfig, mesh: AnyMesh
 ) -> StateLeaf:
-    """Returns the layout of an optimizer leaf; `made` is its dtype in `tx.init`."""
+    """Returns the layout of an optimizer leaf; `init_dtype` is its dtype in `tx.init`."""
     policy = config.policy
-    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else made)
+    leaf = dataclasses.replace(leaf, owner=owner, dtype=leaf.dtype if policy.compute is None else init_dtype)
     if owner is not None and leaf.shape == plans[owner].param.shape:
         stored = config.rule_for(plans[owner].path).state_dtype or policy.state_dtype
         dtype = cast_dtype(leaf.dtype, None if stored is None else jnp.dtype(stored))
@@ -61,9 +61,11 @@ def plan_opt_leaf(
     return dataclasses.replace(leaf, cut=cut, reason="" if cut else f"not of its parameter's shape {grad.shape}")
 
 
-def check_opt_state(made: Sequence[tuple[KeyPath, Any]], paths: Sequence[KeyPath], values: Sequence[Any]) -> None:
+def check_opt_state(
+    initialised: Sequence[tuple[KeyPath, Any]], paths: Sequence[KeyPath], values: Sequence[Any]
+) -> None:
     """Raises unless `opt_state` has the structure and shapes of `tx.init(params)`; lists every leaf that differs."""
-    want = {path_str(path): tuple(x.shape) for path, x in made}
+    want = {path_str(path): tuple(x.shape) for path, x in initialised}
     have = {path_str(path): tuple(np.shape(x)) for path, x in zip(paths, values, strict=True)}
     bad = [f"  {path}: missing, the optimizer needs shape {want[path]}" for path in want if path not in have]
     bad += [f"  {path}: shape {have[path]}, which the optimizer has no use for" for path in have if path not in want]
@@ -122,16 +124,16 @@ def owners_by_flow(jaxpr: ClosedJaxpr | None, owners: Sequence[int | None], num_
     if not unknown:
         return list(owners)
     flat, _ = _compat.open_jaxpr(flattened(jaxpr))
-    known, found = None, list(owners)
-    while found != known:  # what belongs to a parameter may move further leaves
-        known = list(found)
-        of_inputs = [frozenset(() if i is None else (i,)) for i in (*params, *known, *params)]
+    before, owners_now = None, list(owners)
+    while owners_now != before:  # what belongs to a parameter may move further leaves
+        before = list(owners_now)
+        of_inputs = [frozenset(() if i is None else (i,)) for i in (*params, *before, *params)]
         flow = flow_of(flat, dict(zip(flat.invars, of_inputs, strict=True)))
         for j in unknown:
             v = flat.outvars[num_params + j]
             reached = frozenset() if _compat.is_literal(v) else flow.get(v, frozenset())
-            found[j] = next(iter(reached)) if len(reached) == 1 else None
-    return found
+            owners_now[j] = next(iter(reached)) if len(reached) == 1 else None
+    return owners_now
 
 
 def _is_array(v: Any) -> bool:

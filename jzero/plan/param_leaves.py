@@ -35,8 +35,8 @@ def describe(path: KeyPath, x: Any, config: ZeroConfig, mesh: AnyMesh) -> StateL
 
     def keep(names: Any) -> Any:
         names = names if isinstance(names, tuple) else (names,)
-        kept = tuple(n for n in names if n in mesh.axis_names and n not in ours)
-        return None if not kept else kept[0] if len(kept) == 1 else kept
+        others = tuple(n for n in names if n in mesh.axis_names and n not in ours)
+        return None if not others else others[0] if len(others) == 1 else others
 
     entries = [keep(names) for names in spec]
     base = PartitionSpec(*entries) if any(e is not None for e in entries) else PartitionSpec()
@@ -84,21 +84,21 @@ def plan_params(
 
 def _with_dtypes(plan: LeafPlan, rule: LeafRule, config: ZeroConfig, offloaded: bool) -> LeafPlan:
     """Returns the plan of a parameter with the dtypes that the precision policy gives it."""
-    policy, given = config.policy, plan.param.dtype
-    if is_key(given):  # its gradient and update are never used
+    policy, dtype = config.policy, plan.param.dtype
+    if is_key(dtype):  # its gradient and update are never used
         grad = dataclasses.replace(plan.grad, dtype=jnp.dtype(jnp.float32))
         return dataclasses.replace(plan, grad=grad, update_dtype=grad.dtype)
-    compute = cast_dtype(given, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
-    kept = cast_dtype(given, policy.master)
-    if policy.master is not None and itemsize(compute) > itemsize(kept):
-        kept = compute  # a rule asks for more than the master's dtype
-    update = cast_dtype(given, wide_dtype(kept) if policy.master is not None else None)
+    compute = cast_dtype(dtype, policy.compute if rule.compute_dtype is None else jnp.dtype(rule.compute_dtype))
+    master_dtype = cast_dtype(dtype, policy.master)
+    if policy.master is not None and itemsize(compute) > itemsize(master_dtype):
+        master_dtype = compute  # a rule asks for more than the master's dtype
+    update = cast_dtype(dtype, wide_dtype(master_dtype) if policy.master is not None else None)
     grad = dataclasses.replace(plan.grad, dtype=cast_dtype(compute, policy.accumulate))
     # A parameter that is whole on every device, or offloaded, is stored in the compute dtype; its master is cut.
-    separate = (plan.param.cut is None or offloaded) and compute != kept
+    separate = (plan.param.cut is None or offloaded) and compute != master_dtype
     memory = far_memory(config) if offloaded else "device"
-    master = dataclasses.replace(plan.grad, dtype=kept, memory=memory) if separate else None
-    param = dataclasses.replace(plan.param, dtype=compute if separate else kept)
+    master = dataclasses.replace(plan.grad, dtype=master_dtype, memory=memory) if separate else None
+    param = dataclasses.replace(plan.param, dtype=compute if separate else master_dtype)
     return dataclasses.replace(plan, param=param, grad=grad, compute_dtype=compute, update_dtype=update, master=master)
 
 
@@ -108,15 +108,15 @@ def far_memory(config: ZeroConfig) -> Memory:
     return "device" if where == "none" else "ram" if where == "host" and config.offload.is_late else where
 
 
-def freeze(plan: LeafPlan, given: Any, config: ZeroConfig) -> LeafPlan:
+def freeze(plan: LeafPlan, dtype: Any, config: ZeroConfig) -> LeafPlan:
     """Returns the plan of a parameter that is not trained: no gradient, no master, its own dtype, perhaps in blocks."""
     memory = "device" if plan.param.in_records else plan.param.memory  # records are what an update writes
-    param = dataclasses.replace(plan.param, dtype=given, memory=memory)
+    param = dataclasses.replace(plan.param, dtype=dtype, memory=memory)
     if config.quantization.frozen != "none" and not why_not_stored(param, config.rule_for(param.path)):
         assert param.cut is not None
-        param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, given, {}))
+        param = dataclasses.replace(param, cut=param.cut.in_blocks(config.quantization.frozen, dtype, {}))
     grad = dataclasses.replace(plan.grad, shape=(), base=PartitionSpec(), cut=None, reason="not trained")
-    update = grad.dtype if is_key(given) else given
+    update = grad.dtype if is_key(dtype) else dtype
     return dataclasses.replace(plan, param=param, grad=grad, update_dtype=update, master=None, trained=False)
 
 
@@ -147,13 +147,13 @@ def check_rules_match(config: ZeroConfig, paths: Sequence[str]) -> None:
 def _find_persistent(leaves: Sequence[StateLeaf], rules: Sequence[LeafRule], config: ZeroConfig) -> list[str]:
     """Returns the reason why each parameter stays whole at stage 3; an empty string if it does not."""
     reasons = ["by rule" if rule.persistent else "" for rule in rules]
-    kept = 0
+    total = 0
     for i in sorted(range(len(leaves)), key=lambda i: leaves[i].size):
         size, rule = leaves[i].size, rules[i]
         if rule.persistent is not None or size > config.persistence_threshold:
             continue
-        kept += size
-        if config.model_persistence_threshold is not None and kept > config.model_persistence_threshold:
+        total += size
+        if config.model_persistence_threshold is not None and total > config.model_persistence_threshold:
             break
         reasons[i] = f"up to {config.persistence_threshold} elements (persistence_threshold)"
     return reasons
@@ -169,13 +169,13 @@ def plan_other_field(
         leaves, treedef = jax.tree.flatten(tree)
         return bool(leaves) and treedef == params_treedef and [np.shape(x) for x in leaves] == shapes
 
-    found: list[StateLeaf] = []
+    laid_out: list[StateLeaf] = []
     for above, tree in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_copy):
         copies = range(len(plans)) if is_copy(tree) else [None]
         for i, (path, x) in zip(copies, jax.tree_util.tree_leaves_with_path(tree), strict=True):
             leaf = describe((jax.tree_util.GetAttrKey(name), *above, *path), x, config, mesh)
-            found.append(_like_param(leaf, i, plans[i].param) if i is not None else _kept_whole(leaf, name))
-    return found
+            laid_out.append(_like_param(leaf, i, plans[i].param) if i is not None else _kept_whole(leaf, name))
+    return laid_out
 
 
 def _like_param(leaf: StateLeaf, i: int, param: StateLeaf) -> StateLeaf:

@@ -213,11 +213,11 @@ class ZeroPlan(Report):
     @functools.cached_property
     def opt_leaves_of(self) -> list[list[tuple[int, StateLeaf]]]:
         """For each parameter its leaves of the user's own optimizer's state, with their indices."""
-        found: list[list[tuple[int, StateLeaf]]] = [[] for _ in self.leaves]
+        by_param: list[list[tuple[int, StateLeaf]]] = [[] for _ in self.leaves]
         for i, leaf in enumerate(self.inner_leaves):
             if leaf.owner is not None:
-                found[leaf.owner].append((i, leaf))
-        return found
+                by_param[leaf.owner].append((i, leaf))
+        return by_param
 
     @functools.cached_property
     def keys(self) -> frozenset[int]:
@@ -235,12 +235,12 @@ class ZeroPlan(Report):
     @functools.cached_property
     def wholly_offloaded(self) -> frozenset[int]:
         """Indices of the trained parameters that are not on the devices, nor is optimizer state of their shape."""
-        near = {
+        on_device = {
             x.owner
             for x in self.inner_leaves
             if x.owner is not None and x.memory == "device" and x.shape == self.leaves[x.owner].param.shape
         }
-        return frozenset(i for i in self.offloaded if self.leaves[i].param.memory != "device") - near
+        return frozenset(i for i in self.offloaded if self.leaves[i].param.memory != "device") - on_device
 
     @functools.cached_property
     def params_on_disk(self) -> tuple[int, ...]:
@@ -268,11 +268,11 @@ class ZeroPlan(Report):
 
         The parameter comes first, so that its row can be read without the rest.
         """
-        found: dict[int, tuple[StateLeaf, ...]] = {i: (self.leaves[i].param,) for i in self.params_on_disk}
+        fields: dict[int, tuple[StateLeaf, ...]] = {i: (self.leaves[i].param,) for i in self.params_on_disk}
         for leaf in self.opt_leaves:
             if leaf.in_records and leaf.owner is not None:
-                found[leaf.owner] = (*found.get(leaf.owner, ()), leaf)
-        return dict(sorted(found.items()))
+                fields[leaf.owner] = (*fields.get(leaf.owner, ()), leaf)
+        return dict(sorted(fields.items()))
 
     def records_of(self, i: int) -> list[Rectangle]:
         """Returns the rectangles of each device's part of a parameter that are records on disk."""

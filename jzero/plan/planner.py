@@ -57,9 +57,9 @@ def make_plan(state: Any, tx: optax.GradientTransformation, config: ZeroConfig, 
     offload = config.offload
     if "host" in (offload.optimizer, offload.params):
         check_host_memory(mesh)
-    seen = _as_seen(state.params, plan_params(state.params, config, mesh))
-    made = jax.eval_shape(tx.init, seen)
-    update = _Update(tx, made, trace_update(tx, seen, made))
+    optimizer_inputs = _as_seen(state.params, plan_params(state.params, config, mesh))
+    initialised = jax.eval_shape(tx.init, optimizer_inputs)
+    update = _Update(tx, initialised, trace_update(tx, optimizer_inputs, initialised))
     plan = with_matrices(_choose_plan(state, update, config, mesh), update.jaxpr)
     if config.offload.is_late and not plan.has_files:
         late, off = ("delay=1", "delay=0") if config.offload.delay else ("zenflow", "zenflow=None")
@@ -94,12 +94,12 @@ class _Update(NamedTuple):
 
     Attributes:
       tx: The optax transformation.
-      made: The state that it makes, as shapes.
+      initialised: The state that it makes, as shapes.
       jaxpr: The closed jaxpr of its update; `None` if that needs further arguments.
     """
 
     tx: Any
-    made: PyTree
+    initialised: PyTree
     jaxpr: ClosedJaxpr | None
 
 
@@ -117,12 +117,12 @@ def _choose_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh)
     if offload.ratio == 1 and offload.device_budget_bytes is None:  # whether a parameter is trained does not matter
         order, _, _ = _offload_order(state.params, config, [True] * len(jax.tree.leaves(state.params)))
         return _make_plan(state, update, config, mesh, order)
-    near = _make_plan(state, update, config, mesh, ())
-    order, sizes, least = _offload_order(state.params, config, [leaf.trained for leaf in near.leaves])
+    unoffloaded = _make_plan(state, update, config, mesh, ())
+    order, sizes, least = _offload_order(state.params, config, [leaf.trained for leaf in unoffloaded.leaves])
     if offload.device_budget_bytes is None:
-        wanted = offload.ratio * sum(leaf.param.size for leaf in near.leaves if leaf.trained)
+        num_elements = offload.ratio * sum(leaf.param.size for leaf in unoffloaded.leaves if leaf.trained)
         sums = itertools.accumulate(sizes, initial=0)
-        count = next((k for k, moved in enumerate(sums) if moved >= wanted), len(order))
+        count = next((k for k, moved in enumerate(sums) if moved >= num_elements), len(order))
         return _make_plan(state, update, config, mesh, order[: max(count, least)])
     budget = offload.device_budget_bytes
 
@@ -171,23 +171,25 @@ def _make_plan(state: Any, update: _Update, config: ZeroConfig, mesh: AnyMesh, o
     check_rules_match(
         config, [path_str(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     )
-    made_leaves = jax.tree_util.tree_leaves_with_path(update.made)
-    made_dtypes = {path_str(path): x.dtype for path, x in made_leaves}
+    init_leaves = jax.tree_util.tree_leaves_with_path(update.initialised)
+    init_dtypes = {path_str(path): x.dtype for path, x in init_leaves}
     paths, values = unzip(jax.tree_util.tree_leaves_with_path(state.opt_state))
-    check_opt_state(made_leaves, paths, values)
+    check_opt_state(init_leaves, paths, values)
     owners = find_owners(update.tx, state.params, state.opt_state, paths)
     owners = owners_by_flow(update.jaxpr, owners, len(leaves))
     shaped = {i for i, x in zip(owners, values, strict=True) if i is not None and np.shape(x) == leaves[i].param.shape}
     frozen = find_frozen(update.tx, update.jaxpr, [i in shaped for i in range(len(leaves))])
-    given = [dtype_of(x) for x in jax.tree.leaves(state.params)]
-    leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, given, frozen, strict=True)]
+    dtypes = [dtype_of(x) for x in jax.tree.leaves(state.params)]
+    leaves = [freeze(leaf, dtype, config) if f else leaf for leaf, dtype, f in zip(leaves, dtypes, frozen, strict=True)]
     inner = [
-        plan_opt_leaf(describe(path, x, config, mesh), owner, made_dtypes[path_str(path)], leaves, config, mesh)
+        plan_opt_leaf(describe(path, x, config, mesh), owner, init_dtypes[path_str(path)], leaves, config, mesh)
         for path, x, owner in zip(paths, values, owners, strict=True)
     ]
     shaped_like = {i: leaf.param.shape for i, leaf in enumerate(leaves) if i in offloaded and leaf.trained}
-    far = [x.owner is not None and shaped_like.get(x.owner) == x.shape for x in inner]
-    inner = [dataclasses.replace(x, memory=far_memory(config)) if f else x for x, f in zip(inner, far, strict=True)]
+    is_offloaded = [x.owner is not None and shaped_like.get(x.owner) == x.shape for x in inner]
+    inner = [
+        dataclasses.replace(x, memory=far_memory(config)) if f else x for x, f in zip(inner, is_offloaded, strict=True)
+    ]
     params_treedef = jax.tree.structure(state.params)
     other_leaves: list[StateLeaf] = []
     for name, value in others.items():
@@ -208,10 +210,10 @@ _PLANS: weakref.WeakKeyDictionary[ZeroPlan, weakref.ref[ZeroPlan]] = weakref.Wea
 def _first_of_equal(plan: ZeroPlan) -> ZeroPlan:
     """Returns the first of all equal plans: jax compares plans in each call of a step, and identity is fast."""
     first = _PLANS.get(plan)
-    known = None if first is None else first()
-    if known is None:
+    earlier = None if first is None else first()
+    if earlier is None:
         _PLANS[plan] = weakref.ref(plan)
-    return known or plan
+    return earlier or plan
 
 
 def _with_own_state(plan: ZeroPlan) -> ZeroPlan:
@@ -246,10 +248,10 @@ def own_opt_state(plan: ZeroPlan, masters: Sequence[Any]) -> ZeroOptState | None
     if not any(keeps):
         return None
     waiting = host_array(False, np.bool_) if plan.config.offload.is_late else None
-    kept = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
+    entries = [x if leaf.master is not None else None for x, leaf in zip(masters, plan.leaves, strict=True)]
     return ZeroOptState(
         inner=None,
-        masters=plan.params_treedef.unflatten(kept),
+        masters=plan.params_treedef.unflatten(entries),
         loss_scale=initial_loss_scale(dynamic, len(plan.leaves)) if isinstance(dynamic, DynamicLossScale) else None,
         num_updates=host_array(0, np.int32) if plan.rounds_stochastically else None,
         disk=DiskState(host_array(0, np.int32), waiting) if plan.has_files else None,

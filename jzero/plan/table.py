@@ -53,13 +53,13 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
     params += [(x.path, str(x.shape), _placement(x, plan), "none: not trained", "", "", "") for x in _frozen(plan)]
     if not plan.offloaded:
         params = [row[:-1] for row in params]
-    told = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
-    params = [[row[i] for i in told] for row in params]
-    kept: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
-    kept += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
+    columns = [i for i, column in enumerate(zip(*params[1:], strict=True)) if any(column)]
+    params = [[row[i] for i in columns] for row in params]
+    rows: list[Row] = [("whole on every device", "path", "shape", "bytes", "reason")]
+    rows += [(w.term, w.path, str(w.shape), format_bytes(w.num_bytes), w.reason) for w in plan.replicated]
     sections = [head, _columns(_memory_rows(plan)), _columns(_cap(params, max_rows))]
-    if len(kept) > 1:
-        sections.append(_columns(_cap(kept, max_rows)))
+    if len(rows) > 1:
+        sections.append(_columns(_cap(rows, max_rows)))
     kinds = ", ".join(sorted({*dataclasses.astuple(plan.config.quantization)} - {"none"}))
     exact: list[Row] = [(f"as they are, not {kinds}", "shape", "reason")]
     exact += [(x.path, str(x.shape), x.reason) for x in plan.unquantized]
@@ -77,12 +77,12 @@ def format_plan(plan: ZeroPlan, *, max_rows: int | None) -> str:
 
 def _memory_rows(plan: ZeroPlan) -> list[Row]:
     """Returns bytes by term, here and elsewhere."""
-    ours, host, whole = plan.bytes_per_device, plan.host_bytes_per_device, plan.replicated_bytes
+    ours, host, replicated = plan.bytes_per_device, plan.host_bytes_per_device, plan.replicated_bytes
     taken = plan.disk_bytes_per_device
     rows = {"this plan": (*ours, ours.total)}
     rows |= {"on the host": (*host, host.total)} if any(host) else {}
     rows |= {"on disk, two copies": (0, 0, taken, taken)} if taken else {}
-    rows["replicated"] = (*whole, whole.total)
+    rows["replicated"] = (*replicated, replicated.total)
     header: Row = ("bytes per device", "params", "grads", "opt_state", "total")
     return [header, *((name, *map(format_bytes, sizes)) for name, sizes in rows.items())]
 
@@ -183,7 +183,7 @@ def _columns(rows: Sequence[Row]) -> str:
 
 def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
     """Returns `plan` as data for JSON, see `ZeroPlan.to_json`."""
-    config, ours, whole = plan.config, plan.bytes_per_device, plan.replicated_bytes
+    config, ours, replicated = plan.config, plan.bytes_per_device, plan.replicated_bytes
     return {
         "stage": config.stage,
         "axis": "+".join(plan.comm.shard_axes),
@@ -196,7 +196,7 @@ def plan_as_dict(plan: ZeroPlan) -> dict[str, Any]:
             "total": plan.host_bytes_per_device.total,
         },
         "disk_bytes_per_device": plan.disk_bytes_per_device,
-        "bytes_replicated": {**whole._asdict(), "total": whole.total},
+        "bytes_replicated": {**replicated._asdict(), "total": replicated.total},
         "gathered_bytes": plan.gathered_bytes,
         "sent_bytes": plan.sent_bytes()._asdict(),
         "kept": plan.kept and plan.kept.to_dict(),

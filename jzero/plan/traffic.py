@@ -87,8 +87,8 @@ class Traffic:
         if kinds.frozen != "none":
             frozen = [leaf.param for leaf in self.plan.leaves if not leaf.trained and leaf.param.cut]
             reasons += [(x, why_not_stored(x, self.plan.config.rule_for(x.path))) for x in (*frozen, *stored)]
-        found = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
-        return tuple(x for x in found.values() if x.reason)
+        by_path = {x.path: UnquantizedLeaf(x.path, x.shape, reason) for x, reason in reasons}
+        return tuple(x for x in by_path.values() if x.reason)
 
     def sent_bytes(self, *, micro_batches: int = 1) -> LevelBytes:
         """See `ZeroPlan.sent_bytes`."""
@@ -98,9 +98,9 @@ class Traffic:
             if cut is None:
                 continue
             dtype = cast_dtype(leaf.compute_dtype, self.plan.config.policy.reduce)
-            found = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.plan.mesh.shape), dtype)
+            reductions = self.comm_of_gradient(leaf).reduce_hops(cut.of_part(self.plan.mesh.shape), dtype)
             late = self.is_reduced_once(micro_batches)
-            for hop in found:
+            for hop in reductions:
                 once = self.plan.config.stage < 2 or (late and self.plan.config.axis not in hop.axes)
                 hops += [hop] * (1 if once else micro_batches)
         node = self.plan.config.node_axis

@@ -128,16 +128,16 @@ def restrict_opt_state(tx: MaskedTransformation, params: PyTree, opt_state: PyTr
     Copies every leaf that `tx` needs from `opt_state`, by key path.
     """
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), params)
-    wanted = jax.eval_shape(tx.init, abstract)
+    initialised = jax.eval_shape(tx.init, abstract)
     have = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_padded)}
-    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted.inner_state)]
+    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(initialised.inner_state)]
     missing = [path for path in paths if path not in have]
     if missing:
         raise ValueError(
             f"`opt_state` lacks what the optimizer needs for the trained parameters: {missing[:5]}. Make it with "
             "`tx.init(params)` for all parameters."
         )
-    return jax.tree.unflatten(jax.tree.structure(wanted), [have[path] for path in paths])
+    return jax.tree.unflatten(jax.tree.structure(initialised), [have[path] for path in paths])
 
 
 def trace_update(tx: Any, params: PyTree, opt_state: PyTree) -> Any:

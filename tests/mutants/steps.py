@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         "the_first_parameter_owns_what_several_move",
         "plan/opt_leaves.py",
-        "found[j] = next(iter(reached)) if len(reached) == 1 else None",
-        "found[j] = next(iter(reached)) if reached else None",
+        "owners_now[j] = next(iter(reached)) if len(reached) == 1 else None",
+        "owners_now[j] = next(iter(reached)) if reached else None",
         "test_matrices.py::test_state_that_several_parameters_move_belongs_to_none",
     ),
     Mutant(
