@@ -215,7 +215,7 @@ def draw_which_stage() -> str:
         middle = top + height / 2
         canvas.rect(1, top, left, height, "box")
         for number, line in enumerate(question):
-            canvas.text(8, top + 20 + 20 * number, line, "small")
+            canvas.text(8, top + 20 + 20 * number, line, "text")
         canvas.line([(left + 1, middle), (answers, middle)], "axis")
         canvas.line(arrow(answers, middle), "axis")
         canvas.text(left + 7, middle - 6, "yes", "small")
@@ -233,8 +233,8 @@ def draw_which_stage() -> str:
     canvas.line([(left + 1, top + 24), (answers, top + 24)], "axis")
     canvas.line(arrow(answers, top + 24), "axis")
     canvas.rect(answers, top, WIDTH - answers - 1, 48, "box")
-    canvas.text(answers + 8, top + 19, "too much? recompute,", "small")
-    canvas.text(answers + 8, top + 39, "micro-batches, offload", "small")
+    canvas.text(answers + 8, top + 19, "too much? recompute,", "text")
+    canvas.text(answers + 8, top + 39, "micro-batches, offload", "text")
     return canvas.svg(top + 50)
 
 

@@ -21,6 +21,7 @@ FILLS = {
 ATTRIBUTES = {  # what a class looks like where no style sheet says otherwise
     "label": 'fill="#76767f" font-size="16"',
     "small": 'fill="#76767f" font-size="14"',
+    "text": 'fill="#76767f" font-size="14"',
     "inside": 'fill="#fff" font-size="14"',
     "empty": 'fill="none" stroke="#76767f" stroke-dasharray="3 2"',
     "box": 'fill="none" stroke="#76767f"',
@@ -34,8 +35,8 @@ ATTRIBUTES = {  # what a class looks like where no style sheet says otherwise
     },
 }
 STYLE = (
-    "<style>.label{fill:#1f2328}.small{fill:#59636e}"
-    "@media(prefers-color-scheme:dark){.label{fill:#e6edf3}.small{fill:#9ea7b3}}</style>"
+    "<style>.label,.text{fill:#1f2328}.small{fill:#59636e}"
+    "@media(prefers-color-scheme:dark){.label,.text{fill:#e6edf3}.small{fill:#9ea7b3}}</style>"
 )
 STATES = {"params": "parameters", "grads": "gradients", "opt": "optimizer"}
 LETTER = 8.8  # pixels, of a letter of 16 px on average, in a wide font
