@@ -125,9 +125,9 @@ class _Slices:
 
     def run_with(self, jaxpr: AnyJaxpr, inputs: Sequence[_Sliced], dims: Dims) -> list[jax.Array]:
         """Returns the outputs of a jaxpr as arrays, sliced on `dims`."""
-        whole = _compat.open_jaxpr(jaxpr)[0].outvars
-        wanted = zip(self.evaluate(jaxpr, inputs), dims, whole, strict=True)
-        return [self.cut(out, dim, _compat.type_of(v).shape).x for out, dim, v in wanted]
+        outvars = _compat.open_jaxpr(jaxpr)[0].outvars
+        outs = zip(self.evaluate(jaxpr, inputs), dims, outvars, strict=True)
+        return [self.cut(out, dim, _compat.type_of(v).shape).x for out, dim, v in outs]
 
 
 def _require(condition: object, why: str) -> None:

@@ -95,12 +95,12 @@ def _operands_of_outputs(jaxpr: AnyJaxpr) -> list[set[int]]:
 def _part(jaxpr: AnyJaxpr, outputs: Sequence[int], used: Sequence[int]) -> Callable[..., list[jax.Array]]:
     """Returns the function from the operands in `used` to some outputs of a branch."""
     opened, _ = _compat.open_jaxpr(jaxpr)
-    kept = _compat.with_outputs(jaxpr, [k in outputs for k in range(len(opened.outvars))])
+    part = _compat.with_outputs(jaxpr, [k in outputs for k in range(len(opened.outvars))])
 
     unread = cast("jax.Array", None)  # stands for operands that the part does not read
 
     def run(*operands: jax.Array) -> list[jax.Array]:
-        given = dict(zip(used, operands, strict=True))
-        return evaluate(kept, [given.get(k, unread) for k in range(len(opened.invars))], _compat.bind)
+        by_number = dict(zip(used, operands, strict=True))
+        return evaluate(part, [by_number.get(k, unread) for k in range(len(opened.invars))], _compat.bind)
 
     return run

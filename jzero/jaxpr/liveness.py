@@ -1,9 +1,9 @@
 """Finds the equations of a jaxpr that some of its outputs need.
 
-In: a jaxpr and the wanted outputs. Out: the equations that they depend on, in order, each with a flag per output that
+In: a jaxpr and some of its outputs. Out: the equations that they depend on, in order, each with a flag per output that
 says whether anything reads it; and all variables that they depend on, inputs of the jaxpr included:
 
-    { lambda ; a b. let c = sin a; d = cos b in (c, d) },  wanted: c    ->    [c = sin a],  {a, c}
+    { lambda ; a b. let c = sin a; d = cos b in (c, d) },  outputs: c    ->    [c = sin a],  {a, c}
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Needed(NamedTuple):
 
     Attributes:
       equations: The equations in order, each with one flag per output: whether anything reads it.
-      variables: The variables, including the wanted outputs.
+      variables: The variables, including the outputs.
     """
 
     equations: list[tuple[JaxprEqn, list[bool]]]
@@ -30,20 +30,20 @@ class Needed(NamedTuple):
 
 
 def find_needed(
-    jaxpr: AnyJaxpr, wanted: Iterable[Atom], *, side_effects: bool = True, given: Collection[Atom] = ()
+    jaxpr: AnyJaxpr, outputs: Iterable[Atom], *, side_effects: bool = True, available: Collection[Atom] = ()
 ) -> Needed:
     """Returns the equations and variables that some variables of an open jaxpr depend on.
 
     Args:
       jaxpr: An open jaxpr.
-      wanted: Variables or literals of the jaxpr.
+      outputs: Variables or literals of the jaxpr.
       side_effects: Whether equations with side effects, such as printing, are needed even if their outputs are unread.
-      given: Variables whose values are known, so that no equation need make them.
+      available: Variables whose values are known, so that no equation need make them.
     """
-    variables = {v for v in wanted if not _compat.is_literal(v)}
+    variables = {v for v in outputs if not _compat.is_literal(v)}
     equations = []
     for eqn in reversed(jaxpr.eqns):
-        is_read = [v in variables and v not in given for v in eqn.outvars]
+        is_read = [v in variables and v not in available for v in eqn.outvars]
         if any(is_read) or (side_effects and _compat.has_side_effects(eqn)):
             equations.append((eqn, is_read))
             variables.update(v for v in eqn.invars if not _compat.is_literal(v))

@@ -164,9 +164,9 @@ def _longest_repetition(signatures: Sequence[Hashable]) -> tuple[int, int, int]:
         runs = edges.reshape(-1, 2)
         begin, end = runs[np.argmax(runs[:, 1] - runs[:, 0])]
         length = int(end - begin) + period
-        whole = length // period * period  # counts whole periods, at least two; ties go to the shortest
-        if end - begin >= period and whole > covered:
-            covered, best = whole, (int(begin), period, length)
+        periods = length // period * period  # counts whole periods, at least two; ties go to the shortest
+        if end - begin >= period and periods > covered:
+            covered, best = periods, (int(begin), period, length)
     return best
 
 

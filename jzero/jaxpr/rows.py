@@ -189,12 +189,12 @@ class _Interpreter:
         def turn(carry: list[RowFacts]) -> list[RowFacts]:
             (goes_on,) = self(eqn.params["cond_jaxpr"], [*of_cond, *carry])
             outs = self(body, [*of_body, *carry])
-            kept = [v is body.invars[second + i] for i, v in enumerate(body.outvars)]
+            unchanged = [v is body.invars[second + i] for i, v in enumerate(body.outvars)]
             # A loop over all rows until none needs more, as `vmap` makes it, changes each by itself: no coupling.
             counts = goes_on.kind is not Kind.SAME
             return [
                 x if same else RowFacts(x.differs or goes_on.differs, _UNKNOWN if counts and not x.kind else x.value)
-                for x, same in zip(outs, kept, strict=True)
+                for x, same in zip(outs, unchanged, strict=True)
             ]
 
         return _settled(turn, carry, eqn)[0]

@@ -144,18 +144,18 @@ class Structures:
         others = {k: v for k, v in params.items() if k != "jvp_jaxpr_fun"}
         if self._of_rules is None:
             return others
-        moving = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(_compat.type_of(v).dtype, jnp.inexact)]
+        differentiable = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(_compat.type_of(v).dtype, jnp.inexact)]
 
         def jvp(values: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             def fn(*some: jax.Array) -> list[jax.Array]:
-                given = dict(zip(moving, some, strict=True))
-                return _compat.bind(eqn, [given.get(i, x) for i, x in enumerate(values)])
+                changed = dict(zip(differentiable, some, strict=True))
+                return _compat.bind(eqn, [changed.get(i, x) for i, x in enumerate(values)])
 
-            return jax.jvp(fn, [values[i] for i in moving], tangents)
+            return jax.jvp(fn, [values[i] for i in differentiable], tangents)
 
         with _compat.where_traced(eqn):
             shapes = [_compat.shape_of(v.aval) for v in eqn.invars]
-            rule = jax.make_jaxpr(jvp)(shapes, [shapes[i] for i in moving])
+            rule = jax.make_jaxpr(jvp)(shapes, [shapes[i] for i in differentiable])
         return others | {"rule": self._of_rules(rule)}
 
     def _comparable(self, value: object) -> Hashable:

@@ -50,7 +50,7 @@ def one_leaf_at_a_time(
     blank = {k: _full(v.aval, zero) for k, v in enumerate(jaxpr.outvars) if k in zeroed}
     blank_variables = {v: blank[k] for k, v in enumerate(jaxpr.outvars) if k in zeroed and not _compat.is_literal(v)}
     outvars = [v for k, v in enumerate(jaxpr.outvars) if k in needs and k not in zeroed]
-    needed = find_needed(jaxpr, outvars, side_effects=side_effects, given=blank_variables)
+    needed = find_needed(jaxpr, outvars, side_effects=side_effects, available=blank_variables)
     last: Any = None
 
     def apply(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -50,12 +50,12 @@ class Columns:
         self.plan, self.chosen, self.near = plan, chosen, near
         self.new = {i: list(fields) for i, fields in near.items()}
 
-    def update(self, run: Run, i: int, given: Before[Input], targets: Targets) -> dict[int, Stored]:
+    def update(self, run: Run, i: int, inputs: Before[Input], targets: Targets) -> dict[int, Stored]:
         """Returns the results of a parameter, by their numbers among all: its state stays in the records."""
-        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(given, i)
+        plan, leaf, param = self.plan, self.plan.leaves[i].grad, param_field(inputs, i)
         outs = run.split.jaxpr.outvars
         visit, operands = visit_of(run, i, [outs[k] for k in targets], targets_of(run, i, targets))
-        arrays = {"grads": [grad_field(given, i).stored], "params": [param.stored], "near": operands.near}
+        arrays = {"grads": [grad_field(inputs, i).stored], "params": [param.stored], "near": operands.near}
         parts = [arrays[x.kind][x.number] for x in visit.sources if x.kind in arrays]
         dim, spec_pair = leaf.column_dim, _specs(plan, leaf)
 
@@ -128,16 +128,16 @@ def with_others(plan: ZeroPlan, leaf: LeafPlan, old: jax.Array, made: jax.Array,
       chosen: The columns that keep theirs; `None` if none do.
     """
     grad = leaf.grad
-    kept = grad.store(leaf.param.load(old))
+    stored = grad.store(leaf.param.load(old))
     if chosen is not None:
         like, entries = _specs(plan, grad)
         dim = grad.column_dim
 
-        def local(made: jax.Array, kept: jax.Array, chosen: jax.Array) -> jax.Array:
+        def local(made: jax.Array, stored: jax.Array, chosen: jax.Array) -> jax.Array:
             place = (*[slice(None)] * dim, chosen)
-            return made.at[place].set(jnp.take(kept, chosen, dim), unique_indices=True)
+            return made.at[place].set(jnp.take(stored, chosen, dim), unique_indices=True)
 
         specs = (like, like, entries)
         mapped = jax.shard_map(local, mesh=plan.mesh, in_specs=specs, out_specs=like, check_vma=False)
-        made = mapped(made, kept, chosen)
+        made = mapped(made, stored, chosen)
     return made

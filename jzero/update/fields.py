@@ -36,13 +36,13 @@ class Field:
       number: The parameter.
       leaf: The layout of the parameter's gradient, in which all its fields are stored.
       array: The array as stored, or its place on disk; `None` for the positions of its elements.
-      given: The field of `Before` that holds this very array; empty if it was laid out anew.
+      before_name: The field of `Before` that holds this very array; empty if it was laid out anew.
     """
 
     number: int
     leaf: StateLeaf
     array: Stored | None
-    given: str = ""
+    before_name: str = ""
 
     @property
     def stored(self) -> Stored:
@@ -56,17 +56,17 @@ class Field:
         return jax.ShapeDtypeStruct(self.leaf.shape, jnp.uint32 if self.array is None else self.array.dtype)
 
 
-def grad_field(given: Before[Input], i: int) -> Field:
+def grad_field(inputs: Before[Input], i: int) -> Field:
     """Returns the gradient of a parameter with state on the host or on disk."""
-    grad = given.grads[i]
+    grad = inputs.grads[i]
     assert grad is not None
     assert isinstance(grad.reduced, Field)
     return grad.reduced
 
 
-def param_field(given: Before[Input], i: int) -> Field:
+def param_field(inputs: Before[Input], i: int) -> Field:
     """Returns a parameter with state on the host or on disk."""
-    param = given.params[i]
+    param = inputs.params[i]
     assert isinstance(param, Field)
     return param
 
@@ -85,8 +85,8 @@ def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -
             return leaf.load(x)
         grad = plan.leaves[i].grad
         if memory_of(x) != "device" or (i in plan.disk_fields and name and tuple(x.shape) == grad.stored_shape):
-            given = "" if isinstance(x, OnDisk) else name  # a record has it
-            return Field(i, grad, x, given)  # a constraint would make a copy of what a program only passes on
+            before_name = "" if isinstance(x, OnDisk) else name  # a record has it
+            return Field(i, grad, x, before_name)  # a constraint would make a copy of what a program only passes on
         x = x if leaf.cut == grad.cut else leaf.load(x)
         return Field(i, grad, grad.store(x))
 
@@ -116,14 +116,14 @@ def placed_fields(plan: ZeroPlan, stored: Before[Stored], far: frozenset[int]) -
     )
 
 
-def owners_of_inputs(plan: ZeroPlan, given: Before[Input]) -> list[int | None]:
+def owners_of_inputs(plan: ZeroPlan, inputs: Before[Input]) -> list[int | None]:
     """Returns the parameter that each input belongs to."""
 
     def marked(i: int | None, x: PyTree) -> PyTree:
         return jax.tree.map(lambda _: -1 if i is None else i, x)
 
-    marks = marked(None, given)._replace(
-        **{name: list(map(marked, range(len(plan.leaves)), getattr(given, name))) for name in BY_PARAMETER},
-        inner=[marked(leaf.owner, x) for leaf, x in zip(plan.inner_leaves, given.inner, strict=True)],
+    marks = marked(None, inputs)._replace(
+        **{name: list(map(marked, range(len(plan.leaves)), getattr(inputs, name))) for name in BY_PARAMETER},
+        inner=[marked(leaf.owner, x) for leaf, x in zip(plan.inner_leaves, inputs.inner, strict=True)],
     )
     return [None if i < 0 else i for i in jax.tree.leaves(marks)]

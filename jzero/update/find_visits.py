@@ -54,19 +54,21 @@ def find_visits(update: WholeUpdate, stored: Before[Stored], sums: Mapping[int, 
       ValueError: The optimizer needs whole arrays of what is on disk.
     """
     plan, far = update.plan, far_params(update.plan)
-    given = placed_fields(plan, stored, far)
-    leaves, jaxpr, out = traced(update, given)
+    inputs = placed_fields(plan, stored, far)
+    leaves, jaxpr, out = traced(update, inputs)
     run = Run(plan, flattened(jaxpr, chooses=True), leaves, sums)
     _check_elementwise(run)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
-    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
+    run.evaluate(owners_of_inputs(plan, inputs) if has_matrices and plan.num_shards > 1 else None)
     outs, numbers = run.split.jaxpr.outvars, numbers_of(out)
-    wanted = {i: run.targets(i, given, numbers) for i in plan.disk_fields}
+    targets_of_param = {i: run.targets(i, inputs, numbers) for i in plan.disk_fields}
     if run.pending:
         found = _sum_visits(run)
     else:
-        found = [visit_of(run, i, [outs[k] for k in x], targets_of(run, i, x)) for i, x in wanted.items() if x]
-    made = {k for targets in wanted.values() for k in targets}
+        found = [
+            visit_of(run, i, [outs[k] for k in x], targets_of(run, i, x)) for i, x in targets_of_param.items() if x
+        ]
+    made = {k for targets in targets_of_param.values() for k in targets}
     needs = _needs_grads(run, [v for k, v in enumerate(outs) if k not in made])
     return NextPass([x for x, _ in found], [x for _, x in found], run.sums, needs)
 
@@ -93,17 +95,17 @@ def _check_elementwise(run: Run) -> None:
             )
 
 
-def _needs_grads(run: Run, wanted: Sequence[Atom]) -> bool:
+def _needs_grads(run: Run, outputs: Sequence[Atom]) -> bool:
     """Whether results need gradients of parameters in records, other than by numbers over them."""
-    waiting, seen = [v for v in wanted if not _compat.is_literal(v)], set[Var]()
+    waiting, visited = [v for v in outputs if not _compat.is_literal(v)], set[Var]()
     while waiting:
         v = waiting.pop()
         field, i = run.fields.get(v), run.split.made_by.get(v)
-        if field is not None and field.given == "grads":
+        if field is not None and field.before_name == "grads":
             return True
-        if v not in seen and i is not None and i not in run.record_sums:
+        if v not in visited and i is not None and i not in run.record_sums:
             waiting += [x for x in run.split.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
-        seen.add(v)
+        visited.add(v)
     return False
 
 
@@ -135,16 +137,16 @@ def _sum_visits(run: Run) -> list[tuple[Visit, VisitOperands]]:
 
 
 def visit_of(
-    run: Run, i: int, wanted: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
+    run: Run, i: int, outputs: Sequence[Atom], targets: Sequence[int | DType | SumTarget]
 ) -> tuple[Visit, VisitOperands]:
     """Returns the visit that computes what is wanted of a parameter from its records, and its operands."""
     place = {leaf.path: k for k, leaf in enumerate(run.plan.disk_fields[i])}
-    leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(wanted), VisitOperands([], [])
+    leaf, kernel, operands = run.plan.leaves[i].grad, run.kernel(outputs), VisitOperands([], [])
 
     def source(v: Var) -> Source:
         field = run.fields.get(v)
-        if field is not None and field.given:
-            return Source(field.given)
+        if field is not None and field.before_name:
+            return Source(field.before_name)
         x = run.stored(v, leaf)
         if x is None:
             return Source("positions")

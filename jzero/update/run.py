@@ -63,26 +63,26 @@ def run_update(update: WholeUpdate, stored: Before[Stored], disk: FromDisk = NO_
       disk: What was computed from records.
     """
     plan, far = update.plan, far_params(update.plan)
-    given = placed_fields(plan, stored, far)
+    inputs = placed_fields(plan, stored, far)
     if plan.num_shards == 1 and not far:
-        return update(cast("Before[jax.Array]", given))
-    leaves, jaxpr, out = traced(update, given)
+        return update(cast("Before[jax.Array]", inputs))
+    leaves, jaxpr, out = traced(update, inputs)
     has_matrices = any(map(mixes, _compat.open_jaxpr(jaxpr)[0].eqns))
     if not far and not has_matrices:  # already traced: call it
-        return jax.jit(update)(given)
+        return jax.jit(update)(inputs)
     run = Run(plan, flattened(jaxpr, chooses=bool(far)), leaves, disk.sums)
-    run.evaluate(owners_of_inputs(plan, given) if has_matrices and plan.num_shards > 1 else None)
+    run.evaluate(owners_of_inputs(plan, inputs) if has_matrices and plan.num_shards > 1 else None)
     assert not run.pending
     numbers = numbers_of(out)
     passed: dict[int, Stored] = {}
     for i in sorted(far):
-        targets = run.targets(i, given, numbers)
+        targets = run.targets(i, inputs, numbers)
         if i in plan.disk_fields and disk.columns is not None and i in disk.columns.chosen:
-            passed |= disk.columns.update(run, i, given, targets)
+            passed |= disk.columns.update(run, i, inputs, targets)
         elif i in plan.disk_fields:
-            passed |= run.from_disk(i, given, targets, disk.results.get(i))
+            passed |= run.from_disk(i, inputs, targets, disk.results.get(i))
         else:
-            passed |= run.update(i, given, targets)
+            passed |= run.update(i, inputs, targets)
     run.warn()
     outs = run.split.jaxpr.outvars
     return jax.tree.map(lambda k: passed[k] if k in passed else run.value(outs[k]), numbers)
@@ -94,12 +94,12 @@ def numbers_of(out: After[T]) -> After[int]:
     return numbers
 
 
-def traced(update: WholeUpdate, given: Before[Input]) -> tuple[list[Input], ClosedJaxpr, After[jax.ShapeDtypeStruct]]:
+def traced(update: WholeUpdate, inputs: Before[Input]) -> tuple[list[Input], ClosedJaxpr, After[jax.ShapeDtypeStruct]]:
     """Returns the inputs of an update in one list, its jaxpr, and the shapes of its results."""
-    leaves, treedef = jax.tree.flatten(given)
-    seen = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
+    leaves, treedef = jax.tree.flatten(inputs)
+    avals = treedef.unflatten([x.aval if isinstance(x, Field) else x for x in leaves])
     # What `update.functions` close over are constants of this jaxpr; of `jit(update).trace` they would be inputs.
-    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(seen)
+    jaxpr, out = jax.make_jaxpr(update, return_shape=True)(avals)
     return leaves, jaxpr, out
 
 
@@ -110,7 +110,7 @@ class Run:
       split: The split.
       env: What is known of its variables: numbers, and arrays in natural shape.
       fields: The variables that are fields.
-      given: The results of matrix work on one device each.
+      matrix_results: The results of matrix work on one device each.
       whole: Fields, and what is computed from them element by element, in natural shape on the devices.
       fetched: Paths of the parameters whose state on the host was needed whole.
       record_sums: The equations that make numbers over a parameter in records, with the number of each.
@@ -128,7 +128,7 @@ class Run:
         self.split: Split = split(jaxpr, {v: x.number for v, x in self.fields.items()})
         self.env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         self.env.update((v, x) for v, x in pairs if not isinstance(x, Field))
-        self.given = frozenset[Var]()
+        self.matrix_results = frozenset[Var]()
         self.whole: dict[Var, jax.Array] = {}
         self.fetched: set[str] = set()
         self.number_of, self.shared = Structures(), dict[int, Callable[..., list[jax.Array]]]()
@@ -148,7 +148,7 @@ class Run:
         if self.plan.matrices.unknown:  # the plan could not warn
             warn_of_whole(found.notes)
         replaced = frozenset[int]().union(*(work.region.eqns for work in works))
-        self.given = frozenset(v for work in works for v in work.region.outputs)
+        self.matrix_results = frozenset(v for work in works for v in work.region.outputs)
         kinds = enumerate(self.split.kinds)
         pending = [i for i, kind in kinds if kind is not Kind.ELEMENT and i not in replaced]
         for level in sorted({work.region.level for work in works}):
@@ -161,7 +161,7 @@ class Run:
         waiting = []
         for i in numbers:
             eqn = self.split.jaxpr.eqns[i]
-            may_wait = self.given or len(self.sums) < len(self.record_sums)
+            may_wait = self.matrix_results or len(self.sums) < len(self.record_sums)
             if may_wait and not all(map(self.is_known, eqn.invars)):
                 waiting.append(i)
                 continue
@@ -195,13 +195,13 @@ class Run:
         """Whether a value is there, or can be computed from what is, element by element."""
         if _compat.is_literal(atom) or atom in self.env or atom in self.fields:
             return True
-        if atom in self.given or atom not in self.split.elements:
+        if atom in self.matrix_results or atom not in self.split.elements:
             return False
         return all(map(self.is_known, self.kernel([atom]).reads))
 
-    def kernel(self, wanted: Sequence[Atom]) -> Kernel:
+    def kernel(self, outputs: Sequence[Atom]) -> Kernel:
         """Returns the elementwise function that computes some values from what is there."""
-        return kernel_of(self.split, wanted, self.given)
+        return kernel_of(self.split, outputs, self.matrix_results)
 
     def value(self, atom: Atom) -> jax.Array:
         """Returns a value on the devices, in natural shape."""
@@ -240,16 +240,16 @@ class Run:
         found = self._pass(fields[0].number, eqn.invars)
         return [reduce_pass(self.plan, found, eqn.primitive.name, _compat.type_of(eqn.outvars[0]).dtype)]
 
-    def targets(self, i: int, given: Before[Input], numbers: After[int]) -> Targets:
+    def targets(self, i: int, inputs: Before[Input], numbers: After[int]) -> Targets:
         """Returns what becomes of the results of a parameter with state on the host or on disk.
 
         Returns:
           By the number of a result among all: what it replaces, an array or a place on disk; or its dtype.
         """
         leaf, result = self.plan.leaves[i], numbers.results[i]
-        pairs = [(numbers.masters[i], given.masters[i]), *zip(numbers.inner, given.inner, strict=True)]
+        pairs = [(numbers.masters[i], inputs.masters[i]), *zip(numbers.inner, inputs.inner, strict=True)]
         is_away = leaf.param.memory != "device"
-        pairs += [(result, given.params[i])] if is_away else []
+        pairs += [(result, inputs.params[i])] if is_away else []
         targets: dict[int, Stored | DType] = {
             k: x.stored for k, x in pairs if k is not None and isinstance(x, Field) and x.number == i
         }
@@ -257,24 +257,24 @@ class Run:
             targets[result] = _compat.type_of(self.split.jaxpr.outvars[result]).dtype
         return targets
 
-    def update(self, i: int, given: Before[Input], targets: Targets) -> dict[int, jax.Array]:
+    def update(self, i: int, inputs: Before[Input], targets: Targets) -> dict[int, jax.Array]:
         """Returns the results of a parameter with state on the host, by their numbers among all results."""
         leaf, outs, overwritten = self.plan.leaves[i], self.split.jaxpr.outvars, dict(targets)
-        on_device = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
-        for k, dtype in on_device.items():  # it overwrites the gradient if that is wide enough
-            array = grad_field(given, i).stored
+        near = {k: x for k, x in targets.items() if isinstance(x, np.dtype)}
+        for k, dtype in near.items():  # it overwrites the gradient if that is wide enough
+            array = grad_field(inputs, i).stored
             if holds(array.dtype, dtype) and memory_of(array) == "device":
                 overwritten[k] = array
         if not targets:
             return {}
         made = run_pass(self.plan, self._pass(i, [outs[k] for k in targets], list(overwritten.values())))
         new = dict(zip(targets, made, strict=True))
-        return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in on_device.items()}
+        return new | {k: leaf.grad.load(round_to(new[k], dtype)) for k, dtype in near.items()}
 
-    def from_disk(self, i: int, given: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
+    def from_disk(self, i: int, inputs: Before[Input], targets: Targets, result: jax.Array | None) -> dict[int, Stored]:
         """Returns the results of a parameter with state on disk, by their numbers; the old ones if there are no new."""
         leaf = self.plan.leaves[i]
-        near = param_field(given, i).stored if result is None else result
+        near = param_field(inputs, i).stored if result is None else result
         near = near if memory_of(near) != "device" else leaf.grad.load(near)
         return {k: x if isinstance(x, OnDisk) else near for k, x in targets.items()}
 
@@ -285,9 +285,9 @@ class Run:
         x = jnp.asarray(self.value(v))
         return leaf.store(x.reshape(leaf.shape)) if x.ndim else x
 
-    def _pass(self, i: int, wanted: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
+    def _pass(self, i: int, outputs: Sequence[Atom], targets: Sequence[jax.Array | DType] = ()) -> Pass:
         """Returns the pass of what is wanted of a parameter; it overwrites those of the `targets` that are arrays."""
-        leaf, kernel = self.plan.leaves[i].grad, self.kernel(wanted)
+        leaf, kernel = self.plan.leaves[i].grad, self.kernel(outputs)
         fn = self.shared.setdefault(self.number_of(kernel.piece()), jax.jit(kernel.__call__, static_argnums=1))
 
         reads = [self.stored(v, leaf) for v in kernel.reads]

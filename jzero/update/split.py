@@ -177,26 +177,26 @@ def _is_elementwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
     return eqn.primitive.name in ELEMENTWISE and same
 
 
-def kernel_of(found: Split, wanted: Sequence[Atom], given: Collection[Var] = ()) -> Kernel:
-    """Returns the function of the wanted variables: elements, arrays of their parameter's shape, or literals.
+def kernel_of(of: Split, outputs: Sequence[Atom], available: Collection[Var] = ()) -> Kernel:
+    """Returns the function of some variables: elements, arrays of their parameter's shape, or literals.
 
     Args:
-      found: The split.
-      wanted: What it returns.
-      given: Further variables that are known, so that it reads them.
+      of: The split.
+      outputs: What it returns.
+      available: Further variables that are known, so that it reads them.
     """
     reads: dict[Var, None] = {}
     needed: set[int] = set()
-    waiting = [v for v in wanted if not _compat.is_literal(v)]
+    waiting = [v for v in outputs if not _compat.is_literal(v)]
     while waiting:
         v = waiting.pop()
-        i = found.made_by.get(v)
-        if i is None or v in given or v not in found.elements:
+        i = of.made_by.get(v)
+        if i is None or v in available or v not in of.elements:
             reads[v] = None
         elif i not in needed:
             needed.add(i)
-            waiting += [x for x in found.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
-    return Kernel(tuple(reads), tuple(found.jaxpr.eqns[i] for i in sorted(needed)), tuple(wanted))
+            waiting += [x for x in of.jaxpr.eqns[i].invars if not _compat.is_literal(x)]
+    return Kernel(tuple(reads), tuple(of.jaxpr.eqns[i] for i in sorted(needed)), tuple(outputs))
 
 
 def _maker(eqn: JaxprEqn) -> str:

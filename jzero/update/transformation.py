@@ -209,14 +209,14 @@ class ZeroTransformation:
 def _init(tx: ZeroTransformation, params: PyTree) -> PyTree:
     plan = tx.plan
     leaves = plan.flat_params(params)
-    seen = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
-    made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(seen)))
+    optimizer_inputs = [optimizer_view(leaf.param.load(x), leaf) for x, leaf in zip(leaves, plan.leaves, strict=True)]
+    made = plan.inner_treedef.flatten_up_to(tx.inner.init(plan.params_treedef.unflatten(optimizer_inputs)))
     inner = plan.inner_treedef.unflatten(
         [leaf.store(round_to(x, leaf.dtype)) for x, leaf in zip(made, plan.inner_leaves, strict=True)]
     )
     masters = [
         None if leaf.master is None else leaf.master.store(x.astype(leaf.master.dtype))
-        for x, leaf in zip(seen, plan.leaves, strict=True)
+        for x, leaf in zip(optimizer_inputs, plan.leaves, strict=True)
     ]
     own = own_opt_state(plan, masters)
     own = ZeroOptState(inner, None, None, None) if own is None else dataclasses.replace(own, inner=inner)
@@ -240,14 +240,14 @@ def _update(
         known = [None] * len(plan.leaves) if params is None else plan.flat_params(tx.constrain(params))
         # A rounded sum is not determined by the update alone.
         rounded = {i for i, x in enumerate(plan.leaves) if x.trained and x.param.dtype != x.update_dtype}
-        moves = frozenset[int]() if params is None else frozenset(rounded)
+        new_params = frozenset[int]() if params is None else frozenset(rounded)
         extra = {name: _natural(plan, x) for name, x in arrays.items()}
         before = _before(plan, own, [Grad(x) for x in grads], known, applied=applied, value=tx.value, extra=extra)
-        after = run_update(WholeUpdate(plan, tx.inner, moves, functions), before)
+        after = run_update(WholeUpdate(plan, tx.inner, new_params, functions), before)
         results, new = _results(plan, own, after, applied)
         if overflowed is not None:
             new = with_next_loss_scale(own, new, plan.config.policy.loss_scale, overflowed)
-        changes = [_change(plan, i, known[i], x, i in moves) for i, x in enumerate(results)]
+        changes = [_change(plan, i, known[i], x, i in new_params) for i, x in enumerate(results)]
         made = plan.stored_params(changes) if params is None else jax.tree.structure(params).unflatten(changes)
         return made, _to_opt_state(plan, new, like=state)
 

@@ -87,7 +87,7 @@ class After(NamedTuple, Generic[X]):
     """What an update makes, in the order of `Before`.
 
     Attributes:
-      results: For each parameter its new value or its update, as `WholeUpdate.moves` says; `None` if the optimizer
+      results: For each parameter its new value or its update, as `WholeUpdate.new_params` says; `None` if the optimizer
         returned none, or if it is not trained.
       masters: The new masters.
       inner: The new leaves of the optimizer's state.
@@ -105,33 +105,37 @@ class WholeUpdate:
     Attributes:
       plan: The plan.
       tx: The user's transformation.
-      moves: Numbers of the parameters whose results are new parameters; those of the others are updates.
+      new_params: Numbers of the parameters whose results are new parameters; those of the others are updates.
       functions: Further arguments of the optimizer that are functions.
     """
 
     plan: ZeroPlan
     tx: Any
-    moves: frozenset[int]
+    new_params: frozenset[int]
     functions: Functions = ()
 
     def __call__(self, x: Before[jax.Array]) -> After[jax.Array]:
         """Returns the new parameters, or their updates, and the new state."""
         plan, tree = self.plan, self.plan.params_treedef.unflatten
         knows = any(p is not None for p in x.params)
-        seen = [self._seen(*y) for y in zip(plan.leaves, x.params, x.masters, strict=True)] if knows else x.params
+        optimizer_inputs = (
+            [self._optimizer_input(*y) for y in zip(plan.leaves, x.params, x.masters, strict=True)]
+            if knows
+            else x.params
+        )
         grads = tree([self._gradient(leaf, grad) for leaf, grad in zip(plan.leaves, x.grads, strict=True)])
         state = [y.astype(leaf.update_dtype or y.dtype) for y, leaf in zip(x.inner, plan.inner_leaves, strict=True)]
         extra = {**extra_args(self.tx, x.value, grads), **(x.extra or {}), **dict(self.functions)}
         with said_clearly():
             made, new = self.tx.update(
-                grads, plan.inner_treedef.unflatten(state), tree(seen) if knows else None, **extra
+                grads, plan.inner_treedef.unflatten(state), tree(optimizer_inputs) if knows else None, **extra
             )
         updates = [self._as_update(*y) for y in zip(plan.leaves, plan.flat_params(made), strict=True)]
-        moved = [self._moved(i, x, *y) for i, y in enumerate(zip(seen, updates, strict=True))]
+        results = [self._result(i, x, *y) for i, y in enumerate(zip(optimizer_inputs, updates, strict=True))]
         inner = [self._new_inner(j, x, y) for j, y in enumerate(plan.inner_treedef.flatten_up_to(new))]
-        return After([result for result, _ in moved], [master for _, master in moved], inner)
+        return After([result for result, _ in results], [master for _, master in results], inner)
 
-    def _seen(self, leaf: LeafPlan, param: jax.Array | None, master: jax.Array | None) -> jax.Array:
+    def _optimizer_input(self, leaf: LeafPlan, param: jax.Array | None, master: jax.Array | None) -> jax.Array:
         """Returns a parameter as the optimizer sees it: its master, with the user's edits."""
         return optimizer_view(param if master is None else apply_edits(master, param), leaf)
 
@@ -148,21 +152,21 @@ class WholeUpdate:
         as_it_is = self.plan.config.policy == Precision() and not is_float8(leaf.update_dtype)
         return x if as_it_is else x.astype(leaf.update_dtype)
 
-    def _moved(
-        self, i: int, x: Before[jax.Array], seen: jax.Array | None, update: jax.Array | None
+    def _result(
+        self, i: int, x: Before[jax.Array], optimizer_input: jax.Array | None, update: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Returns the result of a parameter, and its new master."""
         leaf, param, master = self.plan.leaves[i], x.params[i], x.masters[i]
-        if update is None or i not in self.moves:
+        if update is None or i not in self.new_params:
             if update is None or x.applied is None:
                 return update, master
             return jnp.where(x.applied, update, NOTHING.astype(update.dtype)), master
         assert param is not None
-        assert seen is not None
+        assert optimizer_input is not None
         if leaf.param.dtype == leaf.update_dtype:
             with jax.numpy_dtype_promotion("standard"):  # whatever the user set for arithmetic
                 return _choose(x.applied, (param + update).astype(param.dtype), param), master
-        wide = seen + update
+        wide = optimizer_input + update
         if master is None:
             return _choose(x.applied, self._rounded(x, i, i, wide, leaf.param.dtype), param), None
         new = self._rounded(x, i, i, wide, master.dtype)
